@@ -13,7 +13,6 @@ import socket
 import ssl
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,9 @@ def _follow(engine: EngineConfig) -> int:
     """Run the engine of another host; only process 0 receives requests."""
     # Imported here: it loads jax.
     from mmjax.engine.process import follow_engine
-    from mmjax.frontend.media_budget import with_encoder_budget
-    from mmjax.models.registry import with_model_class
+    from mmjax.frontend.media_budget import as_engine_process_config
 
-    # As process 0 does: shapes follow from it, and must be the same.
-    follow_engine(with_encoder_budget(replace(engine, model=with_model_class(engine.model))))
+    follow_engine(as_engine_process_config(engine))
     return 0
 
 

@@ -311,6 +311,12 @@ def draw(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels.astype(np.uint8))
 
 
+def draw_video(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
+    """Return uint8[num_frames, height, width, 3], each frame another picture."""
+    frames = [draw(width, height, seed=seed * 100 + index) for index in range(num_frames)]
+    return np.stack([np.asarray(frame) for frame in frames])
+
+
 def random_text(seed: int, num_words: int) -> str:
     """Return `num_words` words, some of them outside the tokenizer's vocabulary."""
     chooser = random.Random(seed)

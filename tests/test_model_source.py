@@ -5,8 +5,11 @@ import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save
 
 from mmjax.errors import CheckpointError, ConfigError
@@ -17,6 +20,8 @@ from mmjax.models.model_source import (
     resolve_adapter,
     resolve_model,
 )
+from tests.families import mistral3
+from tests.families.directories import edit_json
 
 
 @pytest.fixture
@@ -101,6 +106,15 @@ def test_the_hub_is_asked_without_pickles(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not {"*", "*.bin", "*.pt", "*.py", "*.pkl"} & set(patterns)
 
 
+def test_a_gated_checkpoint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise GatedRepoError("gated", response=MagicMock())
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"https://huggingface.co/owner/name.*HF_TOKEN"):
+        resolve_model("owner/name")
+
+
 def test_what_the_hub_lacks_is_named() -> None:
     # The tests are offline: nothing is found, and nothing is asked.
     with pytest.raises(CheckpointError, match="owner/no-such-model"):
@@ -132,6 +146,26 @@ def test_quantized_weights_are_refused_by_their_key(copy_of: Path) -> None:
     assert load_model_config(str(copy_of)).architecture  # prompts can be processed
     with pytest.raises(CheckpointError, match=r"`quantization_config.quant_method` .* is `awq`"):
         load_engine_config({"model": str(copy_of)})
+
+
+def test_where_ministral_is_published_unquantized_is_named(tmp_path: Path) -> None:
+    path = mistral3.write_files("ministral3", tmp_path)
+    rewrite(path / "config.json", quantization_config={"quant_method": "fp8"})
+    (path / "model.safetensors").write_bytes(save({}))
+    with pytest.raises(CheckpointError, match=r"is `fp8`; .*whose name ends in `-BF16`"):
+        load_engine_config({"model": str(path)})
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_files_say_whether_a_head_is_tied_where_the_configuration_does_not(
+    tmp_path: Path, has_head: bool
+) -> None:
+    path = mistral3.write_files("ministral3", tmp_path)
+    edit_json(path / "config.json", {"tie_word_embeddings": None})
+    assert load_model_config(str(path)).hf_config.tie_word_embeddings
+    names = ["model.norm.weight", *(["lm_head.weight"] * has_head)]
+    (path / "model.safetensors").write_bytes(save({name: np.zeros(2) for name in names}))
+    assert load_model_config(str(path)).hf_config.tie_word_embeddings is not has_head
 
 
 def test_devices_that_cannot_share_the_heads_are_refused(copy_of: Path) -> None:

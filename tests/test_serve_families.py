@@ -14,35 +14,25 @@ import pytest
 from openai import OpenAI
 
 from mmjax import LLM, SamplingParams
-from mmjax.models.registry import MODELS
+from tests.families import FAMILIES
+from tests.families.family import Family
 from tests.kit import draw
-from tests.models.directories import (
-    DIRECTORIES,
-    choose_question,
-    small_settings,
-    takes_one_image,
-)
 from tests.test_serve import Served, message_about
 
-IN_DEFAULT_RUN = {"LlavaForConditionalGeneration"}
+IN_DEFAULT_RUN = {"llava"}
 MAX_TOKENS = 8
 
 
-def test_every_row_of_the_registry_has_a_case():
-    assert {name.partition(",")[0] for name in DIRECTORIES} == MODELS.keys()
-    assert DIRECTORIES.keys() > IN_DEFAULT_RUN
-
-
-def make_conversations(name: str) -> list[list[Any]]:
+def make_conversations(family: Family) -> list[list[Any]]:
     """Return one with an image in its first turn, and one with an image in a later turn.
 
     Where a prompt holds several images, the later turn is about a second one.
     """
-    question = choose_question(name)
+    question = family.question
     text = [{"role": "user", "content": question}]
     answer = {"role": "assistant", "content": "red"}
     early, late = (message_about(draw(40 + 30 * seed, 50, seed), question) for seed in range(2))
-    before = text if takes_one_image(name) else [early]
+    before = text if family.max_images == 1 else [early]
     return [[early, answer, *text], [*before, answer, late]]
 
 
@@ -67,12 +57,12 @@ def ask(address: str, messages: Sequence[Any]) -> str:
 
 
 @pytest.fixture
-def served(name: str, tmp_path: Path) -> Iterator[Any]:
+def served(family: Family, tmp_path: Path) -> Iterator[Any]:
     """The directory, and the address of its server."""
-    path = DIRECTORIES[name](tmp_path)
+    path = family.write(tmp_path)
     flags = [
         word
-        for key, value in small_settings(name).items()
+        for key, value in family.llm_settings.items()
         for word in (f"--{key.replace('_', '-')}", str(value))
     ]
     server = Served(str(path), *flags, "--served-model-name", "tiny", "--precompile", "none")
@@ -85,22 +75,22 @@ def served(name: str, tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "name",
+    "family",
     [
-        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-        for name in DIRECTORIES
+        pytest.param(family, id=name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
+        for name, family in FAMILIES.items()
     ],
 )
-def test_a_family_answers_over_http(name: str, served: Any):
+def test_a_family_answers_over_http(family: Family, served: Any):
     path, address = served
-    conversations = make_conversations(name)
+    conversations = make_conversations(family)
     with ThreadPoolExecutor(len(conversations)) as pool:
         answers = list(pool.map(partial(ask, address), conversations))
     assert [ask(address, conversation) for conversation in conversations] == answers
     params = SamplingParams(
         temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, skip_special_tokens=False
     )
-    with LLM(path, use_tqdm_on_load=False, **small_settings(name)) as llm:
+    with LLM(path, use_tqdm_on_load=False, **family.llm_settings) as llm:
         outputs = llm.chat(conversations, params, use_tqdm=False)
     assert answers == [output.outputs[0].text for output in outputs]
     assert answers[0] != answers[1], "the image's place changes nothing"

@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": Command("mmjax.serve", "serve a model over OpenAI's HTTP API"),
     "chat": Command("mmjax.cli.chat", "talk to a model about pictures, in the terminal"),
     "bench": Command("mmjax.cli.bench", "measure a server: TTFT, TPOT, requests per second"),
+    "models": Command("mmjax.cli.models", "list what is served; say whether a model fits here"),
     "explain": Command("mmjax.cli.explain", "show the tokens and the images of a prompt"),
     "config": Command("mmjax.server.flags", "show each setting's value, and where it is from"),
     "convert": Command("mmjax.convert", "convert a checkpoint to a snapshot"),

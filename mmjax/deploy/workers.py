@@ -8,13 +8,11 @@ any restart of P1. Knows nothing of where the workers run.
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from mmjax.config.engine_config import EngineConfig
 from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions
-from mmjax.frontend.media_budget import with_encoder_budget
-from mmjax.models.registry import with_model_class
+from mmjax.frontend.media_budget import as_engine_process_config
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
@@ -32,9 +30,7 @@ class WorkerProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         """`config`: P1's, but for the process's id."""
-        # As P0 does for P1: shapes follow from it.
-        with_class = replace(config, model=with_model_class(config.model))
-        self._config = with_encoder_budget(with_class)
+        self._config = as_engine_process_config(config)
         self._process: EngineProcess | None = None
 
     @property

@@ -1,39 +1,30 @@
 """The engine core: admit requests, schedule, run steps. In P1, or in the process of `LLM`."""
 
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mmjax.cache import engine_receiver_cache_from_config
-from mmjax.cache.kv.block_hash import make_none_hash
-from mmjax.config.engine_config import CacheConfig, EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.memory import resident_by_cause
 from mmjax.engine.device.runner import InFlight
-from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.admission import (
-    check_is_served,
-    check_places,
-    check_shapes,
     resolve_features,
 )
 from mmjax.engine.scheduling.buckets import Buckets
-from mmjax.engine.scheduling.logit_rules import Grammars, LogitRules
+from mmjax.engine.scheduling.logit_rules import Grammars
 from mmjax.engine.scheduling.outputs import SchedulerOutput
 from mmjax.engine.scheduling.queues import Deadlines
-from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, EncoderPrompt, Request
+from mmjax.engine.scheduling.request import Request
+from mmjax.engine.scheduling.request_maker import RequestMaker
 from mmjax.engine.start import start_engine
-from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
+from mmjax.errors import RequestError, RequestValueError
 from mmjax.layers.module import Params
-from mmjax.models.host_inputs import PackedEncoderSpec, PromptItem, RotaryPositions
 from mmjax.models.registry import MULTIMODAL_REGISTRY
-from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRange
 from mmjax.system.logger import get_logger
 from mmjax.transport.messages import (
     MAX_LISTED_LORAS,
@@ -81,10 +72,7 @@ class EngineCore:
         """
         self.config = config
         parts = start_engine(config, model_class=model_class, params=params)
-        self._host_inputs = parts.programs.host_inputs
-        self._precomputed = parts.programs.precomputed
         self._placement = parts.programs.placement
-        self._limits = parts.limits
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._adapters = parts.adapters
@@ -112,12 +100,15 @@ class EngineCore:
             if self._placement.is_leader
             else None
         )
-        self._encoder_numbers = count()
-        # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
-        has_encoder = bool(parts.limits.max_encoder_len)
-        self._block_hasher = None if has_encoder else _make_block_hasher(config.cache)
+        self._requests = RequestMaker(
+            config,
+            limits=parts.limits,
+            buckets=parts.programs.buckets,
+            host_inputs=parts.programs.host_inputs,
+            precomputed=parts.programs.precomputed,
+            adapters=parts.adapters,
+        )
         self._counter = CompilationCounter()
-        self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._deadlines = Deadlines()
         self._grammars = Grammars(
             partial(MULTIMODAL_REGISTRY.load_tokenizer, config.model), parts.limits.vocab_size
@@ -138,8 +129,7 @@ class EngineCore:
         """
         # Before any check: P0's sender cache has recorded these items, refused or not.
         features = resolve_features(message.mm_features, self._receiver_cache)
-        request = self._make_request(message, features)
-        self._limits.check_request(request)
+        request = self._requests.make(message, features)
         # The last check, behind which nothing is refused.
         self._scheduler.add_request(request)
         if request.lora_request is not None:
@@ -156,65 +146,6 @@ class EngineCore:
             *(message.request_id, request.num_prompt_tokens, len(features)),
         )
         self._deadlines.set(message.request_id, message.deadline)
-
-    def _make_request(
-        self, message: EngineCoreRequest, features: Sequence[MultiModalFeatureSpec]
-    ) -> Request:
-        """Return a request that was checked by itself; changes nothing."""
-        limits, params = self._limits, message.sampling_params
-        check_is_served(
-            message,
-            has_encoder=bool(limits.max_encoder_len),
-            has_adapters=self.config.lora.enable_lora,
-        )
-        check_places(features)
-        adapter = None if message.lora_name is None else self._adapters.find(message.lora_name)
-        items = [self._to_item(feature, adapter) for feature in features]
-        encoder, rotary = None, None
-        if limits.max_encoder_len:
-            encoder = self._make_encoder(message, features, items)
-            items = []
-        else:
-            rotary = self._find_positions(len(message.prompt_token_ids), features)
-        limits.check_prompt(message.prompt_token_ids, items)
-        limits.check_sampling(message)
-        return Request(
-            request_id=message.request_id,
-            prompt_token_ids=message.prompt_token_ids,
-            output_token_ids=message.output_token_ids,
-            sampling_params=params,
-            max_model_len=self.config.model.max_model_len,
-            items=items,
-            encoder=encoder,
-            rotary=rotary,
-            eos_token_ids=message.eos_token_ids,
-            priority=message.priority if self._has_priorities else 0,
-            cache_salt=message.cache_salt,
-            lora_request=adapter,
-            # All of the prompt is computed where its log-probabilities are wanted, as in vLLM.
-            block_hasher=self._block_hasher if params.prompt_logprobs is None else None,
-            logit_rules=LogitRules(
-                params,
-                vocab_size=limits.vocab_size,
-                bad_words_token_ids=message.bad_words_token_ids,
-                has_grammar=message.grammar is not None,
-            ),
-        )
-
-    def _make_encoder(
-        self,
-        message: EngineCoreRequest,
-        features: Sequence[MultiModalFeatureSpec],
-        items: Sequence[EncoderItem],
-    ) -> EncoderItem:
-        """Return an encoder's hidden states as one item, which depend on its prompt and items."""
-        token_ids = self._limits.check_encoder_prompt(message.encoder_prompt_token_ids, features)
-        return EncoderItem(
-            # Request ids may repeat.
-            identifier=f"encoder of request {next(self._encoder_numbers)}",
-            mm_position=PlaceholderRange(offset=0, length=len(token_ids)),
-            prompt=EncoderPrompt(token_ids=np.array(token_ids, np.int32), items=items),
-        )
 
     def expire(self, now: float | None = None) -> list[str]:
         """Abort the requests whose deadline has passed; return their ids."""
@@ -453,82 +384,3 @@ class EngineCore:
         adapters = (request.lora_request for request in requests)
         names = dict.fromkeys(one.lora_name for one in adapters if one is not None)
         return list(islice(names, MAX_LISTED_LORAS))
-
-    def _to_item(
-        self, feature: MultiModalFeatureSpec, adapter: RegisteredAdapter | None
-    ) -> EncoderItem:
-        """Split a feature into encoder units of the compiled shapes; keep precomputed embeddings.
-
-        Raises `RequestError` for tensors of other shapes or dtypes.
-        """
-        embeds = self._precomputed.find(feature)
-        if embeds is not None:
-            return self._precomputed.make_item(feature, embeds)
-        if not self._runner.buckets.encode:
-            raise RequestValueError(
-                f"item {feature.identifier} asks for embeddings of a tower, which this engine was "
-                "started without; allow media with `--limit-mm-per-prompt`",
-                param="multi_modal_data",
-            )
-        item = feature.tensors
-        assert item is not None, "resolved already"
-        spec = self._host_inputs.encoder_spec
-        try:
-            arrays = self._host_inputs.encoder_inputs(item.get_data())
-            rows = self._host_inputs.embed_rows(item.get_data())
-        except (KeyError, TypeError, ValueError) as error:
-            raise RequestRuntimeError(
-                f"item {feature.identifier} lacks what the model encodes; each needs "
-                f"{', '.join(sorted(spec.inputs))}",
-                param="multi_modal_data",
-            ) from error
-        num_outputs = check_shapes(feature, arrays, spec)
-        if isinstance(spec, PackedEncoderSpec):
-            self._check_patches(feature.identifier, num_outputs * spec.patches_per_token)
-        num_embeds = feature.mm_position.get_num_embeds()
-        if num_embeds != (num_outputs if rows is None else len(rows)):
-            raise RequestRuntimeError(
-                f"item {feature.identifier} has {num_outputs if rows is None else len(rows)} "
-                f"embeddings, and placeholders for {num_embeds}; they must agree",
-                param="multi_modal_data",
-            )
-        identifier = feature.identifier
-        if adapter is not None and self.config.lora.enable_tower_connector_lora:
-            # Of this adapter, and not of one that had its name before.
-            identifier = f"{identifier}@{adapter.lora_version}"
-        return EncoderItem(
-            identifier=identifier,
-            mm_hash=feature.mm_hash,
-            mm_position=feature.mm_position,
-            units=arrays,
-            rows=rows,
-        )
-
-    def _check_patches(self, identifier: str, num_patches: int) -> None:
-        largest = self._runner.buckets.encode[-1]
-        if num_patches > largest:
-            raise RequestRuntimeError(
-                f"item {identifier} has {num_patches} patches; the encoder takes {largest}",
-                param="multi_modal_data",
-            )
-
-    def _find_positions(
-        self, num_tokens: int, features: Sequence[MultiModalFeatureSpec]
-    ) -> RotaryPositions | None:
-        items = [
-            PromptItem(feature.mm_position, feature.tensors.get_data())
-            for feature in sorted(features, key=lambda one: one.mm_position.offset)
-            if feature.tensors is not None
-        ]
-        return self._host_inputs.rotary_positions(num_tokens, items)
-
-
-def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
-    if not cache.enable_prefix_caching:
-        return None
-    return BlockHasher(
-        block_size=cache.block_size,
-        # Random, so that no client can compute the hash of a block.
-        none_hash=make_none_hash(secrets.token_hex(16)),
-        algorithm=cache.prefix_caching_hash_algo,
-    )

@@ -307,6 +307,7 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
         largest,
         encoder_cache_size=config.cache.encoder_cache_size,
         disable_chunked_mm_input=keeps_runs_whole,
+        longest_runs={m: n for m, n in largest.items() if m not in host_inputs.cut_modalities},
     )
     return _MediaPlan(
         host_inputs=host_inputs,

@@ -3,8 +3,16 @@
 from dataclasses import replace
 
 from mmjax.config.engine_config import EngineConfig
-from mmjax.models.registry import MULTIMODAL_REGISTRY, create_processor
+from mmjax.models.registry import MULTIMODAL_REGISTRY, create_processor, with_model_class
 from mmjax.processing.encoder_budget import MultiModalBudget, MultiModalProfiler
+
+
+def as_engine_process_config(config: EngineConfig) -> EngineConfig:
+    """Return what each process of an engine is started with, whichever host it runs on.
+
+    It can import the model's class, and shapes follow from the largest item: so all have the same.
+    """
+    return with_encoder_budget(replace(config, model=with_model_class(config.model)))
 
 
 def with_encoder_budget(config: EngineConfig) -> EngineConfig:

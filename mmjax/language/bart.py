@@ -26,7 +26,7 @@ from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
 
 _EPS = 1e-5
-"""Of every norm; no key of the config."""
+"""The epsilon of every norm; no key of the config names it."""
 POSITION_OFFSET = 2
 """The first position's row of the table: the rows before it were padding's when it was trained."""
 

@@ -68,11 +68,11 @@ class LatentConfig:
     """Widths of latent attention, of one head (section 2.1)."""
 
     rank: int
-    """Of the latent, which all heads share: `kv_lora_rank`."""
+    """The width of the latent, which all heads share: `kv_lora_rank`."""
     nope_dim: int
-    """Of the part of queries and keys that has no position."""
+    """The width of the part of queries and keys that has no position."""
     rope_dim: int
-    """Of the part that has; its key is shared by all heads."""
+    """The width of the part that has a position; its key is shared by all heads."""
     value_dim: int
 
 
@@ -86,7 +86,7 @@ class DeepseekConfig:
     moe_intermediate_size: int
     num_hidden_layers: int
     num_dense_layers: int
-    """Of the layers, from the first: those without experts."""
+    """How many of the first layers have no experts."""
     num_attention_heads: int
     num_key_value_heads: int
     latent: LatentConfig | None

@@ -2,32 +2,41 @@
 
 Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values; arXiv 2407.10671),
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
-arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
-Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146).
+arXiv 2505.09388), Qwen3-VL's (both; its larger ones have experts; arXiv 2511.21631), Chameleon
+(other such norms, and in the 34B norms behind each half of a block, as Swin v2's; arXiv
+2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146), Ministral 3
+(queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's,
+without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours
+rotated as pairs, a part of each head; arXiv 2507.01006).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
+from mmjax.layers.attention.api import AttentionMetadata
+from mmjax.layers.attention.kv_cache import LayerCache
 from mmjax.layers.decoder import (
     GroupedQueryAttention,
     PostNormLayer,
     PreNormLayer,
     RotaryDecoder,
+    SandwichNormLayer,
 )
 from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.moe import MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import RMSNorm
 
 HEAD_NORM_EPS = 1e-5
-"""Of Chameleon's queries and keys; no key of the config."""
+"""The epsilon of the norms of Chameleon's queries and keys; no key of the config names it."""
 _MOLMO_REQUIRED = {
     "layer_norm_type": "rms",
     "clip_qkv": None,
@@ -57,11 +66,21 @@ class LlamaConfig:
     qk_norm: Literal["head", "own", "wide"] | None = None
     """How queries and keys are normed, before they are rotated: each head by one norm; each head by
     a norm of its own; all heads together; None: not at all."""
-    is_post_norm: bool = False
-    """Whether what attention and MLP give is normed, and not what they read."""
+    norm_order: Literal["pre", "post", "both"] = "pre"
+    """Whether what attention and MLP read is normed, what they give, or both."""
+    is_interleaved: bool = False
+    """Whether neighbours in a head are a pair that is rotated, and not its halves."""
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
+    router: RouterConfig | None = None
+    """How experts are chosen; None: there are none."""
+    moe_intermediate_size: int = 0
+    """Width inside of an expert."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers without experts, where others have them."""
     rope_parameters: dict[str, Any]
+    query_scales: tuple[int, tuple[float, ...]] | None = None
+    """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "LlamaConfig":
@@ -97,9 +116,13 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
         )
-    # NOTE: HF's Qwen2-VL assumes these sections where the config names none.
-    has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text")
+    # NOTE: HF assumes these sections where the config names none.
+    has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
+    given = dict(hf_config.rope_parameters)
+    if kind in ("qwen3_vl_text", "qwen3_vl_moe_text"):
+        sections = {"mrope_section": [24, 20, 20]}
+        given["mrope_interleaved"] = True  # HF's whatever the config says; all published say so
     return {
         "vocab_size": hf_config.vocab_size,
         "intermediate_size": hf_config.intermediate_size,
@@ -108,9 +131,27 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         "has_qkv_bias": has_qkv_bias,
         "has_output_bias": has_qkv_bias and not kind.startswith("qwen2"),
         "has_mlp_bias": getattr(hf_config, "mlp_bias", False),
-        "qk_norm": "head" if kind == "qwen3" else None,
+        "qk_norm": "head" if kind.startswith("qwen3") else None,
         "windows": tuple(window if one == "sliding_attention" else None for one in types),
-        "rope_parameters": sections | dict(hf_config.rope_parameters),
+        "rope_parameters": sections | given,
+        **(_read_experts(hf_config) if kind == "qwen3_vl_moe_text" else {}),
+    }
+
+
+def _read_experts(hf_config: Any) -> dict[str, Any]:
+    """Return what is particular to Qwen3-VL's mixtures of experts."""
+    step, without = hf_config.decoder_sparse_step, set(hf_config.mlp_only_layers or ())
+    numbers = range(hf_config.num_hidden_layers)
+    return {
+        "router": RouterConfig(
+            num_experts=hf_config.num_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=False,
+            has_correction_bias=False,
+            is_normalized=True,
+        ),
+        "moe_intermediate_size": hf_config.moe_intermediate_size,
+        "dense_layers": tuple(n for n in numbers if n in without or (n + 1) % step),
     }
 
 
@@ -124,7 +165,7 @@ def _read_chameleon(hf_config: Any) -> dict[str, Any]:
         "has_output_bias": bool(hf_config.attention_bias),
         "has_mlp_bias": hf_config.mlp_bias,
         "qk_norm": "own",
-        "is_post_norm": bool(hf_config.swin_norm),
+        "norm_order": "post" if hf_config.swin_norm else "pre",
         "rope_parameters": dict(hf_config.rope_parameters),
     }
 
@@ -142,13 +183,49 @@ def _read_molmo(hf_config: Any) -> dict[str, Any]:
         "rms_norm_eps": hf_config.layer_norm_eps,
         "has_qkv_bias": hf_config.qkv_bias,
         "qk_norm": "wide" if hf_config.attention_layer_norm else None,
-        "is_post_norm": hf_config.norm_after,
+        "norm_order": "post" if hf_config.norm_after else "pre",
         "rope_parameters": {"rope_theta": float(hf_config.rope_theta)},
     }
 
 
+def _read_glm(hf_config: Any) -> dict[str, Any]:
+    return {
+        **_read_llama(hf_config),
+        "has_qkv_bias": hf_config.model_type == "glm4v_text",
+        "has_output_bias": False,
+        "norm_order": "both",
+        "is_interleaved": True,
+        # NOTE: HF assumes these sections where the config names none.
+        "rope_parameters": {"mrope_section": [8, 12, 12], **hf_config.rope_parameters},
+    }
+
+
+def _read_paddleocr_vl(hf_config: Any) -> dict[str, Any]:
+    biases = ("has_qkv_bias", "has_output_bias", "has_mlp_bias")
+    return {**_read_llama(hf_config), **dict.fromkeys(biases, bool(hf_config.use_bias))}
+
+
+def _read_ministral3(hf_config: Any) -> dict[str, Any]:
+    rope = hf_config.rope_parameters
+    given = ("llama_4_scaling_beta", "original_max_position_embeddings")
+    missing = [name for name in given if rope.get(name) is None]
+    if missing:
+        raise CheckpointError(f"`rope_parameters` of a Ministral 3 lacks {', '.join(missing)}")
+    beta, length = (rope[name] for name in given)
+    # 1 + beta * log(1 + floor(position / length)), of which there are few values.
+    factors = 1 + beta * np.log1p(np.arange(hf_config.max_position_embeddings // length + 1))
+    return {**_read_llama(hf_config), "query_scales": (length, tuple(factors.tolist()))}
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
-    {"chameleon": _read_chameleon, "molmo": _read_molmo}
+    {
+        "chameleon": _read_chameleon,
+        "glm4v_text": _read_glm,
+        "glm_ocr_text": _read_glm,
+        "ministral3": _read_ministral3,
+        "molmo": _read_molmo,
+        "paddleocr_vl_text": _read_paddleocr_vl,
+    }
 )
 """By `model_type`, where it is not as Llama's."""
 
@@ -169,6 +246,22 @@ class HeadNorm(nnx.Module):
         return normed * self.weight[...][None] + self.bias[...][None]
 
 
+class ScaledQueryAttention(GroupedQueryAttention):
+    """Attention whose queries are multiplied by a factor of their position."""
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Any,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Attend; `angles` are a pair, of the rotary angles and of float32[T], the factors."""
+        angles, scales = angles
+        query = self.q_proj(x) * scales.astype(x.dtype)[:, None]
+        return self.attend(query, x, angles, cache, metadata)
+
+
 class LlamaTextModel(RotaryDecoder):
     """Llama's text model, and its relatives'."""
 
@@ -176,11 +269,21 @@ class LlamaTextModel(RotaryDecoder):
         super().__init__(
             config,
             num_kv_heads=config.num_key_value_heads,
-            layers=[_build_layer(config, window, dtype=dtype) for window in config.windows],
+            layers=[_build_layer(config, n, dtype=dtype) for n in range(config.num_hidden_layers)],
             norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
             dtype=dtype,
         )
+        self.query_scales = config.query_scales
+
+    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
+        """Return the rotary angles, and what queries are multiplied by where they are."""
+        angles = super().layer_inputs(positions)
+        if self.query_scales is None:
+            return angles
+        length, factors = self.query_scales
+        scales = jnp.asarray(factors, jnp.float32)[positions[0] // length]
+        return [(each, scales) for each in angles]
 
 
 def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:
@@ -192,9 +295,35 @@ def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Mo
     return RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype)
 
 
-def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:
+_LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
+    {"pre": PreNormLayer, "post": PostNormLayer, "both": SandwichNormLayer}
+)
+"""By `norm_order`."""
+
+
+def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
+    if config.router is not None and number not in config.dense_layers:
+        return MixtureOfExperts(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.router,
+            num_shared=0,
+            activation=config.hidden_act,
+            dtype=dtype,
+        )
+    return GatedMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        activation=config.hidden_act,
+        use_bias=config.has_mlp_bias,
+        dtype=dtype,
+    )
+
+
+def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
     width, eps = config.hidden_size, config.rms_norm_eps
-    attention = GroupedQueryAttention(
+    scales = config.query_scales is not None
+    attention = (ScaledQueryAttention if scales else GroupedQueryAttention)(
         width,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -206,15 +335,9 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
             _build_qk_norm(config, config.num_key_value_heads, dtype=dtype),
         ),
         norms_are_wide=config.qk_norm == "wide",
-        window=window,
+        is_interleaved=config.is_interleaved,
+        window=config.windows[number],
         dtype=dtype,
     )
-    mlp = GatedMLP(
-        width,
-        config.intermediate_size,
-        activation=config.hidden_act,
-        use_bias=config.has_mlp_bias,
-        dtype=dtype,
-    )
-    kind = PostNormLayer if config.is_post_norm else PreNormLayer
-    return kind(attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
+    mlp = _build_mlp(config, number, dtype=dtype)
+    return _LAYERS[config.norm_order](attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))

@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention.api import AttentionMetadata, attention
-from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
+from mmjax.layers.attention.kv_cache import DenseCache, KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
 from mmjax.layers.module import call_block
-from mmjax.layers.rope import apply_rotary, text_angles
+from mmjax.layers.rope import apply_interleaved_rotary, apply_rotary, text_angles
 
 Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 """Cosines and sines of every position."""
@@ -29,6 +30,7 @@ def attend_by_heads(
     *,
     head_dim: int,
     angles: Angles | None = None,
+    is_interleaved: bool = False,
     norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
     scale: float | None = None,
     window: int | None = None,
@@ -36,7 +38,8 @@ def attend_by_heads(
 ) -> tuple[Float[Array, "T _query"], LayerCache | None]:
     """Cut projections into heads, norm and rotate them, and attend.
 
-    `angles` None: positions are in the hidden states already. `norms`: of each head's queries and
+    `angles` None: positions are in the hidden states already. `is_interleaved`: whether neighbours
+    are a pair that is rotated, and not the halves of a head. `norms`: of each head's queries and
     keys, before they are rotated. `scale`: what scores are multiplied by; None:
     `head_dim ** -0.5`.
     """
@@ -45,7 +48,8 @@ def attend_by_heads(
         x if norm is None else norm(x) for norm, x in zip(norms, (query, key), strict=True)
     )
     if angles is not None:
-        query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
+        rotate = apply_interleaved_rotary if is_interleaved else apply_rotary
+        query, key = rotate(query, *angles), rotate(key, *angles)
     scale = head_dim**-0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     out, cache = attention(query, key, value, cache, metadata, **options)
@@ -69,12 +73,13 @@ class GroupedQueryAttention(nnx.Module):
         has_output_bias: bool,
         norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
         norms_are_wide: bool = False,
+        is_interleaved: bool = False,
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
         dtype: Any,
     ) -> None:
-        """`norms`, `scale`, `window` and `soft_cap`: as of `attend_by_heads`.
+        """The options from `norms` to `soft_cap` are those of `attend_by_heads`.
 
         `norms_are_wide`: they norm all heads together, before these are cut apart.
         """
@@ -85,6 +90,7 @@ class GroupedQueryAttention(nnx.Module):
         self.o_proj = Linear(inner, width, use_bias=has_output_bias, dtype=dtype)
         self.q_norm, self.k_norm = norms
         self.norms_are_wide = norms_are_wide
+        self.is_interleaved = is_interleaved
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
@@ -124,6 +130,7 @@ class GroupedQueryAttention(nnx.Module):
             metadata,
             head_dim=self.head_dim,
             angles=angles,
+            is_interleaved=self.is_interleaved,
             norms=norms,
             scale=self.scale,
             window=self.window,
@@ -182,11 +189,41 @@ class PostNormLayer(PreNormLayer):
             return x + self.post_attention_layernorm(self.mlp(x)), cache
 
 
+class SandwichNormLayer(PreNormLayer):
+    """A block that norms what attention and MLP read and what they give; GLM-4's names."""
+
+    def __init__(
+        self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
+    ) -> None:
+        super().__init__(self_attn, mlp, make_norm)
+        self.post_self_attn_layernorm = make_norm()
+        self.post_mlp_layernorm = make_norm()
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        layer_input: Any,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Return the residual stream after this block, and its cache."""
+        with jax.named_scope("attn"):
+            out, cache = self.self_attn(self.input_layernorm(x), layer_input, cache, metadata)
+            x = x + self.post_self_attn_layernorm(out)
+        with jax.named_scope("mlp"):
+            out = self.mlp(self.post_attention_layernorm(x))
+            return x + self.post_mlp_layernorm(out), cache
+
+
 class Decoder(nnx.Module):
     """Embeddings in, hidden states out; knows nothing of pictures. Parameters bear HF's names.
 
     A block is called `layer(x, layer_input, cache, metadata) -> (x, cache)`.
     """
+
+    reads_token_ids: bool = False
+    """Whether it is called with `token_ids`, int32[T], too: those of the prompt, where an item's
+    embedding stands as well, and of the answer."""
 
     def __init__(
         self,
@@ -207,6 +244,8 @@ class Decoder(nnx.Module):
         self.lora: LoRA | None = None
         """The adapters of the head, tied or not."""
         self.kv_cache_spec = kv_cache_spec
+        self.num_fed_layers = 0
+        """Layers to whose outputs features are added: a model sets that of its `host_inputs`."""
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens; an id outside the table reads row 0."""
@@ -218,20 +257,40 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        inputs_embeds: Float[Array, "T D"],
+        inputs_embeds: Float[Array, "T _wide"],
         positions: Int[Array, "3 T"],
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Return the hidden states after the final norm, and the cache (None in, None out)."""
+        """Return the hidden states after the final norm, and the cache (None in, None out).
+
+        Features for the first layers stand behind each embedding, and are 0 for text.
+        """
+        hidden, *fed = jnp.split(inputs_embeds, 1 + self.num_fed_layers, axis=-1)
         inputs = self.layer_inputs(positions)
-        caches = kv_cache if kv_cache is not None else (None,) * len(self.layers)
-        hidden, written = inputs_embeds, []
-        for layer, layer_input, cache in zip(self.layers, inputs, caches, strict=True):
-            hidden, cache = call_block(layer, hidden, layer_input, cache, metadata)
-            written.append(cache)
+        return self.run_layers(hidden, inputs, kv_cache, metadata, fed=fed)
+
+    def run_layers(
+        self,
+        hidden: Float[Array, "T D"],
+        inputs: Sequence[Any],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+        *,
+        fed: Sequence[Float[Array, "T D"]] = (),
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """Return the same, given what each block is; `fed[i]` is added to what block i gives."""
+        spec, places = self.kv_cache_spec, range(len(self.layers))
+        caches: list[Any] = [None] * len(spec.layers) if kv_cache is None else list(kv_cache)
+        if spec.layer_places:
+            places = spec.layer_places
+            caches = caches if kv_cache is not None else [DenseCache()] * len(caches)
+        layers = zip(self.layers, inputs, places, strict=True)
+        for number, (layer, layer_input, place) in enumerate(layers):
+            hidden, caches[place] = call_block(layer, hidden, layer_input, caches[place], metadata)
+            hidden = hidden + fed[number] if number < len(fed) else hidden
         hidden = hidden if self.norm is None else self.norm(hidden)
-        return hidden, None if kv_cache is None else tuple(written)
+        return hidden, None if kv_cache is None else tuple(caches)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32."""

@@ -105,6 +105,21 @@ class Experts(nnx.Module):
             x, sizes, *weights, cpu=self._by_tiles, default=self._by_ragged_dot
         )
 
+    def mix(
+        self, x: Float[Array, "T D"], weights: Float[Array, "T _k"], experts: Int[Array, "T _k"]
+    ) -> Float[Array, "T D"]:
+        """Return each token's sum over its experts, by their weights.
+
+        Shapes are static: `T * k` rows, sorted by expert.
+        """
+        num_tokens, top_k = experts.shape
+        order = jnp.argsort(experts.reshape(-1))
+        sizes = jnp.bincount(experts.reshape(-1), length=len(self.down_proj))
+        rows = self(x[order // top_k], sizes.astype(jnp.int32))
+        rows = rows[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
+        # Summed in the order of a token's choices, whatever its neighbours are.
+        return (rows * weights[:, :, None]).sum(1).astype(x.dtype)
+
     def _gate(self, gate: Float[Array, "R F"], up: Float[Array, "R F"]) -> Float[Array, "R F"]:
         return self.activation(gate) * up
 
@@ -179,10 +194,7 @@ def _each_tile(
 
 
 class MixtureOfExperts(nnx.Module):
-    """Routed experts beside shared ones, which every token has; parameters bear DeepSeek's names.
-
-    Shapes are static: `T * top_k` rows, sorted by expert.
-    """
+    """Routed experts beside shared ones, which all tokens have; names are DeepSeek's."""
 
     def __init__(
         self,
@@ -205,12 +217,5 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Transform every token by its experts, and by the shared ones."""
-        weights, experts = self.gate(x)
-        num_tokens, top_k = experts.shape
-        order = jnp.argsort(experts.reshape(-1))
-        sizes = jnp.bincount(experts.reshape(-1), length=self.gate.config.num_experts)
-        rows = self.experts(x[order // top_k], sizes.astype(jnp.int32))
-        rows = rows[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
-        # Summed in the order of a token's choices, whatever its neighbours are.
-        out = (rows * weights[:, :, None]).sum(1).astype(x.dtype)
+        out = self.experts.mix(x, *self.gate(x))
         return out if self.shared_experts is None else out + self.shared_experts(x)

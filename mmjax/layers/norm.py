@@ -50,15 +50,23 @@ class GemmaRMSNorm(nnx.Module):
     Rounded to the input's dtype once, at the end (Llama: before the weight).
     """
 
-    def __init__(self, dim: int, *, eps: float, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((dim,), dtype))
+    def __init__(self, dim: int, *, eps: float, is_centred: bool = True, dtype: Any) -> None:
+        """`is_centred` false: `x / rms(x) * weight`, as from Gemma 4 on."""
+        self.weight = nnx.Param(jnp.full((dim,), 0.0 if is_centred else 1.0, dtype))
         self.eps = eps
+        self.is_centred = is_centred
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalise the last axis."""
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return (normed * (1.0 + _scale(self.weight[...], x.ndim))).astype(x.dtype)
+        scale = _scale(self.weight[...], x.ndim)
+        scale = 1.0 + scale if self.is_centred else scale
+        return (divide_by_rms(x, self.eps) * scale).astype(x.dtype)
+
+
+def divide_by_rms(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+    """Return `x / rms(x)` of the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
 
 
 class GroupNorm(nnx.Module):

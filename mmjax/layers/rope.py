@@ -22,15 +22,20 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndar
     (`partial_rotary_factor`). Kinds: `default` (theta ** (-2i/H)), `linear` (the same, over
     `factor`: position interpolation, arXiv 2306.15595), `llama3` (low frequencies over `factor`),
     `yarn` (arXiv 2309.00071) and `dynamic`, which is `default` up to `max_position_embeddings`, the
-    longest prompt that is served. The power is rounded from float64, which is torch's float32 value
-    in all but one entry of 128; numpy's own float32 power misses one in six, and at position 8191
-    an error of one bit there turns an angle by 1e-3.
+    longest prompt that is served. `proportional` (Gemma 4's) turns the first
+    `partial_rotary_factor` of the pairs of a whole head, at the frequencies that they have there
+    over `factor`, and leaves the others.
+
+    The power is rounded from float64, which is torch's float32 value in all but one entry of 128;
+    numpy's own float32 power misses one in six, and at position 8191 an error of one bit there
+    turns an angle by 1e-3.
     """
     kind = parameters.get("rope_type", "default")
     if kind not in _KINDS:
         known = ", ".join(f"`{name}`" for name in _KINDS)
         raise CheckpointError(f"`rope_type` is `{kind}`; mmjax knows {known}")
-    width = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    share = 1.0 if kind == "proportional" else parameters.get("partial_rotary_factor") or 1.0
+    width = int(head_dim * share)
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     powers = np.power(np.float64(parameters["rope_theta"]), exponents.astype(np.float64))
     frequencies = np.float32(1.0) / powers.astype(np.float32)
@@ -77,11 +82,18 @@ def _yarn(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) ->
     return frequencies / np.float32(parameters["factor"]) * ramp + frequencies * (1 - ramp)
 
 
+def _proportional(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) -> np.ndarray:
+    num_turned = int(parameters.get("partial_rotary_factor", 1.0) * width // 2)
+    is_turned = np.arange(width // 2) < num_turned
+    return np.where(is_turned, frequencies, 0) / np.float32(parameters.get("factor", 1.0))
+
+
 _KINDS: Mapping[str, Callable[[np.ndarray, Mapping[str, Any], int], np.ndarray]] = {
     "default": _keep,
     "mrope": _keep,
     "dynamic": _keep,
     "linear": _linear,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
 }
@@ -114,7 +126,10 @@ def text_angles(
     frequencies = inverse_frequencies(parameters, head_dim)
     factor, sections = attention_factor(parameters), parameters.get("mrope_section")
     if sections:
-        return multimodal_angles(positions, frequencies, sections, factor)
+        is_interleaved = bool(parameters.get("mrope_interleaved"))
+        return multimodal_angles(
+            positions, frequencies, sections, factor, is_interleaved=is_interleaved
+        )
     return rotary_angles(positions[0], frequencies, factor)
 
 
@@ -130,11 +145,15 @@ def multimodal_angles(
     frequencies: Float[np.ndarray, " P"],
     sections: Sequence[int],
     factor: float = 1.0,
+    *,
+    is_interleaved: bool = False,
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of M-RoPE (arXiv 2409.12191, section 2.1).
 
     The first `sections[0]` frequencies turn by a token's time, the next by its row, the last by its
-    column (`mrope_section`).
+    column (`mrope_section`). Interleaved (`mrope_interleaved`, arXiv 2511.21631), they turn by
+    time, row and column in this order again and again, until row or column has its number; the rest
+    turn by time.
     """
     if sum(sections) != len(frequencies):
         raise CheckpointError(
@@ -142,6 +161,10 @@ def multimodal_angles(
             f"{len(frequencies)}, the half of a head's rotated width"
         )
     axes = np.repeat(np.arange(3), sections)
+    if is_interleaved:
+        axes = np.zeros(len(frequencies), int)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
     return cos_sin(positions.astype(jnp.float32)[axes].T * frequencies[None, :], factor)
 
 
@@ -175,9 +198,12 @@ def apply_rotary(
 def apply_interleaved_rotary(
     x: Float[Array, "T N H"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]
 ) -> Float[Array, "T N H"]:
-    """Rotate the pairs (x[2i], x[2i + 1]) of every head by the position's angles, H = 2 P.
+    """Rotate the pairs (x[2i], x[2i + 1]) of every head by the position's angles, i < P.
 
-    The first halves of all pairs come first. Queries and keys are both turned by this, so that no
-    product of them depends on their order.
+    The first halves of all pairs come first, then the second, then what is not rotated. Queries and
+    keys are both turned by this, so that no product of them depends on their order.
     """
-    return apply_rotary(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), cos, sin)
+    width = 2 * cos.shape[-1]
+    parts = [x[..., 0:width:2], x[..., 1:width:2], x[..., width:]]
+    pairs = jnp.concatenate(parts if x.shape[-1] > width else parts[:2], axis=-1)
+    return apply_rotary(pairs, cos, sin)

@@ -18,9 +18,16 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.host_inputs import EncoderSpec, HostInputs
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.image_processors.image import check_pixel_size
-from mmjax.processing.items.parse import ImageEmbedsDataParser, ImageSize, MultiModalDataItems
+from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
+from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.items.parse import (
+    ImageEmbedsDataParser,
+    ImageSize,
+    MultiModalDataDict,
+    MultiModalDataItems,
+)
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
     PromptIndex,
@@ -36,11 +43,14 @@ Target = list[int] | PromptIndex
 
 
 class FamilyInfo(BaseProcessingInfo):
-    """One row; every family sets `host_inputs`, and overrides `load_hf_processor`."""
+    """One row; every family sets `host_inputs`, and `image_processors` where HF's are taken."""
 
     data_parser = ImageEmbedsDataParser
     host_inputs: ClassVar[type[HostInputs]]
     """Says how large the encoder's units are, and how many embeddings one gives."""
+    image_processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """HF's image processors that the family is served with, as `load_image_processor` takes them;
+    none: `load_hf_processor` says what is loaded."""
     limits: ClassVar[Mapping[str, int | None]] = MappingProxyType({"image": None})
     """Modality -> how many items the model takes; None: any number."""
     placeholders: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -51,8 +61,6 @@ class FamilyInfo(BaseProcessingInfo):
     """Whether only updates may write it: a prompt that has it is refused."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
-    hf_updates_prompt: ClassVar[bool] = False
-    """Whether HF's processor writes an item's tokens itself, given text and items together."""
 
     # ---- what most rows say: an item is so many units of one size --------------------------------
 
@@ -73,6 +81,16 @@ class FamilyInfo(BaseProcessingInfo):
         shape, _ = self.encoder_spec.inputs.get("pixel_values", ((), ""))
         return ImageSize(width=shape[-1], height=shape[-2]) if shape else None
 
+    def load_hf_processor(self) -> Any:
+        """Return the tokenizer and the image processor; AutoProcessor's where a row names none."""
+        if not self.image_processors:
+            return super().load_hf_processor()
+        path = self.ctx.model_config.path
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=load_image_processor(path, self.image_processors),
+        )
+
     def get_embed_token_id(self, modality: str) -> int:
         """Return the token at whose places the embeddings of an item go."""
         if self.embed_token is None:
@@ -84,11 +102,12 @@ class FamilyInfo(BaseProcessingInfo):
         return [self.get_embed_token_id(modality)]
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
-        """Return what an item's tokens depend on: its number of embeddings, or its grid.
-
-        Precomputed embeddings are counted before this is asked.
-        """
+        """Return what an item's tokens depend on: its number of embeddings, or its grid."""
         return self.num_unit_tokens
+
+    def measure_embeds(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        """Return the same of an item whose embeddings came with the request."""
+        return len(tensors[f"{modality}_embeds"])
 
     def write_item(self, modality: str, size: Any) -> list[int]:
         """Return the tokens of an item, of what `measure_item` gave."""
@@ -116,6 +135,11 @@ class FamilyInfo(BaseProcessingInfo):
 
     # ---- the seeds' hooks, by the row ------------------------------------------------------------
 
+    def get_expected_hidden_size(self) -> int | None:
+        width = super().get_expected_hidden_size()
+        num_fed_layers = self.host_inputs(self.get_hf_config()).num_fed_layers
+        return None if width is None else width * (1 + num_fed_layers)
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return self.limits
 
@@ -135,6 +159,16 @@ class FamilyInfo(BaseProcessingInfo):
         return {"image": self.get_max_image_tokens()}
 
     # ---- what rows are written with --------------------------------------------------------------
+
+    @cached_property
+    def processor_settings(self) -> Mapping[str, Any]:
+        """What the checkpoint's processor_config.json has; empty where there is none."""
+        return read_json(self.ctx.model_config.path / "processor_config.json")
+
+    def find_token(self, name: str, default: str) -> str:
+        """Return the token that the tokenizer calls `name`, or processor_config.json does."""
+        named = getattr(self.get_tokenizer(), name, None)
+        return named or self.processor_settings.get(name, default)
 
     def get_token_id(self, token: str) -> int:
         """Return the id of a token that prompts are made of; `CheckpointError` where it is none."""
@@ -223,30 +257,61 @@ def item_fields(
     }
 
 
-class FamilyDummyInputs(VisionDummyInputsBuilder[FamilyInfo]):
+class FamilyDummyInputs(BaseDummyInputsBuilder[FamilyInfo]):
     """The largest items of a row."""
 
-    def get_largest_image(self) -> ImageSize:
-        return self.info.get_largest_image()
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return "".join(
+            (self.info.find_placeholder_str(modality, 1) or "") * number
+            for modality, number in mm_counts.items()
+        )
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        return self.info.get_largest_video(seq_len, mm_counts)
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        options, data = mm_options or {}, dict[str, Any]()
+        if "image" in mm_counts:
+            size = self.info.get_largest_image()
+            data["image"] = self._get_dummy_images(
+                width=size.width,
+                height=size.height,
+                num_images=mm_counts["image"],
+                overrides=options.get("image"),
+            )
+        if mm_counts.get("video"):
+            num_frames, size = self.info.get_largest_video(seq_len, mm_counts)
+            data["video"] = self._get_dummy_videos(
+                size=size,
+                num_frames=num_frames,
+                num_videos=mm_counts["video"],
+                overrides=options.get("video"),
+            )
+        return data
 
 
 InfoT = TypeVar("InfoT", bound=FamilyInfo)
 
 
 class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
-    """The hooks of `BaseMultiModalProcessor`, by the row."""
+    """The hooks of `BaseMultiModalProcessor`, by the row.
 
-    only_tokenizes_text = True
+    The tokenizer makes ids of a text, and the row's updates write the items: HF's processor is
+    called for the items' tensors alone.
+    """
 
     def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
-        return self.info.hf_updates_prompt and super()._hf_processor_applies_updates(
-            *args, **kwargs
-        )
+        return False
+
+    def _tokenize_text(
+        self,
+        prompt: str,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> list[int]:
+        return list(self.info.get_tokenizer().encode(prompt, **tokenization_kwargs))
 
     def _call_hf_processor(
         self,
@@ -291,9 +356,9 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
 
         def write_item(item_idx: int) -> PromptUpdateDetails:
             tensors = kwargs.get_item(modality, item_idx).get_data()
-            embeds = tensors.get(f"{modality}_embeds")
-            size = self.info.measure_item(modality, tensors) if embeds is None else len(embeds)
-            return write(size)
+            has_embeds = tensors.get(f"{modality}_embeds") is not None
+            measure = self.info.measure_embeds if has_embeds else self.info.measure_item
+            return write(measure(modality, tensors))
 
         return write_item
 

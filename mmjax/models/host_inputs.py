@@ -7,7 +7,7 @@ jax: all of it depends on the items of a request, and is done before anything re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -64,6 +64,15 @@ class PackedEncoderSpec:
     """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
     patches_per_token: int
     """So many rows, one behind the other, become one embedding; divides each item's number."""
+    starts_anywhere: bool = False
+    """Whether an item may start at any row, and its embeddings at the row's number over
+    `patches_per_token`, rounded up; else it starts at a multiple. `False` wastes room where that is
+    no power of two: keys lie in blocks of such numbers."""
+
+    @property
+    def patches_per_start(self) -> int:
+        """What the rows at which items start, and the buckets' sizes, are multiples of."""
+        return 1 if self.starts_anywhere else self.patches_per_token
 
 
 class PromptItem(NamedTuple):
@@ -101,8 +110,15 @@ class HostInputs(ABC):
     """One model's host inputs, made from its configuration; pure functions of items."""
 
     encoder_spec: EncoderSpec | PackedEncoderSpec
+    cut_modalities: frozenset[str] = frozenset()
+    """Those whose items have text among their embeddings: no run is as long as the item."""
     num_extra_rows: int = 0
     """Learned embeddings that stand among an item's: the model's `extra_embeds()` has as many."""
+    num_fed_layers: int = 0
+    """Layers of the decoder, from the first, to whose outputs features of an item are added
+    (DeepStack, arXiv 2406.04334). They stand behind each embedding, in the order of the layers, so
+    that the encoder's rows, and embeddings in place of an item, are `1 + num_fed_layers` times as
+    wide as the decoder."""
 
     def __init__(self, hf_config: Any) -> None:
         self.hf_config = hf_config
@@ -183,6 +199,70 @@ def choose_features(num_features: int, strategy: str) -> slice:
             f"it must be one of {', '.join(kept)}"
         )
     return slice(*kept[strategy].indices(num_features))
+
+
+def find_places(rows: int, columns: int, merge_size: int) -> np.ndarray:
+    """Return int[rows * columns, 2]: row and column of each patch of a frame, square by square."""
+    places = np.indices((rows, columns)).transpose(1, 2, 0)
+    squares = places.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
+    return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+
+
+def find_square_offsets(rows: int, columns: int, merge_size: int) -> np.ndarray:
+    """Return int[rows * columns]: what brings patches that come row by row into squares.
+
+    Patch i + offsets[i], row by row, is patch i square by square: no place in a pack is in it.
+    """
+    order = find_places(rows, columns, merge_size) @ (columns, 1)
+    return order - np.arange(rows * columns)
+
+
+def find_position_taps(
+    places: np.ndarray,
+    grid: tuple[int, int],
+    side: int,
+    *,
+    kernel: Literal["bilinear", "bicubic"],
+    aligns_corners: bool = False,
+) -> dict[str, np.ndarray]:
+    """Resample a square table of `side` x `side` learned positions to a picture's grid.
+
+    As torch's `interpolate`, whose edges are repeated. A bicubic kernel's parameter is -0.75.
+
+    Args:
+        places: int[P, 2]: row and column of each patch, in any order.
+        grid: How many rows and columns there are.
+        side: Of the table.
+        kernel: Of two or four taps an axis: n = 4 or 16 of them.
+        aligns_corners: Whether the first and last patch have the first and last position.
+
+    Returns:
+        `position_ids` int32[P, n]: rows of the table; `position_weights` float32[P, n].
+    """
+    offsets = np.arange(0, 2) if kernel == "bilinear" else np.arange(-1, 3)
+    ids, weights = [], []
+    for axis, size in enumerate(grid):
+        place = places[:, axis].astype(np.float32)
+        if aligns_corners:
+            source = place * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        else:
+            source = (place + np.float32(0.5)) * np.float32(side) / np.float32(size)
+            source -= np.float32(0.5)
+        taps = np.floor(source).astype(int)[:, None] + offsets
+        distance = np.abs(source[:, None] - taps).astype(np.float32)
+        ids.append(np.clip(taps, 0, side - 1))
+        weights.append(_tap_weights(distance) if kernel == "bicubic" else 1 - distance)
+    rows, columns = (each[..., None] for each in (ids[0], weights[0]))
+    return {
+        "position_ids": (rows * side + ids[1][:, None]).reshape(len(places), -1),
+        "position_weights": (columns * weights[1][:, None]).reshape(len(places), -1),
+    }
+
+
+def _tap_weights(distance: np.ndarray) -> np.ndarray:
+    near = (1.25 * distance - 2.25) * distance**2 + 1
+    far = ((-0.75 * distance + 3.75) * distance - 6) * distance + 3
+    return np.where(distance <= 1, near, far).astype(np.float32)
 
 
 def _find_affine(item: Mapping[str, np.ndarray]) -> np.ndarray:

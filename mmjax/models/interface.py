@@ -84,7 +84,7 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     """
 
     host_inputs: ClassVar[type[HostInputs]]
-    has_bidirectional_spans: ClassVar[bool] = False
+    has_bidirectional_spans: bool = False
     """Whether a run of an item's embeddings (those without a mark between them) see each other both
     ways: a step then holds each run whole. Of units, none is longer than a unit."""
     max_encoder_len: int = 0
@@ -115,7 +115,10 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
 
     # As every signature that a family gives it: the inputs of its `encoder_spec`, by name.
     def embed_multimodal(self, *args: Any, **inputs: Any) -> MultiModalEmbeddings:
-        """Encode `U` units into `P` rows each, of the language model's width; a pack into rows."""
+        """Encode `U` units into `P` rows each, of the language model's width; a pack into rows.
+
+        `1 + num_fed_layers` times as wide where items have features for the decoder's first layers.
+        """
         raise NotImplementedError(f"{type(self).__name__} must encode its items")
 
     def encode_prompts(
@@ -136,14 +139,18 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
 
     def __call__(
         self,
-        inputs_embeds: Float[Array, "T D"],
+        inputs_embeds: Float[Array, "T _wide"],
         positions: Int[Array, "3 T"],
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
+        **more: Array,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Run the language model; return hidden states after the final norm, and the cache."""
+        """Run the language model; return hidden states after the final norm, and the cache.
+
+        `more`: the `token_ids` of a language model that reads them.
+        """
         with jax.named_scope("language_model"):
-            return self.language_model(inputs_embeds, positions, kv_cache, metadata)
+            return self.language_model(inputs_embeds, positions, kv_cache, metadata, **more)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project hidden states onto the vocabulary, in float32."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmjax.config.engine_config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
@@ -37,15 +38,9 @@ _GENERATION_FIELDS = (
 """Fields of SamplingParams that it may set."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-CHECKPOINT_FILES = (
-    *WEIGHT_FILES,
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "tokenizer*",
-    "*.txt",
-    "*.tiktoken",
-)
+CONFIG_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "*.tiktoken")
+"""Files without weights."""
+CHECKPOINT_FILES = (*WEIGHT_FILES, *CONFIG_FILES)
 """Files to download from the hub: no pickles (`*.bin`, `*.pt`), no code."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """The same, of an adapter."""
@@ -74,16 +69,30 @@ _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
 """Model types that transformers does not know -> one that computes the same; of its keys, those
 that have another name there (`a.b`: key `b` of `a`), and what they are where they are left out."""
 
+_TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl"})
+"""Model types whose class in transformers ties the head of published configurations that do not say
+so; their files tell."""
+
+_UNQUANTIZED: Mapping[str, str] = MappingProxyType(
+    {"mistral3": ", which for Ministral 3 is the one whose name ends in `-BF16`"}
+)
+"""Where the unquantized weights of a model type are published, if in another place."""
+
 _AS_WRITTEN = frozenset({"deepseek_v2"})
 """Model types whose class in transformers refuses configurations that are published."""
 
 
 def resolve_model(
-    model: str | None, *, revision: str | None = None, download_dir: Path | None = None
+    model: str | None,
+    *,
+    revision: str | None = None,
+    download_dir: Path | None = None,
+    needs_weights: bool = True,
 ) -> Path:
     """Return the local directory of `model`: None (the embedded default), a directory, a hub id.
 
-    `download_dir`: where the hub's checkpoints are kept; None: in Hugging Face's cache.
+    `download_dir`: where the hub's checkpoints are kept; None: in Hugging Face's cache. Without
+    `needs_weights` the other files alone are downloaded.
     """
     if model is None:
         return _embedded_default()
@@ -95,7 +104,8 @@ def resolve_model(
             f"model directory `{model}` does not exist; give a directory that holds config.json, "
             "or a hub id such as google/gemma-3-4b-it"
         )
-    return _download(model, revision, download_dir, CHECKPOINT_FILES)
+    files = CHECKPOINT_FILES if needs_weights else CONFIG_FILES
+    return _download(model, revision, download_dir, files)
 
 
 def resolve_adapter(adapter: str, *, download_dir: Path | None = None) -> Path:
@@ -136,17 +146,22 @@ def load_model_config(
         revision: Of a hub id.
         max_model_len: None: the checkpoint's, at most `DEFAULT_MAX_MODEL_LEN`.
         download_dir: As in `resolve_model`.
-        needs_weights: Whether to check the weights' files first, which takes milliseconds.
+        needs_weights: Whether to download the weights, and to check their files first, which takes
+            milliseconds.
         served_model_name: One or several.
         fields: Other settings of ModelConfig, and `mm`.
     """
-    path = resolve_model(model, revision=revision, download_dir=download_dir)
+    path = resolve_model(
+        model, revision=revision, download_dir=download_dir, needs_weights=needs_weights
+    )
     if needs_weights:
         # Imported here: numpy is slow, and P1 needs neither at its start.
         from mmjax.weights.safetensors import check_weight_files
 
         check_weight_files(path)
     hf_config = _load_hf_config(path)
+    if hf_config.model_type in _TIED_WITHOUT_KEY and any(path.glob(WEIGHT_FILES[0])):
+        _untie_own_head(hf_config, path)
     longest = _max_position_embeddings(hf_config)
     if max_model_len is None:
         max_model_len = min(longest or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
@@ -185,7 +200,7 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     named = {"model": None, **group_fields("model", values), "mm": media}
     parts = {group: make(group) for group in ("cache", "scheduler", "parallel", "lora")}
     model = load_model_config(**named, needs_weights=True)
-    _refuse_quantized(model.hf_config)
+    refuse_quantized(model.hf_config)
     if parts["parallel"].tensor_parallel_size > 1:
         parts["parallel"].check_heads(model.hf_config.get_text_config().num_attention_heads)
     # Local directories, for a process that reads no hub.
@@ -297,7 +312,12 @@ def _download(
 ) -> Path:
     # Imported here: slow, and not needed for a local checkpoint.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         return Path(
@@ -308,6 +328,12 @@ def _download(
                 allow_patterns=list(files),
             )
         )
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"`{model}` is gated: accept its licence at https://huggingface.co/{model}, make a "
+            "token at https://huggingface.co/settings/tokens, and give it as the environment's "
+            "HF_TOKEN"
+        ) from error
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"`{model}` is neither a directory nor a model that the hub gave "
@@ -344,6 +370,15 @@ def _load_hf_config(path: Path) -> Any:
         ) from error
 
 
+def _untie_own_head(hf_config: Any, path: Path) -> None:
+    """Set `tie_word_embeddings` to false where the files have a head, as HF goes by them, too."""
+    from mmjax.weights.safetensors import open_safetensors
+
+    with open_safetensors(path) as tensors:
+        if any(name.endswith("lm_head.weight") for name in tensors):
+            hf_config.tie_word_embeddings = False
+
+
 def _build_hf_config(raw: dict[str, Any]) -> Any:
     """Build the configuration of a model type that transformers does not know."""
     from transformers import PreTrainedConfig
@@ -367,7 +402,8 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
     return PreTrainedConfig(**{**raw, **parts})
 
 
-def _refuse_quantized(hf_config: Any) -> None:
+def refuse_quantized(hf_config: Any) -> None:
+    """Raise CheckpointError for a checkpoint whose weights are quantized already."""
     settings = getattr(hf_config, "quantization_config", None)
     if settings is None:
         return
@@ -376,6 +412,7 @@ def _refuse_quantized(hf_config: Any) -> None:
     raise CheckpointError(
         f"`quantization_config.quant_method` of config.json is `{method}`; mmjax reads weights "
         "that are not quantized: take the checkpoint that this one was made of"
+        + _UNQUANTIZED.get(hf_config.model_type, "")
     )
 
 

@@ -45,6 +45,8 @@ class ModelRow:
 
     folder: str
     """`mmjax.models.<folder>` has `processor.py` (without jax) and `model.py`."""
+    example: str
+    """A published checkpoint: the smallest that answers questions."""
     has_one_unit_items: bool = False
     """Whether, without processor kwargs, the largest item is one unit of the tower."""
     factories: str = "FACTORIES"
@@ -53,22 +55,64 @@ class ModelRow:
 
 MODELS: Mapping[str, ModelRow] = MappingProxyType(
     {
-        "Blip2ForConditionalGeneration": ModelRow("blip2", has_one_unit_items=True),
-        "ChameleonForConditionalGeneration": ModelRow("chameleon", has_one_unit_items=True),
-        "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2"),
-        "Florence2ForConditionalGeneration": ModelRow("florence2"),
-        "FuyuForCausalLM": ModelRow("fuyu"),
-        "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
-        "Idefics3ForConditionalGeneration": ModelRow("idefics3"),
-        "InternVLChatModel": ModelRow("internvl"),
-        "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
-        "LlavaForConditionalGeneration": ModelRow("llava"),
-        "MolmoForCausalLM": ModelRow("molmo"),
-        "PixtralForConditionalGeneration": ModelRow("pixtral"),
-        "QWenLMHeadModel": ModelRow("qwen_vl", has_one_unit_items=True),
-        "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl"),
-        "Qwen2_5_VLForConditionalGeneration": ModelRow("qwen2_vl", factories="QWEN2_5_FACTORIES"),
-        "SmolVLMForConditionalGeneration": ModelRow("idefics3", factories="SMOLVLM_FACTORIES"),
+        "Blip2ForConditionalGeneration": ModelRow(
+            "blip2", "Salesforce/blip2-opt-2.7b", has_one_unit_items=True
+        ),
+        "ChameleonForConditionalGeneration": ModelRow(
+            "chameleon", "facebook/chameleon-7b", has_one_unit_items=True
+        ),
+        "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2", "deepseek-ai/deepseek-vl2-tiny"),
+        "Florence2ForConditionalGeneration": ModelRow(
+            "florence2", "florence-community/Florence-2-base-ft"
+        ),
+        "FuyuForCausalLM": ModelRow("fuyu", "adept/fuyu-8b"),
+        "Gemma3ForConditionalGeneration": ModelRow(
+            "gemma3", "google/gemma-3-4b-it", has_one_unit_items=True
+        ),
+        "Gemma4ForConditionalGeneration": ModelRow("gemma4", "google/gemma-4-E2B-it"),
+        "Gemma4UnifiedForConditionalGeneration": ModelRow(
+            "gemma4", "google/gemma-4-12B-it", factories="UNIFIED_FACTORIES"
+        ),
+        "Glm46VForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.6V-Flash"),
+        "Glm4vForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
+        "GlmOcrForConditionalGeneration": ModelRow(
+            "glm4v", "zai-org/GLM-OCR", factories="OCR_FACTORIES"
+        ),
+        "Idefics3ForConditionalGeneration": ModelRow(
+            "idefics3", "HuggingFaceTB/SmolVLM-256M-Instruct"
+        ),
+        "InternVLChatModel": ModelRow("internvl", "OpenGVLab/InternVL3-1B"),
+        "InternVLForConditionalGeneration": ModelRow(
+            "internvl", "OpenGVLab/InternVL3-1B-hf", factories="HF_FACTORIES"
+        ),
+        "LightOnOcrForConditionalGeneration": ModelRow(
+            "pixtral", "lightonai/LightOnOCR-1B-1025", factories="LIGHTON_FACTORIES"
+        ),
+        "LlavaForConditionalGeneration": ModelRow(
+            "llava", "llava-hf/llava-interleave-qwen-0.5b-hf"
+        ),
+        "Mistral3ForConditionalGeneration": ModelRow(
+            "pixtral", "mistralai/Ministral-3-3B-Instruct-2512-BF16"
+        ),
+        "MolmoForCausalLM": ModelRow("molmo", "allenai/Molmo-7B-D-0924"),
+        "PaddleOCRVLForConditionalGeneration": ModelRow(
+            "paddleocr_vl", "PaddlePaddle/PaddleOCR-VL"
+        ),
+        "PixtralForConditionalGeneration": ModelRow("pixtral", "mistral-community/pixtral-12b"),
+        "QWenLMHeadModel": ModelRow("qwen_vl", "Qwen/Qwen-VL-Chat", has_one_unit_items=True),
+        "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", "Qwen/Qwen2-VL-2B-Instruct"),
+        "Qwen2_5_VLForConditionalGeneration": ModelRow(
+            "qwen2_vl", "Qwen/Qwen2.5-VL-3B-Instruct", factories="QWEN2_5_FACTORIES"
+        ),
+        "Qwen3VLForConditionalGeneration": ModelRow("qwen3_vl", "Qwen/Qwen3-VL-2B-Instruct"),
+        "Qwen3VLMoeForConditionalGeneration": ModelRow(
+            "qwen3_vl", "Qwen/Qwen3-VL-30B-A3B-Instruct"
+        ),
+        "SmolVLMForConditionalGeneration": ModelRow(
+            "idefics3",
+            "HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
+            factories="SMOLVLM_FACTORIES",
+        ),
     }
 )
 """By the first of config.json's `architectures`, which is also the class's name in `model.py`."""

@@ -8,6 +8,7 @@ from mmjax.errors import CheckpointError
 from mmjax.language.bart import BartConfig, BartDecoder
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
+from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
 from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
@@ -20,9 +21,15 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "bart": (BartConfig.from_hf, BartDecoder),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
+        "gemma4_text": (Gemma4Config.from_hf, Gemma4TextModel),
+        "gemma4_unified_text": (Gemma4Config.from_hf, Gemma4TextModel),
+        "glm4v_text": (LlamaConfig.from_hf, LlamaTextModel),
+        "glm_ocr_text": (LlamaConfig.from_hf, LlamaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
+        "ministral3": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
         "molmo": (LlamaConfig.from_hf, LlamaTextModel),
+        "paddleocr_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
         "opt": (OPTConfig.from_hf, OPTTextModel),
         "qwen": (QwenConfig.from_hf, QwenTextModel),
@@ -30,6 +37,8 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen3_vl_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen3_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
     }
 )
 """By `model_type`: what reads its configuration, and the module that is built of that."""

@@ -15,12 +15,13 @@ from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
 from mmjax.weights.rules import Rule, RuleTypes
 
-TOWER = r"^(model\.)?vision_tower\.(vision_model\.)?"
+TOWER = r"^(model\.)?vision_(?:tower|encoder)\.(vision_model\.)?"
 """Before a tower's names in the hub's layout, in save_pretrained's, and in the module's own."""
 WRAPPER_RULES = (
     Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
     Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
-    Rule(r"^model\.(vision_tower|multi_modal_projector|vision_embed_tokens)\.", r"\1."),
+    Rule(r"^(model\.)?(multi_modal_projector|vision_projection)\.", "multi_modal_projector."),
+    Rule(r"^model\.(vision_tower|vision_embed_tokens)\.", r"\1."),
 )
 """What stands around a tower, in the same three layouts."""
 
@@ -54,24 +55,28 @@ class FeatureLayersModel(TowerModel):
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         self.feature_layers = read_feature_layers(hf_config)
-        self.strategy = hf_config.vision_feature_select_strategy
-        features = hf_config.vision_config.hidden_size * len(self.feature_layers)
+        self.strategy = getattr(hf_config, "vision_feature_select_strategy", "full")
         with self._mark_tower_model(hf_config, "image"):
             # No further than the last state that is read.
             self.vision_tower = self.build_tower(hf_config, max(self.feature_layers), dtype=dtype)
-            self.multi_modal_projector = MLPProjector(
-                features,
-                hf_config.text_config.hidden_size,
-                hf_config.projector_hidden_act,
-                use_bias=hf_config.multimodal_projector_bias,
-                dtype=dtype,
-            )
+            self.multi_modal_projector = self.build_projector(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
     def build_tower(hf_config: Any, num_layers: int, *, dtype: Any) -> nnx.Module:
         """Return the first so many blocks of the tower."""
         raise NotImplementedError
+
+    @staticmethod
+    def build_projector(hf_config: Any, *, dtype: Any) -> nnx.Module:
+        """Return what makes embeddings of the states that are read, side by side."""
+        return MLPProjector(
+            hf_config.vision_config.hidden_size * len(read_feature_layers(hf_config)),
+            hf_config.text_config.hidden_size,
+            hf_config.projector_hidden_act,
+            use_bias=hf_config.multimodal_projector_bias,
+            dtype=dtype,
+        )
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
@@ -101,9 +106,10 @@ def drop_unread_blocks(hf_config: Any) -> list[Rule]:
 def read_feature_layers(hf_config: Any) -> tuple[int, ...]:
     """Return which of the tower's states are read: 0 is the embedding, n block n - 1's output.
 
-    `vision_feature_layer` is one or a list, and may count from the end.
+    `vision_feature_layer` is one or a list, and may count from the end; without the key: the last.
     """
-    given, num_layers = hf_config.vision_feature_layer, hf_config.vision_config.num_hidden_layers
+    given = getattr(hf_config, "vision_feature_layer", -1)
+    num_layers = hf_config.vision_config.num_hidden_layers
     layers = [given] if isinstance(given, int) else list(given)
     if not layers or any(not -num_layers - 1 <= layer <= num_layers for layer in layers):
         raise CheckpointError(

@@ -123,12 +123,13 @@ class PagedModel:
         self.cache_spec = structure.kv_cache_spec
         self.max_len = round_up(max_len, BLOCK_SIZE)
         self.max_encoder_len = structure.max_encoder_len
+        self.has_spans: bool = structure.has_bidirectional_spans
         self._num_blocks = self.max_len // BLOCK_SIZE
         self._num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self._rows = EncoderRows(
             self.max_len + 2 * self.max_encoder_len, self.host_inputs.num_extra_rows
         )
-        self.width = functions.ModelShape.of(self.graphdef, params).hidden_size
+        self.shape = functions.ModelShape.of(self.graphdef, params)
         self._placement = Placement()
         num_rows = self._rows.num_rows + self.host_inputs.num_extra_rows
         self._calls = EncoderCalls(self.host_inputs.encoder_spec, self._placement, num_rows)
@@ -139,7 +140,7 @@ class PagedModel:
             max_blocks=self._num_blocks,
             max_num_seqs=1,
             rows_of=self._rows.get,
-            has_spans=self.model_class.has_bidirectional_spans,
+            has_spans=self.has_spans,
             max_encoder_blocks=self._num_encoder_blocks,
         )
         self._jit()
@@ -261,13 +262,13 @@ class PagedModel:
             self.cache_spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=self.dtype
         )
         num_rows = round_up(self.max_len, TILE)
-        return StepState(kv_cache, jnp.zeros((num_rows, self.width), self.dtype))
+        return StepState(kv_cache, jnp.zeros((num_rows, self.shape.hidden_size), self.dtype))
 
     def _run_encoder(self, request: Request) -> tuple[Any, dict[str, np.ndarray]]:
         """Encode items one by one, and an encoder-decoder's prompt, into a pool; return both."""
         self._rows.reset()
         num_rows = self._rows.num_rows + self.host_inputs.num_extra_rows
-        pool = jnp.zeros((num_rows, self.width), self.dtype)
+        pool = jnp.zeros((num_rows, self.shape.embed_width), self.dtype)
         if self.host_inputs.num_extra_rows:
             pool = functions.write_extra(self.graphdef, self.params, pool)
         recorded: list[dict[str, np.ndarray]] = []

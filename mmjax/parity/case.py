@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers import ProcessorMixin
 
 from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import ConfigError
@@ -21,6 +20,7 @@ from mmjax.parity.reference import (
     generate_reference,
     load_reference,
     load_reference_adapter,
+    load_reference_processor,
     make_pixels,
     make_reference_inputs,
     run_reference,
@@ -56,7 +56,9 @@ class Parity:
         self.config = model_config.hf_config
         self.rules = model_class.rules(self.config)
         self.processor = create_processor(model_config)
-        self.hf_processor = self.processor.info.get_hf_processor()
+        self.hf_processor = load_reference_processor(
+            model_config.path, self.config.model_type, self.processor.info.get_hf_processor()
+        )
         self._chat_template = model_config.chat_template or getattr(
             self.hf_processor, "chat_template", None
         )
@@ -130,10 +132,10 @@ class Parity:
     def process_reference(self, case: Case) -> Any:
         """Return the outputs of HF's processor, which takes only text prompts.
 
-        Where that cannot be loaded without torchvision, as none for videos can, HF's model is given
+        Where there is none without torchvision, and for videos there is none, HF's model is given
         what mmjax's made.
         """
-        if case.videos or not isinstance(self.hf_processor, ProcessorMixin):
+        if case.videos or self.hf_processor is None:
             return self._as_reference(self._apply(case))
         text = case.prompt
         if not isinstance(text, str):
@@ -151,8 +153,9 @@ class Parity:
         data = make_pixels(inputs.mm_kwargs.get_data(), colours_last=shape[-1] > 1)
         token_ids = inputs.prompt_token_ids
         data = self.processor.info.reference_inputs(token_ids, data)
-        tensors = make_reference_inputs(token_ids, data)
         known = signature(self.reference.forward).parameters
+        has_sizes = "image_sizes" in known
+        tensors = make_reference_inputs(token_ids, data, has_sizes=has_sizes)
         if "mm_token_type_ids" in known:
             kinds = (self.config.image_token_id, self.config.video_token_id)
             ids = tensors["input_ids"]

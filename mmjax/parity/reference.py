@@ -20,8 +20,8 @@ from mmjax.processing.image_processors.affine import AFFINE_KEYS, apply_affine
 from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
-    r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|merger|connector|\w*projector"
-    r"|language_projection|norm)$"
+    r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|(\w+_)?merger(_list\.\d+)?"
+    r"|connector|\w*projector|language_projection|norm)$"
 )
 """Modules whose outputs are compared, by HF's names, which both models have."""
 
@@ -121,6 +121,31 @@ def run_reference(model: Any, inputs: Any, rules: Sequence[RuleTypes]) -> dict[s
     }
 
 
+def load_reference_processor(path: Path, model_type: str, ours: Any) -> Any:
+    """Return HF's own processor, made of the parts of ours; None where ours has other parts.
+
+    Args:
+        path: The checkpoint; None is returned where it has no processor_config.json.
+        model_type: By which HF finds the class, where that file names none.
+        ours: What the family loads, which may be HF's own.
+    """
+    hf = importlib.import_module("transformers.models.auto.processing_auto")
+    if isinstance(ours, hf.ProcessorMixin):
+        return ours
+    parts = {"image_processor": ours.image_processor, "tokenizer": ours.tokenizer}
+    # Others are written anew, and have not all that HF's class asks of its parts.
+    is_hfs = hasattr(ours.image_processor, "hf_class")
+    if not is_hfs or not (path / "processor_config.json").exists():
+        return None
+    settings, _ = hf.ProcessorMixin.get_processor_dict(path)
+    name = settings.get("processor_class") or hf.PROCESSOR_MAPPING_NAMES.get(model_type, "")
+    processor_class = hf.processor_class_from_name(name)
+    if processor_class is None or parts.keys() != {*processor_class.get_attributes()}:
+        return None
+    in_order = [parts[attribute] for attribute in processor_class.get_attributes()]
+    return processor_class.from_args_and_dict(in_order, settings)
+
+
 def with_float_pixels(hf_processor: Any) -> Any:
     """Return HF's processor as HF has it, where ours keeps bytes."""
     image_processor = copy(hf_processor.image_processor)
@@ -155,12 +180,12 @@ def make_pixels(tensors: Mapping[str, Any], *, colours_last: bool = False) -> di
 
 
 def make_reference_inputs(
-    token_ids: Sequence[int] | np.ndarray, data: Mapping[str, Any]
+    token_ids: Sequence[int] | np.ndarray, data: Mapping[str, Any], *, has_sizes: bool = False
 ) -> dict[str, Any]:
     """Return torch tensors of a batch of one, of what our processor made of a prompt.
 
     Lists of arrays become batches: pictures of several sizes are padded, and `image_sizes` says
-    what is theirs.
+    what is theirs. `has_sizes`: whether it does so of pictures of one size, too.
     """
     torch = import_torch()
     ids = torch.tensor(token_ids, dtype=torch.long)[None]
@@ -176,7 +201,7 @@ def make_reference_inputs(
             for value, size in zip(values, sizes, strict=True)
         ]
         inputs[name] = torch.tensor(np.stack(padded))
-        if name == "pixel_values" and (sizes != most).any():
+        if name == "pixel_values" and (has_sizes or (sizes != most).any()):
             inputs["image_sizes"] = torch.tensor(sizes[:, 1:])
     return inputs
 

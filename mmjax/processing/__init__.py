@@ -6,11 +6,9 @@ from mmjax.processing.dummy_inputs import (
     AudioDummyOptions,
     BaseDummyInputsBuilder,
     BaseDummyOptions,
-    ImageDummyInputsBuilder,
     ImageDummyOptions,
     ProcessorInputs,
     VideoDummyOptions,
-    VisionDummyInputsBuilder,
 )
 from mmjax.processing.encoder_budget import (
     MultiModalBudget,
@@ -91,7 +89,6 @@ __all__ = [
     "DictEmbeddingItems",
     "EmbeddingItems",
     "EncDecMultiModalProcessor",
-    "ImageDummyInputsBuilder",
     "ImageDummyOptions",
     "ImageEmbeddingItems",
     "ImageProcessorItems",
@@ -135,7 +132,6 @@ __all__ = [
     "VideoEmbeddingItems",
     "VideoProcessorItems",
     "VisionChunkProcessorItems",
-    "VisionDummyInputsBuilder",
     "apply_text_matches",
     "apply_token_matches",
     "argsort_mm_positions",

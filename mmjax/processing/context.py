@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar
 
 from transformers import BatchFeature
 
@@ -122,6 +123,12 @@ class BaseProcessingInfo(ABC):
     It leaves BOS to the tokenizer, as the families' own documentation does.
     """
 
+    tasks: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """What the model was trained to do -> the text that asks for it, for pages to offer.
+
+    `{...}` in a text stands for the words of whoever asks.
+    """
+
     data_parser: type[MultiModalDataParser] = MultiModalDataParser
     """What `get_data_parser` makes."""
 
@@ -160,6 +167,21 @@ class BaseProcessingInfo(ABC):
     def get_reserved_tokens(self) -> Mapping[str, int]:
         """Return the tokens that only prompt updates may write; a prompt with one is refused."""
         return {}
+
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Return a prompt with what the model has around it: BOS, a turn's format, an end.
+
+        Of text and of token ids alike, before any item is written into it. What is there already
+        is not written again.
+
+        Args:
+            token_ids: Of text, those that the tokenizer makes of it.
+            mm_counts: How many items of each modality come with it.
+            mm_kwargs: The request's own, for the HF processor.
+        """
+        return token_ids
 
     def get_ending_token_ids(self) -> Sequence[int]:
         """Return tokens that end an answer, beside those of the checkpoint's files."""

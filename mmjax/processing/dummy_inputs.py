@@ -144,65 +144,6 @@ class BaseDummyInputsBuilder(ABC, Generic[InfoT]):
         return [np.zeros(_shrink("length", length, overrides), dtype=np.float32)] * num_audios
 
 
-class ImageDummyInputsBuilder(BaseDummyInputsBuilder[InfoT]):
-    """For images: a family says how large they are at most."""
-
-    @abstractmethod
-    def get_largest_image(self) -> ImageSize:
-        """Return the size of an image with the most embeddings."""
-
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return "".join(
-            (self.info.find_placeholder_str(modality, 1) or "") * number
-            for modality, number in mm_counts.items()
-        )
-
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
-        if "image" not in mm_counts:
-            return {}
-        size = self.get_largest_image()
-        images = self._get_dummy_images(
-            width=size.width,
-            height=size.height,
-            num_images=mm_counts["image"],
-            overrides=(mm_options or {}).get("image"),
-        )
-        return {"image": images}
-
-
-class VisionDummyInputsBuilder(ImageDummyInputsBuilder[InfoT]):
-    """For images and videos."""
-
-    @abstractmethod
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        """Return the frames of a video with the most embeddings, and their size."""
-
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
-        data = super().get_dummy_mm_data(seq_len, mm_counts, mm_options)
-        if not mm_counts.get("video"):
-            return data
-        num_frames, size = self.get_largest_video(seq_len, mm_counts)
-        videos = self._get_dummy_videos(
-            size=size,
-            num_frames=num_frames,
-            num_videos=mm_counts["video"],
-            overrides=(mm_options or {}).get("video"),
-        )
-        return {**data, "video": videos}
-
-
 def _shrink(name: str, value: int, overrides: BaseDummyOptions | None) -> int:
     wanted: Any = getattr(overrides, name, None)
     if wanted is None:

@@ -3,7 +3,7 @@
 Counts embeddings, not tokens: marks around an image's embeddings cost the encoder nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from mmjax.config.engine_config import CacheConfig, MultiModalConfig, SchedulerC
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.tensors.inputs import MultiModalInputs
+from mmjax.processing.tensors.inputs import MultiModalInputs, PlaceholderRange
 from mmjax.processing.validation import validate_limited_modalities
 from mmjax.system.logger import get_logger
 
@@ -44,13 +44,23 @@ class MultiModalProfiler:
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
         """Process the dummy inputs, and count the embeddings of the largest item."""
+        return self._measure(seq_len, mm_counts, PlaceholderRange.get_num_embeds)
+
+    def measure_longest_runs(self) -> Mapping[str, int]:
+        """Return the longest run of embeddings in the largest item of each modality."""
+        counts = {m: 1 for m, limit in self.info.allowed_mm_limits.items() if limit}
+        return self._measure(self.max_model_len, counts, PlaceholderRange.get_longest_run)
+
+    def _measure(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        measure: Callable[[PlaceholderRange], int],
+    ) -> Mapping[str, int]:
         if not mm_counts:
             return {}
         ranges_by_modality = self._prepare_dummies(seq_len, mm_counts).mm_placeholders
-        return {
-            modality: max(placeholder.get_num_embeds() for placeholder in ranges)
-            for modality, ranges in ranges_by_modality.items()
-        }
+        return {m: max(map(measure, ranges)) for m, ranges in ranges_by_modality.items()}
 
     def measure_described(self, seq_len: int | None = None) -> Mapping[str, int]:
         """Return the embeddings of the items whose sizes `limit_mm_per_prompt` gives."""
@@ -148,7 +158,8 @@ def compute_mm_encoder_budget(
         encoder_cache_size: As the operator sets it.
         disable_chunked_mm_input: Whether a run of an item's embeddings goes in one step, as
             attention in both directions over an image demands.
-        longest_runs: Per modality, the longest run of such an item; None: it is all one run.
+        longest_runs: Per modality, the longest run of such an item, where it is known; None: it is
+            all one run.
     """
     if not mm_max_toks_per_item:
         logger.warning("no modality needs an encoder: its budget and its cache are 0")
@@ -156,7 +167,7 @@ def compute_mm_encoder_budget(
     max_tokens = scheduler_config.max_num_batched_tokens
     largest = max(mm_max_toks_per_item.values())
     if disable_chunked_mm_input:
-        _check_runs(longest_runs or mm_max_toks_per_item, max_tokens)
+        _check_runs(mm_max_toks_per_item if longest_runs is None else longest_runs, max_tokens)
     compute = scheduler_config.max_num_encoder_input_tokens
     return (
         max(max_tokens if compute is None else compute, largest),
@@ -166,24 +177,14 @@ def compute_mm_encoder_budget(
 
 def _check_runs(longest_runs: Mapping[str, int], max_tokens: int) -> None:
     """Demand of the longest runs what the engine demands of each item that comes."""
+    if not longest_runs:
+        return
     modality, longest = max(longest_runs.items(), key=lambda item: (item[1], item[0]))
     if longest > max_tokens:
         raise ConfigError(
             f"one {modality} takes {longest} tokens, which must go in one step, but "
             f"`--max-num-batched-tokens` is {max_tokens}; set it to {longest} or more"
         )
-
-
-def measure_longest_runs(profiler: MultiModalProfiler) -> Mapping[str, int]:
-    """Process the largest items, and return the longest run of embeddings of each modality."""
-    counts = {modality: 1 for modality, limit in profiler.info.allowed_mm_limits.items() if limit}
-    if not counts:
-        return {}
-    ranges_by_modality = profiler.get_dummy_mm_inputs(counts).mm_placeholders
-    return {
-        modality: max(placeholder.get_longest_run() for placeholder in ranges)
-        for modality, ranges in ranges_by_modality.items()
-    }
 
 
 class MultiModalBudget:
@@ -211,7 +212,7 @@ class MultiModalBudget:
             all_tokens,
             encoder_cache_size=None if cache_config is None else cache_config.encoder_cache_size,
             disable_chunked_mm_input=disable_chunked_mm_input,
-            longest_runs=measure_longest_runs(profiler) if disable_chunked_mm_input else None,
+            longest_runs=profiler.measure_longest_runs() if disable_chunked_mm_input else None,
         )
 
     def get_encoder_budget(self) -> int:

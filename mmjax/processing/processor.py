@@ -7,9 +7,9 @@ A request is processed in two steps. `prepare` does the work, and changes no cac
 short, and the only place where the cache changes: who sends the result to the engine holds a lock
 around both, so that the engine sees requests in the order of their commits.
 
-`prepare` tokenizes the prompt alone (`_tokenize`), has the HF processor process the items that the
-cache lacks, apart from the prompt and beside dummy text, and applies the items' prompt updates,
-unless the HF processor has written them into the text already.
+`prepare` tokenizes the prompt alone (`_tokenize`, `info.frame_prompt`), has the HF processor
+process the items that the cache lacks, apart from the prompt and beside dummy text, and applies
+the items' prompt updates, unless the HF processor has written them into the text already.
 """
 
 from abc import ABC, abstractmethod
@@ -88,10 +88,6 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
     """Processes the requests of one model. One instance serves one thread at a time."""
 
     requires_tokenizer: ClassVar[bool] = True
-
-    only_tokenizes_text: ClassVar[bool] = False
-    """Whether the HF processor only tokenizes a text without media. Then the tokenizer is called:
-    the processor would check and merge kwargs for longer than it tokenizes."""
 
     def __init__(
         self,
@@ -184,23 +180,26 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
     ) -> list[int]:
-        """Return the prompt's token ids, begun and ended as the model has it, before any update.
-
-        Of text, those that the HF processor makes of it alone. One that refuses placeholders
-        without media, or writes something for media that are not there, is mended in
-        `_call_hf_processor`, where `mm_data` is empty.
-        """
+        """Return the prompt's token ids, before any update."""
         if not isinstance(prompt, str):
             return self._apply_hf_processor_tokens_only(list(prompt))
         with measuring("tokenize"):
-            if self.only_tokenizes_text and not self.info.ctx.merge_mm_kwargs(
-                hf_processor_mm_kwargs
-            ):
-                return list(self.info.get_tokenizer().encode(prompt, **tokenization_kwargs))
-            (row,) = self._call_hf_processor(
-                prompt, {}, hf_processor_mm_kwargs, tokenization_kwargs
-            )["input_ids"]
-            return row.tolist() if hasattr(row, "tolist") else list(row)
+            return self._tokenize_text(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
+
+    def _tokenize_text(
+        self,
+        prompt: str,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> list[int]:
+        """Return the token ids that the HF processor makes of a text alone.
+
+        One that refuses placeholders without media, or writes something for media that are not
+        there, is mended in `_call_hf_processor`, where `mm_data` is empty.
+        """
+        arguments = (hf_processor_mm_kwargs, tokenization_kwargs)
+        (row,) = self._call_hf_processor(prompt, {}, *arguments)["input_ids"]
+        return row.tolist() if hasattr(row, "tolist") else list(row)
 
     def _cached_apply_hf_processor(
         self,
@@ -433,6 +432,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
     ) -> ProcessedPrompt:
         """`known`: the updates of the items that are not `missing`, by hash."""
         token_ids = self._tokenize(prompt, mm_kwargs, tok_kwargs)
+        token_ids = self.info.frame_prompt(token_ids, mm_items.get_all_counts(), mm_kwargs)
         fresh = self._process_rows(missing, mm_items, mm_kwargs)
         alternatives = {**known, **{mm_hash: updates for mm_hash, (_, updates) in fresh.items()}}
         updates = {

@@ -9,7 +9,6 @@ import gc
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -73,11 +72,10 @@ def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any
     """Configure P1, and return the application."""
     from mmjax.cache import config_with_directory, processor_cache_from_config
     from mmjax.cache.media.shared_directory import remove_dead_directories
-    from mmjax.frontend.media_budget import with_encoder_budget
-    from mmjax.models.registry import with_model_class
+    from mmjax.frontend.media_budget import as_engine_process_config
 
     remove_dead_directories()
-    engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))
+    engine = as_engine_process_config(engine)
     cache = processor_cache_from_config(engine.model.mm)
     supervisor.configure(engine.with_mm(config_with_directory(engine.model.mm, cache)))
     # P1 loads and compiles meanwhile.

@@ -25,7 +25,7 @@ from mmjax.layers.vision import Conv2d
 
 DTYPE = jnp.float32
 NUM_GROUPS, EPS = 32, 1e-6
-"""Of every GroupNorm; no key of the config."""
+"""The same in every GroupNorm; no key of the config names them."""
 AROUND = ((1, 1), (1, 1))
 """Padding that keeps a picture's size."""
 BELOW_AND_RIGHT = ((0, 1), (0, 1))

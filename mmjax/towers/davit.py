@@ -17,9 +17,9 @@ from mmjax.layers.norm import LayerNorm
 from mmjax.layers.vision import Conv2d, DepthwiseConv2d
 
 _EPS = 1e-5
-"""Of every norm; no key of the config."""
+"""The epsilon of every norm; no key of the config names it."""
 _KERNEL_SIZE = 3
-"""Of the depthwise convolutions that encode positions."""
+"""The side of the depthwise convolutions that encode positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,12 @@
 """Vision transformers over packed patches of pictures of any size, with rotary places.
 
-Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191) and Qwen2.5-VL's (arXiv 2502.13923):
-they differ by configuration alone: norms, MLPs, windows, and whether squares of patches merge.
+Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923),
+PaddleOCR-VL's (arXiv 2510.14528), GLM-V's (arXiv 2507.01006) and Qwen3-VL's (arXiv 2511.21631):
+they differ by configuration alone: norms, MLPs, windows, learned positions, whether and how squares
+of patches merge, and after which blocks beside the last.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.segments import segment_attention
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear, linear
 from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.module import call_block
@@ -31,6 +35,8 @@ from mmjax.layers.rope import (
 
 Angles = tuple[Float[Array, "P _turned"], Float[Array, "P _turned"]]
 """Cosines and sines of every patch's place, half a head wide."""
+PositionTaps = tuple[Int[Array, "P _taps"], Float[Array, "P _taps"]]
+"""Rows of the table of learned positions, and their weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,14 @@ class PackedViTConfig:
     has_fused_qkv: bool = False
     has_first_norm: bool = False
     """Whether the embeddings of patches are normed."""
+    has_last_norm: bool = False
+    """Whether the last state is, before patches merge."""
+    has_patch_bias: bool = False
+    has_qk_norm: bool = False
+    """Whether each head's queries and keys are normed, before they are rotated."""
+    merger_inner: int | None = None
+    """Width inside of the gated MLP behind a convolution that merges squares; None: they are merged
+    by two linear layers."""
     rope_theta: float
     alternates_axes: bool = False
     """Whether every second frequency turns by the row and the others by the column; else those of
@@ -62,6 +76,12 @@ class PackedViTConfig:
     """Side of the square of patches that becomes one embedding."""
     merged_width: int | None = None
     """Width of these embeddings; None: patches are not merged."""
+    num_positions: int | None = None
+    """Learned positions, those of a square grid; None: places are rotary alone."""
+    merger_norm_eps: float | None = None
+    """Of the norm before they merge; None: as of the others."""
+    fed_blocks: tuple[int, ...] = ()
+    """The blocks whose outputs are merged, too, each by a merger of its own (DeepStack)."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "PackedViTConfig":
@@ -72,11 +92,12 @@ class PackedViTConfig:
             raise CheckpointError(
                 f"`vision_config.rope_parameters.rope_type` is `{kind}`; expected `axial`"
             )
-        if not isinstance(hf_config.patch_size, int):
-            raise CheckpointError(
-                f"`vision_config.patch_size` is {hf_config.patch_size!r}; a "
-                f"`{hf_config.model_type}` has one number there, the side of a square"
-            )
+        for key in ("patch_size", "temporal_patch_size"):
+            if not isinstance(size := getattr(hf_config, key, 1), int):
+                raise CheckpointError(
+                    f"`vision_config.{key}` is {size!r}; a `{hf_config.model_type}` has one number "
+                    "there"
+                )
         theta = float(rope.get("rope_theta", 10_000.0))
         return PackedViTConfig(
             **_READERS[hf_config.model_type](hf_config),
@@ -89,10 +110,12 @@ class PackedViTConfig:
         """Width of a head."""
         return self.hidden_size // self.num_heads
 
-    def make_norm(self, *, dtype: Any) -> nnx.Module:
-        """Return a norm of the tower's width."""
+    def make_norm(
+        self, num_patches: int = 1, *, eps: float | None = None, dtype: Any
+    ) -> nnx.Module:
+        """Return a norm of the tower's width, or of so many patches together."""
         kind = RMSNorm if self.has_rms_norm else LayerNorm
-        return kind(self.hidden_size, eps=self.norm_eps, dtype=dtype)
+        return kind(self.hidden_size * num_patches, eps=eps or self.norm_eps, dtype=dtype)
 
 
 def _read_pixtral(vision: Any) -> dict[str, Any]:
@@ -140,11 +163,90 @@ def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_paddleocr_vl(vision: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "num_blocks": vision.num_hidden_layers,
+        "num_heads": vision.num_attention_heads,
+        "kernel": (vision.num_channels, vision.patch_size, vision.patch_size),
+        "norm_eps": vision.layer_norm_eps,
+        "num_positions": (vision.image_size // vision.patch_size) ** 2,
+        "merge_size": vision.spatial_merge_size,
+        "merger_norm_eps": 1e-5,  # no key of the config
+        **dict.fromkeys(("has_last_norm", "has_patch_bias"), True),
+    }
+
+
+def _read_glm4v(vision: Any) -> dict[str, Any]:
+    if vision.attention_bias:
+        raise CheckpointError(
+            "`vision_config.attention_bias` is true; mmjax's GLM-4.1V has it false, as published"
+        )
+    return {
+        **_read_glm(vision),
+        "intermediate_size": vision.out_hidden_size,
+        "num_positions": (vision.image_size // vision.patch_size) ** 2,
+        "has_first_norm": True,
+        "has_bias": False,
+        "merger_inner": vision.intermediate_size,
+    }
+
+
+def _read_glm_ocr(vision: Any) -> dict[str, Any]:
+    return {
+        **_read_glm(vision),
+        "intermediate_size": vision.intermediate_size,
+        "has_bias": vision.attention_bias,
+        "has_qk_norm": True,
+        "merger_inner": vision.out_hidden_size * vision.in_channels,
+    }
+
+
+def _read_glm(vision: Any) -> dict[str, Any]:
+    return {
+        **_read_qwen(vision),
+        "hidden_size": vision.hidden_size,
+        "norm_eps": vision.rms_norm_eps,
+        "merged_width": vision.out_hidden_size,
+        **dict.fromkeys(("has_rms_norm", "is_gated", "has_last_norm", "has_patch_bias"), True),
+    }
+
+
+def _read_qwen3_vl(vision: Any) -> dict[str, Any]:
+    num_positions, fed = vision.num_position_embeddings, tuple(vision.deepstack_visual_indexes)
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise CheckpointError(
+            f"`vision_config.num_position_embeddings` is {num_positions}; they are those of a "
+            "square grid"
+        )
+    if len(set(fed)) != len(fed) or not all(0 <= block < vision.depth for block in fed):
+        raise CheckpointError(
+            f"`vision_config.deepstack_visual_indexes` is {list(fed)}; expected different blocks "
+            f"of 0 to {vision.depth - 1}"
+        )
+    return {
+        **_read_qwen(vision),
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "merged_width": vision.out_hidden_size,
+        "num_positions": num_positions,
+        "has_patch_bias": True,
+        "fed_blocks": fed,
+    }
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
+        "glm4v_moe_vision": _read_glm4v,
+        "glm4v_vision": _read_glm4v,
+        "glm_ocr_vision": _read_glm_ocr,
+        "paddleocr_vl_vision": _read_paddleocr_vl,
         "pixtral": _read_pixtral,
         "qwen2_vl_vision": _read_qwen2_vl,
         "qwen2_5_vl_vision": _read_qwen2_5_vl,
+        "qwen3_vl_vision": _read_qwen3_vl,
+        "qwen3_vl_moe_vision": _read_qwen3_vl,
     }
 )
 """By `model_type`."""
@@ -153,13 +255,15 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
 class PatchEmbed(nnx.Module):
     """A convolution whose stride is its kernel, over patches that are cut already."""
 
-    def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((config.hidden_size, *config.kernel), dtype))
+    def __init__(self, width: int, kernel: Sequence[int], *, use_bias: bool, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((width, *kernel), dtype))
+        self.bias = nnx.Param(jnp.zeros((width,), dtype)) if use_bias else None
 
     def __call__(self, pixel_values: Float[Array, "P _pixels"]) -> Float[Array, "P D"]:
         """Project patches whose pixels lie as the kernel's."""
         weight = self.weight[...]
-        return linear(pixel_values.astype(weight.dtype), weight.reshape(len(weight), -1))
+        bias = None if self.bias is None else self.bias[...]
+        return linear(pixel_values.astype(weight.dtype), weight.reshape(len(weight), -1), bias)
 
 
 class PackedAttention(nnx.Module):
@@ -175,6 +279,12 @@ class PackedAttention(nnx.Module):
                 Linear(width, width, **options) for _ in range(3)
             )
         self.proj = Linear(width, width, **options)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
+            if config.has_qk_norm
+            else None
+            for _ in range(2)
+        )
 
     def __call__(
         self, x: Float[Array, "P D"], angles: Angles, segment_ids: Int[Array, " P"]
@@ -189,6 +299,8 @@ class PackedAttention(nnx.Module):
                 project(x).reshape(len(x), config.num_heads, -1)
                 for project in (self.q_proj, self.k_proj, self.v_proj)
             )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         # bfloat16 would round the angles of every place.
         dtype = x.dtype if config.alternates_axes else jnp.float32
         query, key = (
@@ -226,9 +338,20 @@ class PackedBlock(nnx.Module):
 class PatchMerger(nnx.Module):
     """Each square of `merge_size` patches a side becomes one embedding."""
 
-    def __init__(self, config: PackedViTConfig, out_features: int, *, dtype: Any) -> None:
-        width = config.hidden_size * config.merge_size**2
-        self.ln_q = config.make_norm(dtype=dtype)
+    def __init__(
+        self,
+        config: PackedViTConfig,
+        out_features: int,
+        *,
+        norms_squares: bool = False,
+        dtype: Any,
+    ) -> None:
+        """`norms_squares`: whether the patches of a square are normed together."""
+        num_patches = config.merge_size**2
+        width = config.hidden_size * num_patches
+        num_normed = num_patches if norms_squares else 1
+        self.ln_q = config.make_norm(num_normed, eps=config.merger_norm_eps, dtype=dtype)
+        self.norms_squares = norms_squares
         self.fc1 = Linear(width, width, use_bias=True, dtype=dtype)
         self.fc2 = Linear(width, out_features, use_bias=True, dtype=dtype)
         self.activation = get_activation("gelu")
@@ -236,7 +359,29 @@ class PatchMerger(nnx.Module):
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "_rows _out"]:
         """Project squares; the patches of one stand behind each other."""
-        return self.fc2(self.activation(self.fc1(self.ln_q(x).reshape(-1, self.width))))
+        normed = self.ln_q(x.reshape(-1, self.width) if self.norms_squares else x)
+        return self.fc2(self.activation(self.fc1(normed.reshape(-1, self.width))))
+
+
+class DownsamplingMerger(GatedMLP):
+    """A convolution makes one row of each square, which a gated MLP transforms; GLM-V's."""
+
+    def __init__(self, config: PackedViTConfig, out_features: int, *, dtype: Any) -> None:
+        inner, side = config.merger_inner, config.merge_size
+        assert inner is not None
+        super().__init__(out_features, inner, activation=config.hidden_act, dtype=dtype)
+        kernel = (config.hidden_size, side, side)
+        self.downsample = PatchEmbed(out_features, kernel, use_bias=True, dtype=dtype)
+        self.proj = Linear(out_features, out_features, use_bias=False, dtype=dtype)
+        self.post_projection_norm = LayerNorm(out_features, eps=1e-5, dtype=dtype)
+        self.first_activation = get_activation("gelu")
+        self.per_square = side**2
+
+    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "_rows _out"]:
+        """Merge squares; the patches of one stand behind each other."""
+        squares = x.reshape(-1, self.per_square, x.shape[-1]).transpose(0, 2, 1)
+        rows = self.proj(self.downsample(squares.reshape(len(squares), -1)))
+        return super().__call__(self.first_activation(self.post_projection_norm(rows)))
 
 
 class PackedViT(nnx.Module):
@@ -244,11 +389,25 @@ class PackedViT(nnx.Module):
 
     def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
         """`config.num_blocks` may be what is read, and not what there is."""
-        self.patch_embed = PatchEmbed(config, dtype=dtype)
+        self.patch_embed = PatchEmbed(
+            config.hidden_size, config.kernel, use_bias=config.has_patch_bias, dtype=dtype
+        )
         self.first_norm = config.make_norm(dtype=dtype) if config.has_first_norm else None
         self.blocks = nnx.List([PackedBlock(config, dtype=dtype) for _ in range(config.num_blocks)])
+        num_positions = config.num_positions
+        self.pos_embed = (
+            None if num_positions is None else Embed(num_positions, config.hidden_size, dtype=dtype)
+        )
+        self.post_layernorm = config.make_norm(dtype=dtype) if config.has_last_norm else None
         width = config.merged_width
-        self.merger = None if width is None else PatchMerger(config, width, dtype=dtype)
+        kind = PatchMerger if config.merger_inner is None else DownsamplingMerger
+        self.merger = None if width is None else kind(config, width, dtype=dtype)
+        self.deepstack_merger_list = nnx.List(
+            [
+                PatchMerger(config, width or config.hidden_size, norms_squares=True, dtype=dtype)
+                for _ in config.fed_blocks
+            ]
+        )
         self.config = config
 
     def __call__(
@@ -258,28 +417,57 @@ class PackedViT(nnx.Module):
         places: Int[Array, "P 2"],
         segment_ids: Int[Array, " P"],
         window_ids: Int[Array, " P"] | None = None,
+        positions: PositionTaps | None = None,
+        square_offsets: Int[Array, " P"] | None = None,
         feature_layers: Sequence[int] = (),
     ) -> tuple[Float[Array, "_rows _out"], list[Float[Array, "P D"]]]:
         """Return the last state, merged where the config says so, and the states asked for.
 
+        Behind the last state stand those of `fed_blocks`, merged, in the order of the blocks.
+
         Args:
-            pixel_values: A patch a row, square by square where squares are merged.
+            pixel_values: A patch a row, square by square where squares are merged and there are no
+                `square_offsets`.
             places: Row and column of each patch in its picture or frame.
             segment_ids: Its picture or frame.
             window_ids: Its window, numbered over all pictures, where the config has windows.
+            positions: Where they are learned: those around each patch, and their weights.
+            square_offsets: Patches come row by row; that of row i + offsets[i] is the i-th one
+                square by square.
             feature_layers: As HF's `hidden_states`: 0 is the normed embedding, n the output of
                 block n - 1.
         """
         x = self.patch_embed(pixel_values)
-        states = [x if self.first_norm is None else self.first_norm(x)]
+        x = x if self.first_norm is None else self.first_norm(x)
+        if self.pos_embed is not None and positions is not None:
+            x = x + self._weigh_positions(*positions).astype(x.dtype)
+        states = [x]
         angles, full = self._angles(places), self.config.full_attention_blocks
         for number, block in enumerate(self.blocks):
             sees_all = full is None or window_ids is None or number in full
             states.append(
                 call_block(block, states[-1], angles, segment_ids if sees_all else window_ids)
             )
-        last = states[-1] if self.merger is None else self.merger(states[-1])
+        last = states[-1] if self.post_layernorm is None else self.post_layernorm(states[-1])
+        if square_offsets is not None:
+            last = last[jnp.arange(len(last)) + square_offsets]
+        last = last if self.merger is None else self.merger(last)
+        mergers = sorted(zip(self.config.fed_blocks, self.deepstack_merger_list, strict=True))
+        if mergers:
+            fed = [merge(states[number + 1]) for number, merge in mergers]
+            last = jnp.concatenate([last, *fed], axis=-1)
         return last, [states[layer] for layer in feature_layers]
+
+    def _weigh_positions(
+        self, taps: Int[Array, "P _taps"], weights: Float[Array, "P _taps"]
+    ) -> Float[Array, "P D"]:
+        """Return the weighted sums of learned positions, in float32."""
+        assert self.pos_embed is not None
+        total = jnp.zeros((len(taps), self.config.hidden_size), jnp.float32)
+        # Tap by tap: all of them at once would be 4 or 16 times as large as the patches.
+        for tap, weight in zip(taps.T, weights.T, strict=True):
+            total = total + self.pos_embed(tap).astype(jnp.float32) * weight[:, None]
+        return total
 
     def _angles(self, places: Int[Array, "P 2"]) -> Angles:
         theta, width = {"rope_theta": self.config.rope_theta}, self.config.head_dim

@@ -18,7 +18,15 @@ from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import find_quantized, quantize_rows
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
-from mmjax.weights.rules import Part, Place, RuleTypes, Squeeze, Transposition, map_tensor
+from mmjax.weights.rules import (
+    Part,
+    Place,
+    RuleTypes,
+    Squeeze,
+    StackPart,
+    Transposition,
+    map_tensor,
+)
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.sharding import param_sharding
 
@@ -161,6 +169,8 @@ def _map_tensors(
             elif isinstance(part, Squeeze):
                 is_fit = set(tensor.shape[: part.num_axes]) == {1}
                 yield name, _squeeze(tensor, part) if is_fit else tensor, None
+            elif isinstance(part, StackPart):
+                yield name, _cut_stack(tensor, part) if part.is_fit(tensor.shape) else tensor, None
             elif isinstance(part, Transposition):
                 yield name, _transpose(tensor) if len(tensor.shape) == 2 else tensor, None
             elif not tensor.shape or tensor.shape[0] % part.group_size:
@@ -197,6 +207,15 @@ def _transpose(tensor: StoredTensor) -> StoredTensor:
         return Transposition().apply(tensor.read((columns, rows)))
 
     return replace(tensor, shape=tensor.shape[::-1], slices=_View(read))
+
+
+def _cut_stack(tensor: StoredTensor, part: StackPart) -> StoredTensor:
+    """Return rows of each matrix of a stack as if the file had them alone."""
+
+    def read(*index: slice) -> np.ndarray:
+        return part.read(tensor.shape, tensor.read, index)
+
+    return replace(tensor, shape=part.find_shape(tensor.shape), slices=_View(read))
 
 
 def _squeeze(tensor: StoredTensor, change: Squeeze) -> StoredTensor:

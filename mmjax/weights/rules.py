@@ -1,8 +1,9 @@
 """Rules from names in checkpoint files to names in a module's tree."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,9 @@ class Split:
     replacements: Sequence[str]
     """What `re.sub` makes of the name, for each part."""
     sizes: Sequence[int]
+    of_stack: bool = False
+    """Whether it is a stack of matrices, `[E, out, in]` or `[E, in, out]`, each of which is cut
+    along `out`; the parts are `[E, out, in]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,41 @@ class Part:
         """Return these rows of every group, one behind the other."""
         groups = tensor.reshape(-1, self.group_size, *tensor.shape[1:])
         return groups[:, self.start : self.stop].reshape(-1, *tensor.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class StackPart:
+    """Rows `[start, stop)` of each matrix of a stack; columns where a file has them transposed."""
+
+    start: int
+    stop: int
+    num_rows: int
+    """Of a whole matrix."""
+
+    def is_fit(self, shape: Sequence[int]) -> bool:
+        """Return whether a stack of this shape has such parts."""
+        return len(shape) == 3 and self.num_rows in shape[1:]
+
+    def find_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return the shape that the tree has, of the file's."""
+        width = shape[2] if shape[1] == self.num_rows else shape[1]
+        return shape[0], self.stop - self.start, width
+
+    def read(
+        self, shape: Sequence[int], read: Callable[[Any], np.ndarray], index: Sequence[slice]
+    ) -> np.ndarray:
+        """Return what the tree has at `index`; `read` gives what the file has at another."""
+        matrices, rows, columns = index
+        start, stop, _ = rows.indices(self.stop - self.start)
+        chosen = slice(self.start + start, self.start + stop)
+        # Squares are taken as they are, as HF does.
+        if shape[1] == self.num_rows:
+            return read((matrices, chosen, columns))
+        return read((matrices, columns, chosen)).swapaxes(1, 2)
+
+    def apply(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the stack that the tree has."""
+        return self.read(tensor.shape, tensor.__getitem__, (slice(None),) * 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +125,7 @@ class Place:
 
 
 RuleTypes = Rule | Split | Stack
-Change = Part | Place | Transposition | Squeeze
+Change = Part | StackPart | Place | Transposition | Squeeze
 """How a tensor of the tree is had of a file's."""
 
 
@@ -107,7 +146,8 @@ def map_tensor(name: str, rules: Sequence[RuleTypes]) -> Iterator[tuple[str, Cha
         elif isinstance(rule, Split):
             start, group_size = 0, sum(rule.sizes)
             for replacement, size in zip(rule.replacements, rule.sizes, strict=True):
-                part = Part(start, start + size, group_size)
+                kind = StackPart if rule.of_stack else Part
+                part = kind(start, start + size, group_size)
                 yield re.sub(rule.pattern, replacement, name), part
                 start += size
         elif rule.replacement is not None:

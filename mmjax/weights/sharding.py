@@ -29,6 +29,11 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.(q_proj|gate_proj|up_proj|fc1)\.(bias|weight_scale)$", (_ALL,)),
     (r"\.(o_proj|down_proj|out_proj|fc2)\.weight$", (None, _ALL)),
     (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
+    # A token's embeddings for each layer, which lie side by side
+    (r"\.embed_tokens_per_layer\.weight$", (None, _ALL)),
+    (r"\.per_layer_input_gate\.weight$", (_ALL, None)),
+    (r"\.per_layer_input_gate\.weight_scale$", (_ALL,)),
+    (r"\.per_layer_projection\.weight$", (None, _ALL)),
     (r"\.dense_h_to_4h\.weight$", (_ALL, None)),
     (r"\.q_norm\.(weight|bias)$", (_ALL, None)),
     (r"\.k_norm\.(weight|bias)$", (_HEADS, None)),

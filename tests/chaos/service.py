@@ -13,10 +13,9 @@ from mmjax.cache import config_with_directory, processor_cache_from_config
 from mmjax.config.engine_config import EngineConfig, ModelConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import ENGINE_MAIN, Supervisor
-from mmjax.frontend.media_budget import with_encoder_budget
+from mmjax.frontend.media_budget import as_engine_process_config
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
-from mmjax.models.registry import with_model_class
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.flags import parse_flags, to_engine_config
 from tests.kit import IMAGE_START, draw
@@ -28,8 +27,7 @@ DEADLINE_S = 250.0
 
 def default_config(*flags: str) -> EngineConfig:
     """Return the embedded default's configuration."""
-    config = to_engine_config(parse_flags([*flags]))
-    return with_encoder_budget(replace(config, model=with_model_class(config.model)))
+    return as_engine_process_config(to_engine_config(parse_flags([*flags])))
 
 
 def echo_config(model: ModelConfig, mood: str = "") -> EngineConfig:

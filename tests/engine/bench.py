@@ -22,7 +22,7 @@ from mmjax.errors import RequestValueError
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.dense import Answer, DenseOracle
 from tests.engine.tiny import EOS, drain, tokens_of
-from tests.models.families.family import Media, Part, Parts, TinyFamily, TinyModel, Words
+from tests.families.tiny import Media, Part, Parts, TinyFamily, TinyModel, Words
 from tests.models.served import count_least_blocks, make_request, start_engine
 
 MAX_ANSWER = 20
@@ -69,12 +69,12 @@ class Bench:
             max_num_encoder_input_tokens=2 * self.largest,
         )
         self.oracle = DenseOracle(model)
-        self.has_spans = model.family.model_class.has_bidirectional_spans
+        self.has_spans = model.paged.has_spans
         self.num_states = self.core._scheduler._max_num_encoder_states
         self.num_prompts = num_prompts
         self.min_gap = min_gap
-        self.block_hasher = self.core._block_hasher
-        self.limits = self.core._limits
+        self.block_hasher = self.core._requests.block_hasher
+        self.limits = self.core._requests.limits
         self.num_answers = 0
         self.num_preemptions = 0
         self.num_evictions = 0
@@ -101,7 +101,7 @@ class Bench:
         self._is_causal = is_causal = self._configure(rng)
         self._is_recording = is_recording
         if is_recording:
-            self.core._block_hasher = None
+            self.core._requests.block_hasher = None
             scheduler = replace(self.core.config.scheduler, async_scheduling=False)
             self.core.config = replace(self.core.config, scheduler=scheduler)
         requests = [self._draw(rng, number) for number in range(rng.randint(3, 12))]
@@ -144,7 +144,7 @@ class Bench:
         sizes = [n for n in (4, 5, 7, 13, 16, 21, 40, 64) if n <= self.max_tokens]
         max_tokens = rng.choice(sizes)
         budget = rng.choice([largest * 2 // 3, largest, 2 * largest])
-        core._block_hasher = self.block_hasher if rng.random() < 0.7 else None
+        core._requests.block_hasher = self.block_hasher if rng.random() < 0.7 else None
         self._limit(
             num_blocks=num_blocks,
             encoder_rows=encoder_rows,
@@ -182,7 +182,7 @@ class Bench:
             max_num_encoder_states=self.num_states,
             keeps_runs_whole=not is_causal,
         )
-        core._limits = replace(
+        core._requests.limits = replace(
             self.limits,
             num_blocks=num_blocks,
             max_num_batched_tokens=max_num_batched_tokens,

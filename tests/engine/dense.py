@@ -11,7 +11,7 @@ from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind
 from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
-from tests.models.families.family import Parts, TinyModel
+from tests.families.tiny import Parts, TinyModel
 
 DENSE_LENGTH = 192
 """Tokens of the only shape."""
@@ -57,7 +57,7 @@ class DenseOracle:
         prompt, num_tokens = sample.num_tokens, len(ids)
         token_ids = np.zeros(DENSE_LENGTH, np.int32)
         token_ids[:num_tokens] = ids
-        embeds = np.zeros((DENSE_LENGTH, self._paged.width), np.float32)
+        embeds = np.zeros((DENSE_LENGTH, self._paged.shape.embed_width), np.float32)
         is_embed = np.zeros(DENSE_LENGTH, bool)
         is_embed[:prompt] = sample.is_embed
         if rows is not None:
@@ -83,8 +83,13 @@ class DenseOracle:
         """`merged`: embeddings and where; `places`: positions, and the row that is asked for."""
         (embeds, is_embed), (positions, row) = merged, places
         model = bind(self._paged.graphdef, params)
-        hidden = jnp.where(is_embed[:, None], embeds, model.embed_input_ids(ids))
+        text = model.embed_input_ids(ids)
+        # Text has no features for the first layers.
+        text = jnp.pad(text, ((0, 0), (0, embeds.shape[1] - text.shape[1])))
+        hidden = jnp.where(is_embed[:, None], embeds, text)
         index = jnp.arange(DENSE_LENGTH, dtype=jnp.int32)
         metadata = DenseAttentionMetadata(index[None], (index[None, :] < end[:, None])[None])
-        states, _ = model(hidden, positions, None, metadata)
+        reads_ids = model.language_model.reads_token_ids
+        more = {"token_ids": ids} if reads_ids else {}
+        states, _ = model(hidden, positions, None, metadata, **more)
         return model.compute_logits(jax.lax.dynamic_slice_in_dim(states, row, 1))[0]

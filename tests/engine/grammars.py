@@ -58,5 +58,5 @@ def regex(pattern: str) -> StructuredOutputsParams:
 
 
 def install_tokenizer(core: EngineCore) -> EngineCore:
-    core._grammars = Grammars(tokenizer, core._limits.vocab_size)
+    core._grammars = Grammars(tokenizer, core._requests.limits.vocab_size)
     return core

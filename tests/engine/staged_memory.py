@@ -14,8 +14,7 @@ from typing import Any
 
 from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.core import EngineCore
-from mmjax.frontend.media_budget import with_encoder_budget
-from mmjax.models.registry import with_model_class
+from mmjax.frontend.media_budget import as_engine_process_config
 from mmjax.server.flags import parse_flags, to_engine_config
 from mmjax.system.allocator import return_free_pages
 from tests.engine.tiny import (
@@ -35,8 +34,7 @@ def make_engine(kind: str, cache: Path) -> EngineCore:
         model_class, params = Gemma3ForConditionalGeneration, tiny_params()[1]
         return EngineCore(replace(config, **staged), model_class=model_class, params=params)
     config: EngineConfig = to_engine_config(parse_flags([]))
-    config = replace(config, model=with_model_class(config.model), **staged)
-    return EngineCore(with_encoder_budget(config))
+    return EngineCore(as_engine_process_config(replace(config, **staged)))
 
 
 def measure(core: EngineCore) -> int:

@@ -7,8 +7,8 @@ by them. `test_schedules.py` compares those of the plain tiny models.
 import pytest
 
 from tests.engine.bench import Bench, check_states
-from tests.models.families import TINY_FAMILIES, served_model
-from tests.models.families.family import TinyModel
+from tests.families import TINY_FAMILIES, served_model
+from tests.families.tiny import TinyModel
 
 WIDTHS = (32, 64, 128)
 

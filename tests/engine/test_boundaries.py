@@ -298,7 +298,9 @@ def test_a_fault_of_taking_a_request_in_leaves_nothing_of_it(
     core: EngineCore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Also one behind the last line that could refuse it: it does not run on for nobody."""
-    target, name = (core._deadlines, "set") if method == "add_request" else (core, "_to_item")
+    target, name = (
+        (core._deadlines, "set") if method == "add_request" else (core._requests, "_to_item")
+    )
     real = getattr(target, name)
 
     def fail(first: Any, *args: Any) -> Any:

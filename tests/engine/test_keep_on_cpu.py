@@ -11,7 +11,7 @@ from mmjax.engine.core import EngineCore
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from tests.engine.tiny import answer, message, tiny_engine
-from tests.processing.families import FAMILIES
+from tests.families import FAMILIES
 
 ODD_SIZE = 1009
 """Elements of the field on the host: no other array has as many."""
@@ -60,4 +60,4 @@ def test_what_a_tower_takes_is_not_kept_on_the_host(name: str, core: EngineCore)
     assert item is not None
     kept = {key for key, elem in item.items() if elem.field.keep_on_cpu}
     assert kept
-    assert not kept & core._host_inputs.encoder_spec.inputs.keys()
+    assert not kept & core._requests._host_inputs.encoder_spec.inputs.keys()

@@ -21,7 +21,7 @@ from mmjax.engine.device.memory import (
     host_memory,
     memory_table,
 )
-from mmjax.engine.device.mesh import Placement, shard_bytes
+from mmjax.engine.device.mesh import shard_bytes
 from mmjax.errors import ConfigError
 from tests.engine.tiny import tiny_engine
 
@@ -197,7 +197,7 @@ def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    found = device_memory(Placement(), CacheConfig(gpu_memory_utilization=0.5))
+    found = device_memory(jax.local_devices(), 0.5)
     assert found.is_shared
     assert 0 < found.free <= found.total // 2
 
@@ -215,9 +215,7 @@ class Accelerator:
 
 
 def test_the_fullest_device_counts() -> None:
-    placement = Placement()
-    placement.local_devices = [Accelerator(100), Accelerator(300)]  # type: ignore[list-item]
-    found = device_memory(placement, CacheConfig(gpu_memory_utilization=0.8))
+    found = device_memory([Accelerator(100), Accelerator(300)], 0.8)
     assert found == DeviceMemory(total=1000, free=500, is_shared=False)
 
 

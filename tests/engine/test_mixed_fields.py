@@ -18,8 +18,8 @@ from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, Toke
 from tests.engine.bench import choose_max_model_len, random_parts
 from tests.engine.grammars import choice, install_tokenizer, prompt, regex
 from tests.engine.tiny import EOS
-from tests.models.families import TINY_FAMILIES, served_model
-from tests.models.families.family import TinyModel
+from tests.families import TINY_FAMILIES, served_model
+from tests.families.tiny import TinyModel
 from tests.models.served import count_least_blocks, make_request, start_engine
 
 NUM_REQUESTS = 30

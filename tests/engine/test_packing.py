@@ -17,9 +17,9 @@ from mmjax.engine.device.encoder import EncoderCall, patch_buckets, plan_calls
 from mmjax.errors import RequestError
 from mmjax.parity.arrays import Sample
 from mmjax.transport.messages import EngineCoreRequest
-from tests.models.families import served_model
-from tests.models.families.family import DrawnItem, Media, Part, Words
-from tests.models.families.qwen2_vl import draw_grid
+from tests.families import served_model
+from tests.families.qwen2_vl import draw_grid
+from tests.families.tiny import DrawnItem, Media, Part, Words
 from tests.models.served import make_request, serve, start_model
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ def test_every_item_is_packed_once_and_in_few_calls(data: st.DataObject) -> None
     largest = data.draw(st.integers(1, 2000)) * per_token
     budget = data.draw(st.integers(1, 5000)) * per_token
     buckets = patch_buckets(
-        largest_item=largest, encoder_budget=budget, patches_per_token=per_token
+        largest_item=largest, encoder_budget=budget, patches_per_start=per_token
     )
     sizes = [
         n * per_token
@@ -60,7 +60,7 @@ def test_the_ladder_is_short_and_holds_the_largest_item(
     largest: int, budget: int, per_token: int
 ) -> None:
     buckets = patch_buckets(
-        largest_item=largest, encoder_budget=budget, patches_per_token=per_token
+        largest_item=largest, encoder_budget=budget, patches_per_start=per_token
     )
     assert all(bucket % per_token == 0 for bucket in buckets)
     assert sorted(set(buckets)) == list(buckets)

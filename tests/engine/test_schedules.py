@@ -18,8 +18,8 @@ from tests.engine.bench import (
     random_parts,
     run_schedules,
 )
-from tests.models.families import TINY_FAMILIES, served_model
-from tests.models.families.family import TinyModel
+from tests.families import TINY_FAMILIES, served_model
+from tests.families.tiny import TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
 
 WIDE_GAP = 1e-3

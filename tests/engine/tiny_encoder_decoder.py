@@ -143,7 +143,9 @@ class TinyEncoderDecoder(MultiModalModel):
     def embed_input_ids(self, token_ids: Any) -> Any:
         return self.embed(token_ids)
 
-    def __call__(self, inputs_embeds: Any, positions: Any, kv_cache: Any, metadata: Any) -> Any:
+    def __call__(
+        self, inputs_embeds: Any, positions: Any, kv_cache: Any, metadata: Any, **more: Any
+    ) -> Any:
         """Run the decoder."""
         hidden, caches = inputs_embeds + self.places(positions[0]), []
         per_layer = len(kv_cache) // NUM_LAYERS

@@ -12,8 +12,8 @@ from mmjax.frontend.prompt.explain import (
     explain_prepared,
     to_cells,
 )
+from tests.families import gemma3
 from tests.kit import draw
-from tests.processing.families import gemma3
 
 PROMPT = "<start_of_image> what <b>is</b>\n<start_of_image> it"
 

@@ -12,8 +12,8 @@ from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_model_config
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.items import parse
+from tests.families.directories import GOLDEN
 from tests.kit import IMAGE_SOFT, IMAGE_START, draw
-from tests.processing.families.family import GOLDEN
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -14,7 +14,7 @@ from mmjax.errors import CheckpointError
 from mmjax.language.bart import BartConfig, BartDecoder, BartEncoder
 from mmjax.layers.module import bind, build_abstract
 from mmjax.weights.rules import Rule
-from tests.models.families.florence2 import TEXT, fill
+from tests.families.florence2 import TEXT, fill
 from tests.oracle import TOLERANCE, params_of
 
 LENGTHS = (9, 1, 5)

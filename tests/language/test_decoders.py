@@ -40,9 +40,9 @@ from mmjax.layers.module import bind, build_abstract
 from mmjax.parity.arrays import record
 from mmjax.parity.reference import run_reference
 from mmjax.weights.rules import Rule, RuleTypes, Split
+from tests.families.blip2 import TEXT as OPT
+from tests.families.internvl import TEXT as QWEN3
 from tests.kit import fill_by_name
-from tests.models.families.blip2 import TEXT as OPT
-from tests.models.families.internvl import TEXT as QWEN3
 from tests.oracle import assert_close, fill_with_unit_norms, params_of
 
 LLAMA: dict[str, Any] = {

@@ -14,7 +14,7 @@ from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwa
 from mmjax.rounding import cdiv
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import drain, engine_config, tokens_of
-from tests.models.families.family import TinyModel
+from tests.families.tiny import TinyModel
 
 
 def start_engine(model: TinyModel, **settings: Any) -> EngineCore:

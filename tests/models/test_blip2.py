@@ -6,7 +6,7 @@ import numpy as np
 from mmjax.models.blip2.model import Blip2ForConditionalGeneration as Model
 from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.weights.rules import apply_rules
-from tests.models.families.blip2 import tiny_config
+from tests.families.blip2 import tiny_config
 
 RULES = Model.rules(tiny_config())
 

@@ -1,6 +1,5 @@
 """Chameleon beyond the laws: codes, refusals, published sizes, cut norms, a directory."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,21 +9,16 @@ import pytest
 import torch
 from jax.sharding import Mesh
 
-from mmjax import LLM
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration as Model
 from mmjax.models.chameleon.model import CodeTokens
 from mmjax.models.host_inputs import EncoderSpec, byte_pixels
-from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.compare import LOGITS
-from mmjax.parity.reference import generate_reference, load_reference
 from mmjax.weights.sharding import param_sharding
-from tests.kit import draw
-from tests.models.directories import write_chameleon
-from tests.models.families import served_model
-from tests.models.families.chameleon import (
+from tests.families import served_model
+from tests.families.chameleon import (
     FIRST_CODE,
     NUM_CODES,
     TOKENS_PER_IMAGE,
@@ -32,9 +26,7 @@ from tests.models.families.chameleon import (
     draw_item,
     tiny_config,
 )
-from tests.models.families.family import Media, Words
-from tests.models.served import ask
-from tests.processing.families.chameleon import call_hf
+from tests.families.tiny import Media, Words
 
 RULES = Model.rules(None)
 
@@ -107,34 +99,3 @@ def test_each_of_four_devices_holds_the_norm_of_its_head():
     name = "language_model.layers.0.self_attn.q_norm.bias"
     shape = flatten_params(abstract)[name].shape
     assert param_sharding(name, shape, mesh).shard_shape(shape) == (1, 8)
-
-
-# ---- a directory ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chameleon(tmp_path_factory.mktemp("chameleon"))
-
-
-def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
-    reference = load_reference(checkpoint, "ChameleonForConditionalGeneration")
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    small: dict[str, Any] = {
-        "max_model_len": 320,
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": 128,
-    }
-    image = draw(81, 37)
-    with LLM(checkpoint, use_tqdm_on_load=False, **small) as llm:
-        messages = ask(image, "what is in the car")
-        (output,) = llm.chat(messages, params, use_tqdm=False)
-    inputs = call_hf("<image>\nwhat is in the car", [image], {})
-    assert output.prompt_token_ids == inputs.input_ids
-    ids = torch.tensor([inputs.input_ids])
-    tensors = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.tensor(np.asarray(inputs.tensors["pixel_values"])),
-    }
-    assert tuple(output.outputs[0].token_ids) == generate_reference(reference, tensors, 12)

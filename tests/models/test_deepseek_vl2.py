@@ -26,9 +26,9 @@ from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import BaseMultiModalProcessor
+from tests.families.directories import edit_golden
 from tests.kit import draw
 from tests.models.served import make_request, serve, start_model
-from tests.processing.families.family import edit_golden
 
 GOLDEN = Path(__file__).parent.parent / "golden_models"
 SIZES = ("tiny", "small", "base")

@@ -7,9 +7,9 @@ from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import RequestError
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.host_inputs import EncoderSpec
-from tests.models.families import served_model
-from tests.models.families.family import Media, Words
-from tests.models.families.florence2 import draw_item, tiny_config
+from tests.families import served_model
+from tests.families.florence2 import draw_item, tiny_config
+from tests.families.tiny import Media, Words
 from tests.models.served import make_request, serve, start_engine
 
 

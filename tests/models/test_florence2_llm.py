@@ -1,9 +1,7 @@
 """Florence-2 from a directory: `LLM` against HF's own processor and model."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -11,8 +9,8 @@ from transformers.models.florence2.processing_florence2 import Florence2Processo
 
 from mmjax import LLM, SamplingParams
 from mmjax.parity.reference import generate_reference, load_reference
+from tests.families.florence2 import FLORENCE2
 from tests.kit import draw
-from tests.models.directories import write_florence2
 
 MAX_TOKENS = 8
 UNREPEATED = [
@@ -21,12 +19,8 @@ UNREPEATED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_florence2(tmp_path_factory.mktemp("florence2"))
-
-
-def test_answers_of_a_directory_are_hfs(checkpoint: Path):
+def test_answers_of_a_directory_are_hfs():
+    checkpoint = FLORENCE2.checkpoint
     picture = draw(90, 40)
     with LLM(
         str(checkpoint),

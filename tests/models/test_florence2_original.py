@@ -30,11 +30,10 @@ from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import run_reference
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
+from tests.families.florence2 import FLORENCE2, TINY
+from tests.families.tiny import Media, TinyModel, Words
 from tests.kit import draw
-from tests.models.families.family import Media, TinyModel, Words
-from tests.models.families.florence2 import FLORENCE2
 from tests.oracle import assert_close
-from tests.processing.families import florence2
 
 NUM_BART_TOKENS = 979
 """Of the tiny checkpoint's tokenizer, before the tasks' tokens."""
@@ -98,7 +97,7 @@ def original_config(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def test_the_config_and_the_tensors_are_those_of_hfs_layout(tmp_path: Path):
-    model = TinyModel(FLORENCE2)
+    model = TinyModel(TINY)
     reference = model.reference
     raw = original_config(reference.config)
     assert not {"embed_dim", "max_position_embeddings"} & raw["vision_config"].keys()
@@ -120,7 +119,7 @@ def test_the_config_and_the_tensors_are_those_of_hfs_layout(tmp_path: Path):
     ours = PagedModel.from_directory(tmp_path, Model, found, max_len=64)
     for parts in ((Media(1), Words(1, 7), Words(2, 2)), (Words(1, 7), Words(2, 2))):
         sample = model.draw_sample(parts)
-        inputs = FLORENCE2.torch_inputs(reference, sample)
+        inputs = TINY.torch_inputs(reference, sample)
         assert_close(ours.run(sample), run_reference(reference, inputs, Model.rules(found)))
 
 
@@ -164,7 +163,7 @@ def test_at_full_size_every_tensor_has_one_place(width: int, tmp_path: Path):
 def test_a_directory_is_processed_as_hfs(tmp_path: Path):
     """Its tokenizer is BART's alone: what the tasks add has its place in the embedding table."""
     path = tmp_path / "original"
-    shutil.copytree(florence2.PATH, path)
+    shutil.copytree(FLORENCE2.path(), path)
     raw = original_config(AutoConfig.from_pretrained(path))
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     bart = [token for token in tokenizer["added_tokens"] if token["id"] < NUM_BART_TOKENS]
@@ -186,7 +185,7 @@ def test_a_directory_is_processed_as_hfs(tmp_path: Path):
     processor = create_processor(load_model_config(str(path)))
     picture = draw(90, 40)
     prepared = processor.prepare("<OD>", {"image": picture})
-    wanted = florence2.make_processor().apply("<OD>", {"image": picture})
+    wanted = FLORENCE2.make_processor().apply("<OD>", {"image": picture})
     given, expected = prepared.encoder_prompt_token_ids, wanted.encoder_prompt_token_ids
     assert given is not None
     assert expected is not None

@@ -2,14 +2,15 @@
 
 `published.json` has what the hub's config.json files say, where they differ from HF's defaults, and
 what follows from it. Names and shapes come from HF's module on torch's meta device, told as the
-file layouts do; of families that transformers has no class for, from `published_names.py`.
+file layouts do; of families without a class in transformers,
+from `tests/families/published_names.py`.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Blip2Config,
-    Blip2ForConditionalGeneration,
-    ChameleonConfig,
-    ChameleonForConditionalGeneration,
-    Florence2Config,
-    Florence2ForConditionalGeneration,
-    FuyuConfig,
-    FuyuForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import InternVLForConditionalGeneration
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract, flatten_params
@@ -53,148 +34,16 @@ from mmjax.models.registry import load_model_class
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
-from tests.models import published_names
-from tests.models.families.chameleon import vocabulary_map
-from tests.models.golden_models import GOLDEN_MODELS
+from tests.families import FAMILIES, published_names
+from tests.families.directories import GOLDEN_MODELS
+from tests.families.family import Family
+from tests.families.published import Layout, Shapes
 from tests.models.original_internvl import original_config, to_original
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published.json").read_text()
 )
 """By family and size."""
-Shapes = Mapping[str, tuple[int, ...]]
-Layout = Mapping[str, str]
-"""How files tell a prefix of the module's own names; {inner}: what a tower's class calls itself."""
-MODULE: Layout = {}
-LLM_FIRST: Layout = {
-    "model.language_model.": "language_model.model.",
-    "model.vision_tower.": "vision_tower.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "lm_head.": "language_model.lm_head.",
-}
-HUB: Layout = {**LLM_FIRST, "model.vision_tower.": "vision_tower.{inner}"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Where a family's published names and shapes come from."""
-
-    architecture: str
-    make_config: Callable[..., Any]
-    """Of the values of config.json."""
-    hf_class: Any = None
-    list_shapes: Callable[[Any], Shapes] | None = None
-    """Without HF's class."""
-    left_out: tuple[str, ...] = ("lm_head.weight",)
-    """Ends of names that files leave out where embeddings are tied: copies of the one table."""
-    layouts: Mapping[str, Layout] | None = None
-    unread: tuple[str, ...] = ()
-    """Names that some files have beside those of the module, and nothing reads."""
-
-
-FAMILIES = {
-    "blip2": Family(
-        architecture="Blip2ForConditionalGeneration",
-        make_config=Blip2Config,
-        hf_class=Blip2ForConditionalGeneration,
-        # Of the text branch, which files of the retrieval models have.
-        unread=(
-            "qformer.embeddings.word_embeddings.weight",
-            "qformer.encoder.layer.0.intermediate.dense.weight",
-            "qformer.encoder.layer.0.output.LayerNorm.bias",
-        ),
-    ),
-    "chameleon": Family(
-        architecture="ChameleonForConditionalGeneration",
-        make_config=partial(ChameleonConfig, vocabulary_map=vocabulary_map(8192, 4), vq_config={}),
-        hf_class=ChameleonForConditionalGeneration,
-        left_out=(),
-        unread=("model.vqmodel.decoder.conv_in.weight",),
-    ),
-    "deepseek_vl2": Family(
-        architecture="DeepseekVLV2ForCausalLM",
-        make_config=published_names.read_deepseek_vl2,
-        list_shapes=lambda config: published_names.list_deepseek_vl2(
-            config, {"width": 1152, "patch_size": 14, "image_size": 384, "layers": 27}
-        ),
-    ),
-    "florence2": Family(
-        architecture="Florence2ForConditionalGeneration",
-        make_config=Florence2Config,
-        hf_class=Florence2ForConditionalGeneration,
-        left_out=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
-    ),
-    "fuyu": Family(
-        architecture="FuyuForCausalLM",
-        make_config=FuyuConfig,
-        hf_class=FuyuForCausalLM,
-        # `save_pretrained` writes the hub's.
-        layouts={
-            "hub": {
-                "model.language_model.": "language_model.model.",
-                "model.vision_embed_tokens.": "vision_embed_tokens.",
-                "lm_head.": "language_model.lm_head.",
-            },
-            "module": MODULE,
-        },
-    ),
-    "gemma3": Family(
-        architecture="Gemma3ForConditionalGeneration",
-        make_config=Gemma3Config,
-        hf_class=Gemma3ForConditionalGeneration,
-        layouts={"hub": HUB, "save_pretrained": LLM_FIRST, "module": MODULE},
-    ),
-    "internvl": Family(
-        architecture="InternVLForConditionalGeneration",
-        make_config=InternVLConfig,
-        hf_class=InternVLForConditionalGeneration,
-        left_out=(),
-        # The hub's files and save_pretrained's are named alike.
-        layouts={
-            "files": {
-                "model.language_model.": "language_model.model.",
-                "model.": "",
-                "lm_": "language_model.lm_",
-            },
-            "module": MODULE,
-        },
-    ),
-    "llava": Family(
-        architecture="LlavaForConditionalGeneration",
-        make_config=LlavaConfig,
-        hf_class=LlavaForConditionalGeneration,
-        layouts={"hub": HUB, "save_pretrained": LLM_FIRST, "module": MODULE},
-    ),
-    "molmo": Family(
-        architecture="MolmoForCausalLM",
-        make_config=PreTrainedConfig,
-        list_shapes=published_names.list_molmo,
-    ),
-    "qwen_vl": Family(
-        architecture="QWenLMHeadModel",
-        make_config=published_names.read_qwen_vl,
-        list_shapes=published_names.list_qwen_vl,
-    ),
-    "qwen2_vl": Family(
-        architecture="Qwen2VLForConditionalGeneration",
-        make_config=Qwen2VLConfig,
-        hf_class=Qwen2VLForConditionalGeneration,
-        layouts={
-            "hub": {"model.visual.": "visual.", "model.language_model.": "model."},
-            "module": MODULE,
-        },
-    ),
-    "qwen2_5_vl": Family(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        make_config=Qwen2_5_VLConfig,
-        hf_class=Qwen2_5_VLForConditionalGeneration,
-        layouts={
-            "hub": {"model.visual.": "visual.", "model.language_model.": "model."},
-            "module": MODULE,
-        },
-    ),
-}
-FAMILIES["pixtral"] = replace(FAMILIES["llava"], architecture="PixtralForConditionalGeneration")
 
 
 @dataclass(frozen=True)
@@ -216,7 +65,7 @@ class Checkpoint:
         return load_model_class(self.family.architecture)
 
     def make_config(self) -> Any:
-        config = self.family.make_config(**json.loads(json.dumps(self.row["config"])))
+        config = self.family.make_published_config(json.loads(json.dumps(self.row["config"])))
         # What wrote them: an InternVL's head is tied or not by the version.
         config.transformers_version = "4.52.0.dev0"
         return config
@@ -232,11 +81,12 @@ def build(checkpoint: Checkpoint) -> tuple[Any, Any]:
 def list_published(checkpoint: Checkpoint) -> Shapes:
     """Return names and shapes, without copies of a tied table."""
     family, config = checkpoint.family, checkpoint.make_config()
-    if family.list_shapes is not None:
-        return family.list_shapes(config)
+    if family.published.list_shapes is not None:
+        return family.published.list_shapes(config)
+    assert family.tiny is not None
     with torch.device("meta"):
-        module = family.hf_class(config)
-    left_out = family.left_out if getattr(config, "tie_word_embeddings", True) else ()
+        module = family.tiny.reference_class(config)
+    left_out = family.published.left_out if getattr(config, "tie_word_embeddings", True) else ()
     return {
         name: tuple(tensor.shape)
         for name, tensor in module.state_dict().items()
@@ -287,12 +137,12 @@ def test_every_tensor_is_used_once_but_for_what_nobody_reads(checkpoint: Checkpo
     rules = checkpoint.model_class.rules(checkpoint.make_config())
     inner = "" if "pixtral" in checkpoint.name else "vision_model."
     num_unread = checkpoint.row.get("num_unread", 0)
-    for layout in (family.layouts or {"module": MODULE}).values():
+    for layout in family.published.layouts.values():
         told = {tell(name, layout, inner): shape for name, shape in shapes.items()}
         assert len(told) == len(shapes)
         check_places(store(told), abstract, rules, num_unread)
-    more = store({**shapes, **dict.fromkeys(family.unread, (1,))})
-    check_places(more, abstract, rules, num_unread + len(family.unread))
+    more = store({**shapes, **dict.fromkeys(family.published.unread, (1,))})
+    check_places(more, abstract, rules, num_unread + len(family.published.unread))
     total = sum(int(np.prod(leaf.shape)) for leaf in abstract.values())
     # Florence-2's published figure is rounded to two digits.
     published = pytest.approx(
@@ -304,7 +154,8 @@ def test_every_tensor_is_used_once_but_for_what_nobody_reads(checkpoint: Checkpo
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_picture_and_a_step_have_their_shapes(checkpoint: Checkpoint):
     graphdef, params = build(checkpoint)
-    spec = checkpoint.model_class.host_inputs(checkpoint.make_config()).encoder_spec
+    host_inputs = checkpoint.model_class.host_inputs(checkpoint.make_config())
+    spec = host_inputs.encoder_spec
     *outer, width = expected = tuple(checkpoint.row["rows"])
     if isinstance(spec, EncoderSpec):
         assert spec.tokens_per_unit == outer[-1]
@@ -318,7 +169,7 @@ def test_a_picture_and_a_step_have_their_shapes(checkpoint: Checkpoint):
     }
     rows = jax.eval_shape(lambda p, x: embed_units(bind(graphdef, p), x), params, inputs)
     assert (rows.shape, rows.dtype) == (expected, jnp.bfloat16)
-    hidden = jax.ShapeDtypeStruct((4, width), jnp.bfloat16)
+    hidden = jax.ShapeDtypeStruct((4, width // (1 + host_inputs.num_fed_layers)), jnp.bfloat16)
     logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)
     assert (logits.shape, logits.dtype) == ((4, checkpoint.row["vocab"]), jnp.float32)
 

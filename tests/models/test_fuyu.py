@@ -6,28 +6,20 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from jax.sharding import Mesh
-from transformers import AutoConfig, GenerationConfig
-from transformers import FuyuForCausalLM as HFModel
+from transformers import AutoConfig
 
-from mmjax import LLM
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.models.host_inputs import PackedEncoderSpec, byte_pixels
-from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.arrays import PagedModel
-from mmjax.parity.reference import generate_reference, make_pixels
+from mmjax.parity.reference import make_pixels
 from mmjax.weights.sharding import param_sharding
-from tests.kit import draw
-from tests.models.directories import write_fuyu
-from tests.models.families import served_model
-from tests.models.families.family import Media
-from tests.models.families.fuyu import draw_item, tiny_config
-from tests.models.served import ask
-from tests.processing.families.family import golden_processor
+from tests.families import served_model
+from tests.families.fuyu import draw_item, tiny_config
+from tests.families.tiny import Media
 
 
 def test_embeddings_are_hfs():
@@ -75,35 +67,6 @@ def test_each_of_four_devices_holds_a_head_and_its_part_of_the_mlp():
     for name, shape in expected.items():
         whole = params[layer + name].shape
         assert param_sharding(layer + name, whole, mesh).shard_shape(whole) == shape, name
-
-
-# ---- a directory ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_fuyu(tmp_path_factory.mktemp("fuyu"))
-
-
-def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
-    reference = HFModel.from_pretrained(checkpoint, dtype="float32").eval()
-    reference.generation_config = GenerationConfig(pad_token_id=0)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    small = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 64}
-    image, text = draw(81, 37), "what is in the car"
-    with LLM(checkpoint, use_tqdm_on_load=False, **small) as llm:
-        messages = [ask(image, text), ask(None, text)]
-        outputs = llm.chat(messages, params, use_tqdm=False)
-    processor = golden_processor("fuyu", path=checkpoint)
-    for data, output in zip(({"image": image}, {}), outputs, strict=True):
-        made = processor.apply(f"{text}\n", data)
-        inputs = {"input_ids": torch.tensor([made.prompt_token_ids])}
-        assert output.prompt_token_ids == made.prompt_token_ids
-        if made.mm_kwargs:
-            data = make_pixels(made.mm_kwargs.get_data(), colours_last=True)
-            inputs["pixel_values"] = torch.tensor(data["image_patches"])[None]
-        expected = generate_reference(reference, inputs, 12)
-        assert tuple(output.outputs[0].token_ids) == expected
 
 
 def test_what_save_pretrained_writes_is_loaded(tmp_path: Path):

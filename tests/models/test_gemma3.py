@@ -18,9 +18,9 @@ from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import make_pixels, run_reference
 from mmjax.weights.load import load_params
 from mmjax.weights.safetensors import open_safetensors
+from tests.families.gemma3 import SHORT, TINY, tiny_config
+from tests.families.tiny import Media, TinyModel, Words
 from tests.kit import fill_by_name, tiny_gemma3_checkpoint
-from tests.models.families.family import Media, TinyModel, Words
-from tests.models.families.gemma3 import GEMMA3, SHORT, tiny_config
 from tests.oracle import TOLERANCE, assert_close, params_of
 
 RULES = Gemma3ForConditionalGeneration.rules(None)
@@ -28,9 +28,9 @@ RULES = Gemma3ForConditionalGeneration.rules(None)
 
 @pytest.mark.parametrize("window", [3, 16])
 def test_dense_attention_is_hfs_too(window: int):
-    model = TinyModel(GEMMA3, text={"sliding_window": window}, tokens_per_image=16)
+    model = TinyModel(TINY, text={"sliding_window": window}, tokens_per_image=16)
     sample = model.draw_sample((Words(0, 9), Media(0), Words(1, 3), Media(2), Words(2, 17)))
-    inputs = GEMMA3.torch_inputs(model.reference, sample)
+    inputs = TINY.torch_inputs(model.reference, sample)
     expected = run_reference(model.reference, inputs, RULES)["logits"]
     ours = model.paged
     places = np.arange(sample.num_tokens, dtype=np.int32)
@@ -54,9 +54,9 @@ def test_dense_attention_is_hfs_too(window: int):
 
 def test_final_logits_are_capped_where_the_config_says_so():
     # NOTE: HF caps in its text-only class and forgets to in this one: the formula is the oracle.
-    model = TinyModel(GEMMA3, text={"final_logit_softcapping": 1.5})
+    model = TinyModel(TINY, text={"final_logit_softcapping": 1.5})
     sample = model.draw_sample([Words(0, 30)])
-    inputs = GEMMA3.torch_inputs(model.reference, sample)
+    inputs = TINY.torch_inputs(model.reference, sample)
     plain = run_reference(model.reference, inputs, RULES)["logits"]
     ours = model.paged.run(sample)["logits"]
     np.testing.assert_allclose(ours, np.tanh(plain / 1.5) * 1.5, atol=TOLERANCE)
@@ -79,7 +79,7 @@ def test_every_layout_of_a_directory_loads_to_the_same(
     config = AutoConfig.from_pretrained(path)
     ours = PagedModel.from_directory(path, Gemma3ForConditionalGeneration, config, max_len=64)
     _, abstract = build_abstract(Gemma3ForConditionalGeneration, config, dtype=jnp.float32)
-    reference = GEMMA3.reference_class(GEMMA3.make_config())
+    reference = TINY.reference_class(TINY.make_config())
     fill_by_name(reference)
     expected = params_of(reference, abstract, RULES)
     assert jax.tree.structure(ours.params) == jax.tree.structure(expected)
@@ -99,7 +99,7 @@ def test_a_model_over_a_mesh_says_the_same(tiny_gemma3: Path, axes: tuple[int, i
     spread = PagedModel(Gemma3ForConditionalGeneration, config, params, 128)
     assert len(jax.tree.leaves(params)[0].sharding.device_set) == 4
     parts = (Words(0, 20), Media(0), Words(1, 5), Media(2), Words(2, 17))
-    sample = GEMMA3.draw_sample(config, parts)
+    sample = TINY.draw_sample(config, parts)
     assert_close(spread.run(sample), alone.run(sample))
 
 

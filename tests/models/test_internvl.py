@@ -10,7 +10,7 @@ from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.models.internvl.host_inputs import InternVLHostInputs
 from mmjax.models.internvl.model import InternVLForConditionalGeneration
 from mmjax.weights.sharding import param_sharding
-from tests.models.families.internvl import SIDE, tiny_config
+from tests.families.internvl import SIDE, tiny_config
 
 
 def test_a_state_that_nobody_reads_is_not_there():

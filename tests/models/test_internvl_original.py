@@ -19,8 +19,8 @@ from mmjax.models.internvl.model import (
 )
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference
-from tests.models.families.family import Media, Words
-from tests.models.families.internvl import INTERNVL, tiny_config
+from tests.families.internvl import TINY, tiny_config
+from tests.families.tiny import Media, Words
 from tests.models.original_internvl import original_config, to_original
 from tests.oracle import assert_close, params_of
 
@@ -43,7 +43,7 @@ def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
     text = {**settings.get("text", {}), "tie_word_embeddings": is_tied}
     vision = settings.get("vision", {})
     config = tiny_config(**{**settings, "text": text, "vision": vision})
-    reference = INTERNVL.make_reference(config=config)
+    reference = TINY.make_reference(config=config)
     if "columns first" in name:
         shuffle = reference.model.pixel_shuffle
         reference.model.pixel_shuffle = lambda *args, **kwargs: shuffle(*args, **kwargs).transpose(
@@ -60,8 +60,8 @@ def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
     ours = PagedModel(InternVLChatModel, hf_config, params, 256)
 
     parts = (Words(0, 20), Media(0), Words(1, 1), Media(1), Words(2, 7))
-    sample = INTERNVL.draw_sample(config, parts)
-    inputs = INTERNVL.torch_inputs(reference, sample)
+    sample = TINY.draw_sample(config, parts)
+    inputs = TINY.torch_inputs(reference, sample)
     names = {"pixel_values": "pixel_values_flat", "image_affine": "image_affine"}
     flat = [PromptItem(p, {names[name]: t[name] for name in t}) for p, t in sample.items]
     sample = replace(sample, items=flat)

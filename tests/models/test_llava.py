@@ -9,7 +9,7 @@ from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec, byte_pixels
 from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
 from mmjax.models.pixtral.model import PixtralForConditionalGeneration as Pixtral
-from tests.models.families.llava import PIXTRAL_SETTINGS, tiny_config
+from tests.families.llava import PIXTRAL_SETTINGS, tiny_config
 
 
 @pytest.mark.parametrize("tower", ["clip", "siglip"])

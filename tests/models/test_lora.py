@@ -12,9 +12,9 @@ from mmjax.engine.core import EngineCore
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import generate_reference, run_reference
 from mmjax.transport.messages import EngineCoreRequest
+from tests.families import TINY_FAMILIES
+from tests.families.tiny import TinyModel
 from tests.models.adapters import TEXT, TOWERS, make_adapter
-from tests.models.families import TINY_FAMILIES
-from tests.models.families.family import TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
 from tests.oracle import assert_close
 

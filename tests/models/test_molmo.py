@@ -10,7 +10,8 @@ from mmjax.layers.module import bind
 from mmjax.models.molmo.model import MolmoForCausalLM
 from mmjax.parity.arrays import Sample, make_sample
 from mmjax.processing import MultiModalInputs
-from tests.models.golden_models import GOLDEN_MODELS, NUM_STEPS, GoldenModel, to_ranges
+from tests.families.directories import GOLDEN_MODELS
+from tests.families.golden_models import NUM_STEPS, GoldenModel, to_ranges
 
 MODELS = {name: GoldenModel(name, GOLDEN_MODELS / name) for name in ("molmo_7b_d", "molmo_7b_o")}
 CASES = ("square", "wide", "tall", "tiny", "photo", "photo_raw", "text_only")

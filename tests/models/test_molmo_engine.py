@@ -10,7 +10,8 @@ from mmjax.layers.module import flatten_params
 from mmjax.models.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
-from tests.models.golden_models import GOLDEN_MODELS, NUM_STEPS, GoldenModel
+from tests.families.directories import GOLDEN_MODELS
+from tests.families.golden_models import NUM_STEPS, GoldenModel
 from tests.models.served import make_request, serve, start_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)

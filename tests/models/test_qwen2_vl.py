@@ -10,9 +10,9 @@ from mmjax.config.engine_config import MultiModalConfig
 from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestError
 from mmjax.parity.arrays import Sample
-from tests.models.families import served_model
-from tests.models.families.family import DrawnItem, Media, Part, Words
-from tests.models.families.qwen2_vl import CLASSES, Grid, draw_grid
+from tests.families import served_model
+from tests.families.qwen2_vl import CLASSES, Grid, draw_grid
+from tests.families.tiny import DrawnItem, Media, Part, Words
 from tests.models.served import make_request, serve, start_engine
 
 SIZED: dict[Media, tuple[Grid, float]] = {

@@ -13,11 +13,10 @@ from safetensors.numpy import save
 
 from mmjax import LLM, SamplingParams
 from mmjax.errors import RequestError
-from mmjax.models.model_source import load_model_config
 from mmjax.parity.reference import load_reference
+from tests.families import FAMILIES
+from tests.families.qwen2_vl import IMAGE, hf_processor
 from tests.kit import draw
-from tests.models.directories import QWEN2_5, write_qwen2_vl
-from tests.processing.families.qwen2_vl import IMAGE, hf_processor
 from tests.test_serve import SMALL, Served, ask_for_logprobs, message_about
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -27,12 +26,10 @@ WIDTH = 64
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path, Any]:
+def checkpoint(request: pytest.FixtureRequest) -> tuple[Path, Any]:
     """A directory, and HF's model of it; one of windows, whose rows come in another order."""
-    changes = QWEN2_5 if request.param == "qwen2_5_vl" else None
-    path = write_qwen2_vl(tmp_path_factory.mktemp(request.param), changes)
-    architecture = load_model_config(str(path)).architecture
-    return path, load_reference(path, architecture)
+    family = FAMILIES[request.param]
+    return family.checkpoint, load_reference(family.checkpoint, family.architecture)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from mmjax.models.qwen_vl.tokenizer import load_tokenizer
 from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import make_sample
 from mmjax.parity.reference import make_pixels
-from tests.models.golden_models import GOLDEN_MODELS, NUM_STEPS, GoldenModel, to_ranges
+from tests.families.directories import GOLDEN_MODELS
+from tests.families.golden_models import NUM_STEPS, GoldenModel, to_ranges
 
 PATH = GOLDEN_MODELS / "qwen_vl_chat"
 PLAIN = GoldenModel("qwen_vl_chat", PATH)

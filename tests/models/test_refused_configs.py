@@ -11,8 +11,8 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract
 from mmjax.models.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
-from tests.models.families import TINY_FAMILIES
-from tests.models.golden_models import GOLDEN_MODELS
+from tests.families import TINY_FAMILIES
+from tests.families.directories import GOLDEN_MODELS
 
 Values = Mapping[str, Any]
 REFUSED: Mapping[str, list[tuple[Values, str]]] = {
@@ -27,6 +27,15 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ),
         ({"vision": {"image_size": [32, 40]}}, r"`vision_config.image_size` is \[32, 40\]"),
         ({"qformer": {"hidden_act": "mish"}}, "activation `mish` is unknown"),
+    ],
+    "glm4v": [({"vision": {"attention_bias": True}}, "`vision_config.attention_bias` is true")],
+    "mistral3": [
+        ({"vision_feature_layer": [-1, -2]}, r"`vision_feature_layer` is \[-1, -2\]; the norm"),
+        ({"spatial_merge_size": 0}, "`spatial_merge_size` of config.json is 0"),
+        (
+            {"decoder": "ministral3", "text": {"rope_parameters": {"rope_type": "default"}}},
+            "`rope_parameters` of a Ministral 3 lacks llama_4_scaling_beta, original_max",
+        ),
     ],
     "chameleon": [({"num_attention_heads": 5}, "`num_attention_heads` is 5; it must divide")],
     "florence2": [

@@ -15,9 +15,8 @@ from mmjax.models.registry import (
     require_model,
 )
 from mmjax.processing.encoder_budget import MultiModalProfiler
-from tests.processing.families import gemma3
-from tests.processing.families.family import get_placeholder_str, golden_path
-from tests.processing.families.llava import pixtral
+from tests.families import FAMILIES, gemma3
+from tests.families.directories import get_placeholder_str
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -25,9 +24,9 @@ def test_every_architecture_has_a_processor(architecture: str):
     assert isinstance(get_processor_factories(architecture), ProcessorFactories)
 
 
-@pytest.mark.parametrize("folder", sorted({row.folder for row in MODELS.values()}))
-def test_a_directory_alone_gives_a_processor(folder: str):
-    processor = create_processor(pixtral() if folder == "pixtral" else golden_path(folder))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_directory_alone_gives_a_processor(name: str):
+    processor = create_processor(FAMILIES[name].path())
     inputs = MultiModalProfiler(processor).get_dummy_mm_inputs(
         {"image": 1}, max_num_batched_tokens=1024
     )
@@ -46,7 +45,7 @@ def test_an_unknown_architecture_gets_the_nearest_name():
     for refuse in (require_model, get_processor_factories, load_model_class):
         with pytest.raises(CheckpointError, match="`Gemma4ForGeneration` is not") as caught:
             refuse("Gemma4ForGeneration")
-        assert "the nearest supported one is `Gemma3ForConditionalGeneration`" in str(caught.value)
+        assert "the nearest supported one is `Gemma4ForConditionalGeneration`" in str(caught.value)
     with pytest.raises(CheckpointError, match="nearest"):
         get_placeholder_str("", "image", 1)
 

@@ -15,7 +15,8 @@ from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity import reference
 from mmjax.parity.__main__ import main
 from mmjax.parity.case import Case, Parity
-from mmjax.parity.reference import generate_reference
+from mmjax.parity.reference import generate_reference, load_reference_processor
+from tests.families import FAMILIES
 from tests.kit import draw, random_image_prompt, tiny_gemma3_checkpoint
 
 PAN_AND_SCAN = {
@@ -47,6 +48,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parity(checkpoint: Path) -> Parity:
     """The checkpoint on both sides."""
     return Parity(load_model_config(str(checkpoint)), max_len=320)
+
+
+@pytest.mark.parametrize("name", ["blip2", "chameleon", "gemma3", "llava", "fuyu", "pixtral"])
+def test_hfs_own_processor_is_asked_where_its_parts_are_hfs(name: str):
+    ours = FAMILIES[name].make_processor()
+    path, hf_config = ours.info.ctx.model_config.path, ours.info.get_hf_config()
+    found: Any = load_reference_processor(path, hf_config.model_type, ours.info.get_hf_processor())
+    if name in ("fuyu", "pixtral"):  # their image processors are ours
+        assert found is None
+        return
+    assert type(found).__name__.lower() == f"{name}processor"
+    prompt, image = f"{FAMILIES[name].placeholder} what", draw(90, 70)
+    hf = found(text=[prompt], images=[image], return_tensors="np")
+    inputs = ours.apply(prompt, {"image": image})
+    assert inputs.prompt_token_ids == hf["input_ids"][0].tolist()
 
 
 def make_case(name: str, mm_processor_kwargs: Any = None, *, as_ids: Any = None) -> Case:

@@ -26,7 +26,7 @@ from mmjax.processing import (
     PromptUpdateDetails,
     replace_token_matches,
 )
-from tests.processing.families import blip2, chameleon, florence2, fuyu, gemma3, llava
+from tests.families import blip2, chameleon, florence2, fuyu, gemma3, llava
 
 # ---- what the guide's builders of dummy inputs have in common -----------------------------------
 

@@ -27,8 +27,8 @@ from mmjax.processing.tensors.fields import MultiModalFieldElem
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import EngineCoreRequest
+from tests.families import FAMILIES
 from tests.kit import draw
-from tests.processing.families import FAMILIES
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "CLIP": {

@@ -15,9 +15,9 @@ from mmjax.processing import (
     PromptUpdateError,
 )
 from mmjax.processing.encoder_budget import MultiModalProfiler
+from tests.families import FAMILIES
+from tests.families.family import Family
 from tests.kit import draw
-from tests.processing.families import FAMILIES
-from tests.processing.families.family import Family
 from tests.processing.test_processor import SOFT, FakeHFProcessor, Info, cache, make
 
 FAMILY_ROWS = [pytest.param(family, id=name) for name, family in FAMILIES.items()]

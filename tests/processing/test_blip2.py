@@ -4,26 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
+from tests.families import FAMILIES
+from tests.families.directories import edit_golden, golden_processor
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
 IMAGE_ID = 999
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
-    return golden_processor("blip2", processor_cache=cache)
-
-
-def test_nothing_in_a_prompt_stands_for_a_picture():
-    assert get_placeholder_str("Blip2ForConditionalGeneration", "image", 1) is None
+FAMILY = FAMILIES["blip2"]
 
 
 @pytest.mark.parametrize("prompt", ["", "what", "</s>"])
@@ -72,13 +63,3 @@ def test_a_checkpoint_from_before_the_image_token_gets_it(tmp_path: Path):
         assert ours.prompt_token_ids == new.apply(prompt, {"image": draw(90, 70)}).prompt_token_ids
     with pytest.raises(RequestError, match="reserved"):
         golden_processor("blip2", path=path).apply("a <image>", {})  # already in the first prompt
-
-
-def test_embeddings_stand_where_a_picture_would():
-    processor = golden_processor("blip2", enable_mm_embeds=True)
-    for prompt in ("what", processor.info.get_tokenizer().encode("what")):
-        inputs = processor.apply(prompt, {"image": [torch.ones(8, 64)]})
-        assert inputs.prompt_token_ids[:9] == [IMAGE_ID] * 8 + [2]
-        (item,) = inputs.mm_kwargs["image"]
-        assert item is not None
-        assert np.asarray(item["image_embeds"].data).shape == (8, 64)

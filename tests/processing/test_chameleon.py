@@ -6,28 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
+from tests.families import FAMILIES
+from tests.families.directories import edit_golden, golden_processor
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
+from tests.processing.conftest import both_kinds
 
 IMAGE, IMAGE_ID, START_ID, END_ID = "<image>", 964, 965, 966
 SEP, SEP_ID = "<reserved08706>", 967
 COMPLETION = {"return_for_text_completion": True}
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
-    return golden_processor("chameleon", processor_cache=cache)
-
-
-def both_kinds(processor: Any, prompt: str) -> list[Any]:
-    return [prompt, processor.info.get_tokenizer().encode(prompt)]
-
-
-def test_the_placeholder_is_known_without_a_checkpoint():
-    assert get_placeholder_str("ChameleonForConditionalGeneration", "image", 2) == IMAGE
-    assert get_placeholder_str("ChameleonForConditionalGeneration", "audio", 1) is None
+FAMILY = FAMILIES["chameleon"]
 
 
 @pytest.mark.parametrize("prompt", ["", "what", f"what{SEP}", f"a{SEP}b", IMAGE, f"a{IMAGE}{SEP}"])

@@ -7,7 +7,7 @@ import transformers
 
 from mmjax.processing import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.context import _MAX_HF_PROCESSORS
-from tests.processing.families import gemma3
+from tests.families import gemma3
 
 
 def test_a_wrong_config_type_is_named():

@@ -24,8 +24,8 @@ from mmjax.processing.media.decode_budget import (
     split_by_bytes,
 )
 from mmjax.processing.media.encoded import EncodedImage
+from tests.families import FAMILIES, gemma3
 from tests.kit import draw
-from tests.processing.families import FAMILIES, gemma3
 from tests.processing.test_media import encode, png_header
 from tests.processing.test_processor import make
 
@@ -311,7 +311,7 @@ def test_memory_goes_back_to_the_system():
         import io
         from PIL import Image
         from mmjax.system.allocator import return_large_blocks
-        from tests.processing.families import FAMILIES, gemma3
+        from tests.families import gemma3
 
         def rss():
             with open("/proc/self/status") as status:

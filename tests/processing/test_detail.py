@@ -5,8 +5,8 @@ import pytest
 
 from mmjax.decoders.limits import MediaLimits
 from mmjax.processing.media.encoded import EncodedImage, PixelRange
+from tests.families import FAMILIES, qwen2_vl
 from tests.kit import draw
-from tests.processing.families import FAMILIES, qwen2_vl
 from tests.processing.test_media import encode
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
+from tests.families import FAMILIES
+from tests.families.florence2 import FLORENCE2
 from tests.kit import draw
-from tests.processing.families import florence2
 
 IMAGE_ID, BOS, EOS = 979, 0, 2
 TASKS = [
@@ -27,17 +28,14 @@ TASKS = [
 ]
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
-    return florence2.make_processor(processor_cache=cache)
+FAMILY = FAMILIES["florence2"]
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("num_images", [0, 1])
 def test_tasks_are_written_out_as_hf_does(processor: Any, task: str, num_images: int):
     images = [draw(60, 90)] * num_images
-    wanted = florence2.call_hf(task, images, {}).input_ids
+    wanted = FLORENCE2.call_hf(task, images, {}).input_ids
     mm_data = {"image": images} if images else {}
     tokenizer = processor.info.get_tokenizer()
     for prompt in (task, tokenizer.encode(task), tokenizer.encode(task, add_special_tokens=False)):
@@ -72,10 +70,10 @@ def test_a_task_without_input_stands_alone(processor: Any, prompt: str):
 
 def test_a_cached_picture_serves_every_task():
     cache = MultiModalProcessorOnlyCache(2**24)
-    processor = florence2.make_processor(processor_cache=cache)
+    processor = FLORENCE2.make_processor(processor_cache=cache)
     picture = draw(60, 90)
     for task in TASKS:
-        wanted = florence2.make_processor().apply(task, {"image": picture})
+        wanted = FLORENCE2.make_processor().apply(task, {"image": picture})
         found = processor.apply(task, {"image": picture})
         assert found.encoder_prompt_token_ids == wanted.encoder_prompt_token_ids
         assert found.mm_kwargs == wanted.mm_kwargs
@@ -89,7 +87,7 @@ def test_pictures_of_any_shape_have_one_size(processor: Any):
 
 
 def test_a_checkpoint_whose_files_contradict_each_other():
-    processor = florence2.make_processor()
+    processor = FLORENCE2.make_processor()
     processor.info.get_hf_config().image_token_id = 7
     with pytest.raises(CheckpointError, match=r"`<image>` is token 979, but `image_token_id` .* 7"):
         processor.info.get_hf_processor()

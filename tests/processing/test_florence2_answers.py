@@ -9,8 +9,9 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.florence2.processing_florence2 import Florence2Processor
 
 from mmjax.models.florence2.answers import VAGUE_PHRASES, parse_answer
+from mmjax.models.florence2.processor import Florence2ProcessingInfo
 from mmjax.processing.items.items import ImageSize
-from tests.processing.families import florence2
+from tests.families.florence2 import FLORENCE2
 
 KINDS = (
     "pure_text",
@@ -28,8 +29,8 @@ def hf() -> Any:
     settings: dict[str, Any] = {kind: {} for kind in KINDS}
     settings["phrase_grounding"] = {"banned_grounding_tokens": sorted(VAGUE_PHRASES)}
     return Florence2Processor(
-        CLIPImageProcessorPil.from_pretrained(florence2.PATH),
-        AutoTokenizer.from_pretrained(florence2.PATH),
+        CLIPImageProcessorPil.from_pretrained(FLORENCE2.path()),
+        AutoTokenizer.from_pretrained(FLORENCE2.path()),
         num_additional_image_tokens=1,
         post_processor_config=settings,
     )
@@ -61,6 +62,14 @@ def check(hf: Any, task: str, text: str, size: ImageSize) -> dict[str, Any]:
     found = parse_answer(text, task=task, kind=kind, image_size=size)
     assert found == hf.post_process_generation(text, task=task, image_size=size), (task, text)
     return found
+
+
+def test_the_tasks_that_pages_offer_are_hfs(hf: Any):
+    known = sorted(hf.task_prompts_without_inputs) + sorted(hf.task_prompts_with_input)
+    for prompt in Florence2ProcessingInfo.tasks.values():
+        task = prompt[: prompt.index(">") + 1]
+        assert task in known
+        assert (task in hf.task_prompts_with_input) == (prompt != task), prompt
 
 
 def test_every_task_s_answer_is_hfs(hf: Any):

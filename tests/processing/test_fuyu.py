@@ -8,34 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.models.fuyu.processor import FuyuImageProcessor
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import ImageSize
+from tests.families import FAMILIES, fuyu
+from tests.families.directories import edit_golden, golden_processor
 from tests.kit import draw
-from tests.processing.families import fuyu
-from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
+from tests.processing.conftest import both_kinds
 
 IMAGE_ID, NEWLINE_ID, START_ID, ANSWER_ID, SPACE_ID = 997, 998, 1, 7, 319
 END_OF_TEXT_ID = 999
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
-    return golden_processor("fuyu", processor_cache=cache)
-
-
-def both_kinds(processor: Any, prompt: str) -> list[Any]:
-    return [prompt, processor.info.get_tokenizer().encode(prompt)]
+FAMILY = FAMILIES["fuyu"]
 
 
 def rows(num_rows: int, num_columns: int) -> list[int]:
     return [*[IMAGE_ID] * num_columns, NEWLINE_ID] * num_rows
-
-
-def test_nothing_in_a_prompt_stands_for_a_picture():
-    assert get_placeholder_str("FuyuForCausalLM", "image", 1) is None
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,14 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.gemma3.processor import PanAndScan
 from mmjax.processing import ImageSize
+from tests.families import FAMILIES, gemma3
 from tests.kit import draw
-from tests.processing.families import gemma3
+from tests.processing.conftest import both_kinds
 
 BOI = "<start_of_image>"
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
-    return gemma3.make_processor(processor_cache=cache)
-
-
-def both_kinds(processor: Any, prompt: str) -> list[Any]:
-    return [prompt, processor.info.get_tokenizer().encode(prompt)]
+FAMILY = FAMILIES["gemma3"]
 
 
 def test_other_marks_in_the_users_text_bind_no_picture(processor: Any):
@@ -122,28 +116,6 @@ def test_a_checkpoint_that_contradicts_itself_is_named():
 
     with pytest.raises(CheckpointError, match=r"`image_seq_length` .* is 4, but .* is 16"):
         create_processor(config).apply(BOI, {"image": draw(4, 4)})
-
-
-@pytest.mark.parametrize("kwargs", [{}, gemma3.CROPS], ids=["whole", "crops"])
-@pytest.mark.parametrize("has_cache", [False, True])
-def test_embeddings_stand_where_their_picture_would(kwargs: dict[str, Any], has_cache: bool):
-    cache = MultiModalProcessorOnlyCache(2**24) if has_cache else None  # of one operator's settings
-    processor = gemma3.make_processor(
-        processor_cache=cache, enable_mm_embeds=True, mm_processor_kwargs=kwargs
-    )
-    pictures = [draw(900, 300), draw(60, 60)]
-    for prompt in both_kinds(processor, f"a {BOI}\n b {BOI}"):
-        expected = processor.apply(prompt, {"image": pictures})
-        ranges = expected.mm_placeholders["image"]
-        embeds = [np.full((one.get_num_embeds(), 32), 0.5, np.float32) for one in ranges]
-        inputs = processor.apply(prompt, {"image": {"image_embeds": embeds}})
-        assert inputs.prompt_token_ids == expected.prompt_token_ids
-        assert [(one.offset, one.length) for one in inputs.mm_placeholders["image"]] == [
-            (one.offset, one.length) for one in ranges
-        ]
-        items = [item.get_data() for item in inputs.mm_kwargs["image"] if item is not None]
-        assert [list(item) for item in items] == [["image_embeds"]] * 2
-        assert [len(item["image_embeds"]) for item in items] == [len(rows) for rows in embeds]
 
 
 def test_the_users_array_may_change_after_it_was_given():

@@ -14,13 +14,14 @@ from mmjax.parity.reference import make_pixels
 from mmjax.processing import BaseMultiModalProcessor, PlaceholderRange
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.affine import AFFINE_KEYS
-from tests.processing.families import FAMILIES
-from tests.processing.families.family import GOLDEN, Family, golden_path, golden_processor
+from tests.families import FAMILIES
+from tests.families.directories import GOLDEN, golden_processor
+from tests.families.family import Family
 
 EXPECTED = {
     name: json.loads((GOLDEN / name / "expected.json").read_text())
-    for name in FAMILIES
-    if golden_path(name).parent == GOLDEN
+    for name, family in FAMILIES.items()
+    if family.has_golden
 }
 """What the others' published code made is compared where their models are."""
 STEP = 1 / 255 / 0.22
@@ -66,7 +67,7 @@ def to_range(expected: dict[str, Any]) -> PlaceholderRange:
     return PlaceholderRange(expected["offset"], expected["length"], mask)
 
 
-def test_every_family_has_goldens():
+def test_every_golden_directory_is_of_a_family():
     folders = {path.name for path in GOLDEN.iterdir() if path.is_dir()}
     assert folders - {"images"} == EXPECTED.keys()
 

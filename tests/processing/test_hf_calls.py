@@ -16,8 +16,8 @@ from mmjax.processing import (
     PromptReplacement,
     PromptUpdateDetails,
 )
+from tests.families import gemma3
 from tests.kit import draw
-from tests.processing.families import gemma3
 from tests.processing.test_prepare import RecordingCache
 from tests.processing.test_processor import SOFT, Info, Processor, ids, make
 

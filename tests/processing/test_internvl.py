@@ -24,12 +24,9 @@ from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import ImageSize
-from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.tiling import choose_arrangement, list_arrangements
-from tests.kit import draw
-from tests.processing.families import internvl
-from tests.processing.families.family import get_placeholder_str
-from tests.processing.families.internvl import (
+from tests.families import FAMILIES, internvl
+from tests.families.internvl import (
     CONFIG,
     VIDEO,
     cut_as_original,
@@ -38,13 +35,12 @@ from tests.processing.families.internvl import (
     normalize_as_original,
     original,
 )
+from tests.kit import draw, draw_video
 
 ROOMY = MultiModalProcessorOnlyCache
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    return make_original(ROOMY(2**26) if request.param == "cached" else None)
+FAMILY = FAMILIES["internvl original"]
 
 
 @pytest.fixture(params=["uncached", "cached"])
@@ -52,11 +48,6 @@ def hf_layout(request: pytest.FixtureRequest) -> Any:
     return internvl.make_processor(
         processor_cache=ROOMY(2**26) if request.param == "cached" else None
     )
-
-
-def draw_video(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
-    frames = [draw(width, height, seed=seed * 100 + index) for index in range(num_frames)]
-    return np.stack([np.asarray(frame) for frame in frames])
 
 
 def check_soft_places(inputs: Any, modality: str, context_id: int = 998) -> None:
@@ -290,37 +281,6 @@ def test_the_original_layout_takes_videos(processor: Any, prompt: str):
         np.testing.assert_allclose(data["pixel_values_flat_video"], pixels, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("capacity", [0, 150_000, 2**26])
-@pytest.mark.parametrize("make", [make_original, internvl.make_processor])
-def test_cold_warm_and_partly_warm_caches_agree_on_videos(make: Any, capacity: int):
-    name = "cache" if make is make_original else "processor_cache"
-    videos = [draw_video(1 + i, 60 + 20 * i, 50, i) for i in range(3)]
-    image = "<image>" if make is make_original else "<IMG_CONTEXT>"
-    mm_data = {"video": [videos[0], videos[1], videos[0], videos[2]], "image": [draw(60, 170)]}
-    prompt = f"a\n{VIDEO}{VIDEO}{image}\n{VIDEO} {VIDEO}"
-    wanted = make().apply(prompt, mm_data)
-    processor = make(**{name: ROOMY(capacity)})
-    processor.apply(VIDEO, {"video": [videos[1]]})
-    for _ in range(3):
-        found = processor.apply(prompt, mm_data)
-        assert found.prompt_token_ids == wanted.prompt_token_ids
-        assert found.mm_placeholders == wanted.mm_placeholders
-        assert found.mm_kwargs == wanted.mm_kwargs
-
-
-@pytest.mark.parametrize("seq_len", [1, 10, 200])
-@pytest.mark.parametrize("counts", [{"image": 1, "video": 1}, {"video": 3}, {"image": 2}])
-@pytest.mark.parametrize("make", [make_original, internvl.make_processor])
-def test_dummy_videos_have_exactly_the_declared_maximum(
-    make: Any, seq_len: int, counts: dict[str, int]
-):
-    processor = make()
-    declared = processor.info.get_mm_max_tokens_per_item(seq_len, counts)
-    measured = MultiModalProfiler(processor).measure_mm_max_tokens_per_item(seq_len, counts)
-    assert measured == {modality: declared[modality] for modality in counts}
-    assert declared["image"] == (6 + 1) * 4
-
-
 def test_a_language_model_without_a_video_token_takes_pictures_alone():
     llama = {**CONFIG["llm_config"], "model_type": "llama"}  # pyright: ignore[reportGeneralTypeIssues]
     path = Path(shutil.copytree(original(), Path(mkdtemp()) / "llama"))
@@ -330,14 +290,6 @@ def test_a_language_model_without_a_video_token_takes_pictures_alone():
     with pytest.raises(RequestError, match="Unsupported modality: video"):
         processor.apply("<video>", {"video": draw_video(1, 9, 9)})
     assert processor.apply("<image>", {"image": draw(9, 9)}).mm_placeholders["image"]
-
-
-def test_each_layout_has_its_own_markers():
-    assert get_placeholder_str("InternVLChatModel", "image", 1) == "<image>"
-    assert get_placeholder_str("InternVLForConditionalGeneration", "image", 1) == "<IMG_CONTEXT>"
-    for architecture in ("InternVLChatModel", "InternVLForConditionalGeneration"):
-        assert get_placeholder_str(architecture, "video", 1) == "<video>"
-        assert get_placeholder_str(architecture, "audio", 1) is None
 
 
 def test_a_checkpoint_whose_files_contradict_each_other():

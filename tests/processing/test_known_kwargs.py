@@ -11,9 +11,9 @@ from mmjax.processing.hf_call import (
     check_known_kwargs,
     list_known_kwargs,
 )
+from tests.families import FAMILIES
+from tests.families.family import Family
 from tests.kit import draw
-from tests.processing.families import FAMILIES
-from tests.processing.families.family import Family
 
 FAMILY_ROWS = [pytest.param(family, id=name) for name, family in FAMILIES.items()]
 KNOWN = {

@@ -18,8 +18,8 @@ from mmjax.processing import (
     VideoDummyOptions,
 )
 from mmjax.processing.encoder_budget import MultiModalProfiler
+from tests.families import gemma3
 from tests.kit import draw
-from tests.processing.families import gemma3
 from tests.processing.test_prepare import RecordingCache
 from tests.processing.test_processor import SOFT, Info, make
 

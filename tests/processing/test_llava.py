@@ -15,20 +15,15 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.llava.host_inputs import count_kept_features
 from mmjax.parity.reference import make_pixels
+from tests.families import FAMILIES
+from tests.families.directories import edit_golden, golden_processor
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
+from tests.processing.conftest import both_kinds
 
 IMAGE, IMAGE_ID = "<image>", 998
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
-    return golden_processor("llava", processor_cache=cache)
-
-
-def both_kinds(processor: Any, prompt: str) -> list[Any]:
-    return [prompt, processor.info.get_tokenizer().encode(prompt)]
+FAMILY = FAMILIES["llava"]
 
 
 def num_tokens(path: Path) -> int:
@@ -43,11 +38,6 @@ def num_tokens(path: Path) -> int:
     (count,) = counts
     assert processor.info.get_mm_max_tokens_per_item(4096) == {"image": count}
     return count
-
-
-def test_the_placeholder_is_known_without_a_checkpoint():
-    assert get_placeholder_str("LlavaForConditionalGeneration", "image", 3) == IMAGE
-    assert get_placeholder_str("LlavaForConditionalGeneration", "video", 1) is None
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("default", 576), ("full", 577), ("class", 1)])

@@ -2,62 +2,47 @@
 
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from typing import Any
 
 import pytest
 
 from mmjax.errors import CheckpointError
 from mmjax.models.registry import create_processor
-from tests.processing.families import FAMILIES
-from tests.processing.families.family import golden_path
+from tests.families import FAMILIES
+from tests.families.directories import golden_path
+from tests.families.family import Family
 
 NOT_OF_A_PROCESSOR = {"expected.json", "generation_config.json", "config_longctx.json"}
-NEEDLESS = {
-    # The family's own template, or an error of the request that would need one.
-    ("gemma3", "chat_template.jinja"),
-    ("internvl", "chat_template.jinja"),
-    ("llava", "chat_template.jinja"),
-    ("qwen2_vl", "chat_template.jinja"),
-    # What is in them is also the default.
-    ("blip2", "tokenizer_config.json"),
-    ("deepseek_vl2", "processor_config.json"),
-    ("deepseek_vl2", "tokenizer_config.json"),
-    ("florence2", "tokenizer_config.json"),
-    ("fuyu", "tokenizer_config.json"),
-    ("internvl", "tokenizer_config.json"),
-    ("llava", "tokenizer_config.json"),
-    ("molmo", "processor_config.json"),
-    ("qwen2_vl", "tokenizer_config.json"),
-    ("qwen_vl", "tokenizer_config.json"),
-    # Either of the two is enough.
-    ("qwen_vl", "qwen.tiktoken"),
-    ("qwen_vl", "tokenizer.json"),
-}
-CASES = [
-    (family, file.name)
-    for family in FAMILIES
-    for file in sorted(golden_path(family).iterdir())
-    if file.suffix in (".json", ".jinja", ".tiktoken") and file.name not in NOT_OF_A_PROCESSOR
-]
+"""Or of what is needed to answer."""
 
 
-def process_without(family: str, name: str, tmp_path: Path) -> None:
+def find_cases(*, is_needed: bool) -> list[Any]:
+    return [
+        pytest.param(family, file.name, id=f"{family.name}-{file.name}")
+        for family in FAMILIES.values()
+        for file in sorted(family.path().iterdir())
+        if file.suffix in (".json", ".jinja", ".tiktoken") and file.name not in NOT_OF_A_PROCESSOR
+        if (file.name not in family.needless_files) == is_needed
+    ]
+
+
+def process_without(family: Family, name: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     unread = ignore_patterns(name, "*.safetensors", "expected.json")
-    copytree(golden_path(family), path, ignore=unread)
+    copytree(family.path(), path, ignore=unread)
     processor = create_processor(str(path))
     inputs = processor.dummy_inputs.get_dummy_processor_inputs(64, {"image": 1})
     processor.apply(inputs.prompt, inputs.mm_data)
 
 
-@pytest.mark.parametrize(("family", "name"), [case for case in CASES if case not in NEEDLESS])
-def test_the_file_that_is_missing_is_named(family: str, name: str, tmp_path: Path):
+@pytest.mark.parametrize(("family", "name"), find_cases(is_needed=True))
+def test_the_file_that_is_missing_is_named(family: Family, name: str, tmp_path: Path):
     with pytest.raises(CheckpointError, match=rf"^[^\n]*{name}[^\n]*$"):
         process_without(family, name, tmp_path)
 
 
-@pytest.mark.parametrize(("family", "name"), sorted(NEEDLESS))
-def test_what_is_not_needed_may_be_missing(family: str, name: str, tmp_path: Path):
-    assert (family, name) in CASES
+@pytest.mark.parametrize(("family", "name"), find_cases(is_needed=False))
+def test_what_is_not_needed_may_be_missing(family: Family, name: str, tmp_path: Path):
     process_without(family, name, tmp_path)
 
 

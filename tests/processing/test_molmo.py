@@ -1,5 +1,6 @@
 """Molmo's prompts and crops: where its own rules end, and what it refuses."""
 
+from functools import partial
 from typing import Any
 
 import jinja2.sandbox
@@ -7,8 +8,9 @@ import pytest
 
 from mmjax.models.molmo.image_processor import Grid, MolmoImageProcessor, choose_tiling
 from mmjax.models.molmo.processor import CHAT_TEMPLATE, format_prompt
+from tests.families import molmo
+from tests.families.molmo import MOLMO
 from tests.kit import draw
-from tests.processing.families import molmo
 
 BOS = 340
 PUBLISHED = MolmoImageProcessor()
@@ -16,7 +18,7 @@ PUBLISHED = MolmoImageProcessor()
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
-    return molmo.make_processor()
+    return MOLMO.make_processor()
 
 
 def ids_of(text: str) -> list[int]:
@@ -49,11 +51,31 @@ def test_a_text_becomes_a_turn_once(processor: Any, text: str, expected: str):
     ],
 )
 def test_the_format_can_be_turned_off(processor: Any, kwargs: dict[str, Any], expected: str):
-    operators = molmo.make_processor(mm_processor_kwargs=kwargs)
+    operators = MOLMO.make_processor(mm_processor_kwargs=kwargs)
     for prompt in ("what", ids_of("what")):
         inputs = processor.apply(prompt, hf_processor_mm_kwargs=kwargs)
         assert inputs.prompt_token_ids == [BOS, *ids_of(expected)]
         assert operators.apply(prompt).prompt_token_ids == [BOS, *ids_of(expected)]
+
+
+@pytest.mark.parametrize("words", ["User: what {} is it", "what {}{}", "{}", "a {} <|im_end|> {}"])
+def test_a_control_tokens_name_stays_a_name_in_ids(processor: Any, words: str):
+    """As a chat gives them, of what a user wrote; `<|im_end|>` is that token."""
+    name = "<|endoftext|>"
+    as_mere_text = partial(
+        molmo.tokenizer().encode, add_special_tokens=False, split_special_tokens=True
+    )
+
+    def encode(text: str) -> list[int]:
+        first, *others = text.format(name, name).split("<|im_end|>")
+        ids = as_mere_text(first)
+        for other in others:
+            ids += [*ids_of("<|im_end|>"), *as_mere_text(other)]
+        return ids
+
+    written = format_prompt(words, "role", always_start_with_space=True)
+    assert processor.apply(encode(words)).prompt_token_ids == [BOS, *encode(written)]
+    assert encode(written).count(BOS) == 0
 
 
 def test_a_conversation_is_written_as_published():

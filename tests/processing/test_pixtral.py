@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError
 from mmjax.parity.reference import make_pixels
 from mmjax.processing.encoder_budget import MultiModalProfiler
+from tests.families import FAMILIES
+from tests.families.directories import golden_processor
+from tests.families.pixtral import PIXTRAL_EDGE, PIXTRAL_PATCH, write_pixtral
 from tests.kit import draw
-from tests.processing.families.family import golden_processor
-from tests.processing.families.llava import PIXTRAL_EDGE, PIXTRAL_PATCH, write_pixtral
+from tests.processing.conftest import both_kinds
 
 IMAGE, BREAK, END = 1000, 1001, 1002
 SIZES = [(1, 1), (37, 211), (640, 480), (56, 56), (90, 14), (14, 15)]
@@ -25,10 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pixtral(tmp_path_factory.mktemp("pixtral"))
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest, path: Path) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
-    return golden_processor("llava", path=path, processor_cache=cache)
+FAMILY = FAMILIES["pixtral"]
 
 
 def grid_of(width: int, height: int) -> tuple[int, int]:
@@ -43,10 +41,6 @@ def grid_of(width: int, height: int) -> tuple[int, int]:
 
 def marked(rows: int, columns: int) -> list[int]:
     return ([IMAGE] * columns + [BREAK]) * (rows - 1) + [IMAGE] * columns + [END]
-
-
-def both_kinds(processor: Any, prompt: str) -> list[Any]:
-    return [prompt, processor.info.get_tokenizer().encode(prompt)]
 
 
 @pytest.mark.parametrize("num_images", [0, 1, 2, 6])
@@ -103,7 +97,10 @@ def test_a_sliver_that_fits_is_one_row(processor: Any):
     ("edits", "match"),
     [
         ({"image_token_index": 7}, r"`\[IMG\]` is token 1000, but `image_token_index` .* is 7"),
-        ({"vision_config.patch_size": 7}, "processor_config.json are 14 and 1, but .* of 7"),
+        (
+            {"vision_config.patch_size": 7},
+            "`patch_size` of processor_config.json is 14, but config.json has 7",
+        ),
         ({"vision_feature_select_strategy": "default"}, "must be `full` with a `pixtral` tower"),
     ],
 )

@@ -25,8 +25,8 @@ from mmjax.processing import (
     PromptUpdate,
     PromptUpdateDetails,
 )
+from tests.families import gemma3
 from tests.kit import draw, gemma_tokenizer
-from tests.processing.families import gemma3
 
 TOKENIZER = gemma_tokenizer()
 SOFT = TOKENIZER.image_token_id

@@ -19,27 +19,18 @@ from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import MultiModalInputs
-from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.image_processors.patches import VideoPatcher
-from tests.kit import draw
-from tests.processing.families import qwen2_vl
-from tests.processing.families.qwen2_vl import IMAGE, VIDEO
+from tests.families import FAMILIES, qwen2_vl
+from tests.families.qwen2_vl import IMAGE, VIDEO
+from tests.kit import draw, draw_video
 
 STEP = 1 / 255 / 0.26
 """One 8-bit step of a normalised pixel."""
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**26) if request.param == "cached" else None
-    return qwen2_vl.make_processor(processor_cache=cache)
-
-
-def draw_video(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
-    frames = [draw(width, height, seed=seed * 100 + index) for index in range(num_frames)]
-    return np.stack([np.asarray(frame) for frame in frames])
+FAMILY = FAMILIES["qwen2_vl"]
 
 
 def video_item(inputs: MultiModalInputs, index: int = 0) -> dict[str, Any]:
@@ -174,42 +165,6 @@ def test_a_list_of_frames_is_one_video(processor: Any):
     assert one.mm_placeholders == other.mm_placeholders
 
 
-@pytest.mark.parametrize("capacity", [0, 200_000, 2**26])
-def test_cold_warm_and_partly_warm_caches_agree_on_videos(capacity: int):
-    videos = [draw_video(1 + i, 60 + 20 * i, 50, i) for i in range(3)]
-    mm_data = {"video": [videos[0], videos[1], videos[0], videos[2]], "image": [draw(60, 70)]}
-    prompt = f"a\n{VIDEO}{VIDEO}{IMAGE}{VIDEO} {VIDEO}"
-    wanted = qwen2_vl.make_processor().apply(prompt, mm_data)
-    processor = qwen2_vl.make_processor(processor_cache=MultiModalProcessorOnlyCache(capacity))
-    processor.apply(VIDEO, {"video": [videos[1]]})
-    for _ in range(3):
-        found = processor.apply(prompt, mm_data)
-        assert found.prompt_token_ids == wanted.prompt_token_ids
-        assert found.mm_placeholders == wanted.mm_placeholders
-        assert found.mm_hashes == wanted.mm_hashes
-        assert found.mm_kwargs == wanted.mm_kwargs
-
-
-@pytest.mark.parametrize("seq_len", [1, 64, 200, 448, 4096])
-@pytest.mark.parametrize("num_videos", [1, 3])
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"max_pixels": 30_000},
-        {"videos_kwargs": {"size": {"longest_edge": 23 * 784}}},
-        {"images_kwargs": {"max_pixels": 7 * 784}},
-    ],
-)
-def test_dummy_videos_have_exactly_the_declared_maximum(
-    seq_len: int, num_videos: int, kwargs: dict[str, Any]
-):
-    processor = qwen2_vl.make_processor(mm_processor_kwargs=kwargs)
-    counts = {"image": 1, "video": num_videos}
-    declared = processor.info.get_mm_max_tokens_per_item(seq_len, counts)
-    assert MultiModalProfiler(processor).measure_mm_max_tokens_per_item(seq_len, counts) == declared
-
-
 def test_published_sizes_give_the_published_maximum():
     """1280 patches of 28x28 at most, as the model's card advises: 1280 tokens a picture."""
     processor = qwen2_vl.make_processor(mm_processor_kwargs={"max_pixels": 1280 * 28 * 28})
@@ -264,8 +219,7 @@ def test_a_capped_video_shares_the_context_among_its_frames(is_cap_by_kwargs: bo
     capped = VideoPatcher(
         hf,
         max_pixels_resized=10**8,
-        cap_pixels_per_frame=not is_cap_by_kwargs,
-        max_video_tokens=400,
+        settings={"cap_pixels_per_frame": not is_cap_by_kwargs, "max_video_tokens": 400},
     )
     kwargs = {"cap_pixels_per_frame": True} if is_cap_by_kwargs else {}
     for num_frames in (2, 20, 60):

@@ -15,14 +15,13 @@ import torch
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
+from tests.families import FAMILIES
+from tests.families.directories import edit_golden, golden_processor
+from tests.families.qwen2_vl import IMAGE as QWEN_IMAGE
+from tests.families.qwen2_vl import VIDEO as QWEN_VIDEO
 from tests.kit import draw
-from tests.processing.families import FAMILIES, VARIANTS
-from tests.processing.families.family import edit_golden, golden_processor
-from tests.processing.families.qwen2_vl import IMAGE as QWEN_IMAGE
-from tests.processing.families.qwen2_vl import VIDEO as QWEN_VIDEO
 
 BOI = "<start_of_image>"
-ROWS = FAMILIES | VARIANTS
 Size = tuple[int, int]
 SMALL: Size = (4, 4)
 
@@ -265,7 +264,7 @@ ALL = [*COUNTS, *RESERVED, *SIZES, *OPTIONS, *EMBEDDINGS]
 @pytest.mark.parametrize("refused", ALL, ids=str)
 def test_it_is_refused_by_its_name(refused: Refused):
     for cache in (None, MultiModalProcessorOnlyCache(2**24)):
-        processor = ROWS[refused.family].make_processor(processor_cache=cache, **refused.mm)
+        processor = FAMILIES[refused.family].make_processor(processor_cache=cache, **refused.mm)
         data = {"image": [draw(*size) for size in refused.images]} if refused.images else {}
         kinds = [refused.prompt]
         if isinstance(refused.prompt, str):

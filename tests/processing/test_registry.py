@@ -23,8 +23,8 @@ from mmjax.models.registry import (
     with_model_class,
 )
 from mmjax.processing import InputProcessingContext
+from tests.families import gemma3
 from tests.kit import draw
-from tests.processing.families import gemma3
 from tests.processing.test_processor import SOFT, TOKENIZER, DummyInputs, Info, Processor
 
 ROOT = Path(__file__).parent.parent.parent

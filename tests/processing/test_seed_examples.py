@@ -27,8 +27,8 @@ from mmjax.processing import (
     PromptUpdateDetails,
 )
 from mmjax.processing.encoder_budget import MultiModalProfiler
+from tests.families import FAMILIES, gemma3
 from tests.kit import draw
-from tests.processing.families import FAMILIES, gemma3
 from tests.processing.seed_processors import (
     BoiTokens,
     LargestImages,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.processing.families import FAMILIES, gemma3
-from tests.processing.families.family import golden_path, golden_processor
+from tests.families import FAMILIES, gemma3
 
 SCRIPT = """
 import json, sys
@@ -40,7 +39,7 @@ def request(name: str) -> tuple[str, str, int, dict[str, Any]]:
     family = FAMILIES[name]
     num_images = min(len(IMAGES), family.max_images)
     prompt = " and ".join([family.placeholder] * num_images) + "?"
-    return str(golden_path(name)), prompt, num_images, {}
+    return str(family.path()), prompt, num_images, {}
 
 
 @cache
@@ -63,7 +62,7 @@ def processed_without_torch() -> list[Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_are_the_same_without_torch_and_jax(name: str):
     _, prompt, num_images, _ = request(name)
-    inputs = golden_processor(name).apply(prompt, {"image": IMAGES[:num_images]})
+    inputs = FAMILIES[name].make_processor().apply(prompt, {"image": IMAGES[:num_images]})
     counts = [one.get_num_embeds() for one in inputs.mm_placeholders["image"]]
     expected = [inputs.prompt_token_ids, inputs.encoder_prompt_token_ids, counts]
     place = 2 * list(FAMILIES).index(name)

@@ -17,8 +17,9 @@ from mmjax.config.engine_config import MultiModalConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
 from mmjax.processing.media.encoded import EncodedVideo
-from tests.models.directories import QWEN2_5, write_internvl_original
-from tests.processing.families.family import edit_golden
+from tests.families.directories import edit_golden
+from tests.families.internvl import write_original as write_internvl_original
+from tests.families.qwen2_vl import QWEN2_5
 from tests.processing.test_video_file import VIDEO, write_video
 from tests.server.conftest import Server, servers
 from tests.server.test_app import data_url

@@ -35,9 +35,9 @@ from mmjax.towers.davit import DavitConfig, DavitVisionTower
 from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule
-from tests.models.families.florence2 import VISION as DAVIT
-from tests.models.families.florence2 import fill as fill_davit
-from tests.models.families.internvl import VISION as INTERNVIT
+from tests.families.florence2 import VISION as DAVIT
+from tests.families.florence2 import fill as fill_davit
+from tests.families.internvl import VISION as INTERNVIT
 from tests.oracle import TOLERANCE, assert_close, fill_with_unit_norms, params_of
 
 TINY: dict[str, Any] = {

@@ -25,7 +25,7 @@ from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
 from mmjax.processing.items.embeddings import EMBEDS_DTYPES
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
-from mmjax.rounding import round_up
+from mmjax.rounding import cdiv, round_up
 
 MIN_PATCHES = 128
 """Size of the smallest bucket; all are multiples of it, as TPU kernels pad rows to it."""
@@ -125,7 +125,7 @@ class EncoderCalls:
         self, counts: Sequence[int], sizes: Sequence[int]
     ) -> Iterable[tuple[int, list[Piece]]]:
         if isinstance(self._spec, PackedEncoderSpec):
-            return plan_calls(counts, sizes, self._spec.patches_per_token)
+            return plan_calls(counts, sizes, self._spec.patches_per_start)
         return _plan_units(counts, sizes)
 
     def describe(self, bucket: int) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
@@ -156,11 +156,12 @@ class EncoderCalls:
 
     def _num_outputs(self, size: int) -> int:
         if isinstance(self._spec, PackedEncoderSpec):
-            return size // self._spec.patches_per_token
+            return cdiv(size, self._spec.patches_per_token)
         return size * self._spec.tokens_per_unit
 
     def _outputs(self, units: slice) -> slice:
-        return slice(self._num_outputs(units.start), self._num_outputs(units.stop))
+        first = self._num_outputs(units.start)
+        return slice(first, first + self._num_outputs(units.stop - units.start))
 
 
 def _count_units(item: EncoderItem) -> int:
@@ -178,21 +179,21 @@ def _plan_units(counts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[i
 
 
 def plan_calls(
-    num_patches: Sequence[int], buckets: Sequence[int], patches_per_token: int
+    num_patches: Sequence[int], buckets: Sequence[int], patches_per_start: int
 ) -> list[tuple[int, list[Piece]]]:
     """Put each item into the first call with room for it, and each call into its bucket.
 
     The largest first: items of 600, 700, 100 patches, buckets up to 1,024: 700 patches of item 1
     and, from 768 on, item 2's in one call; item 0's in another. An item starts where its own blocks
     of keys would, so that its embeddings are summed in one order whatever lies beside it
-    (docs/determinism.md).
+    (docs/determinism.md), and at a multiple of `patches_per_start`.
     """
     calls: list[list[Piece]] = []
     ends: list[int] = []
     for number in sorted(range(len(num_patches)), key=lambda n: -num_patches[n]):
         size = num_patches[number]
         assert 0 <= size <= buckets[-1], f"{size=} {buckets[-1]=}"
-        step = math.lcm(min(BLOCK_SIZE, 1 << (size - 1).bit_length()), patches_per_token)
+        step = math.lcm(min(BLOCK_SIZE, 1 << (size - 1).bit_length()), patches_per_start)
         starts = [round_up(end, step) for end in ends]
         place = next((n for n, s in enumerate(starts) if s + size <= buckets[-1]), len(calls))
         if place == len(calls):
@@ -235,22 +236,22 @@ def choose_sizes(
     patches = patch_buckets(
         largest_item=largest_item * spec.patches_per_token,
         encoder_budget=encoder_budget * spec.patches_per_token,
-        patches_per_token=spec.patches_per_token,
+        patches_per_start=spec.patches_per_start,
     )
     return {"max_units": 0, "patches": patches}
 
 
 def patch_buckets(
-    *, largest_item: int, encoder_budget: int, patches_per_token: int
+    *, largest_item: int, encoder_budget: int, patches_per_start: int
 ) -> tuple[int, ...]:
-    """Return the buckets of a packed encoder, all multiples of `patches_per_token`.
+    """Return the buckets of a packed encoder, all multiples of `patches_per_start`.
 
     Args:
         largest_item: Patches of the largest item, which the last bucket holds.
         encoder_budget: Patches that a step may encode.
-        patches_per_token: Patches that become one embedding.
+        patches_per_start: What the places where items start are multiples of.
     """
-    first = round_up(MIN_PATCHES, patches_per_token)
+    first = round_up(MIN_PATCHES, patches_per_start)
     last = max(largest_item, min(encoder_budget, MAX_PACKED_PATCHES))
     return ladder(first, round_up(last, first), 2)
 

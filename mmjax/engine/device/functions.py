@@ -36,6 +36,8 @@ class ModelShape(NamedTuple):
     vocab_size: int
     """Ids that have a logit."""
     hidden_size: int
+    embed_width: int
+    """Of the encoder's rows: more than `hidden_size` where features are fed to several layers."""
     dtype: Any
     """The dtype of hidden states, encoder outputs and the KV cache."""
 
@@ -49,8 +51,12 @@ class ModelShape(NamedTuple):
             return embeds, model.compute_logits(embeds)
 
         embeds, logits = jax.eval_shape(probe, params)
-        num_token_ids = max(logits.shape[1], getattr(bind(graphdef, params), "num_token_ids", 0))
-        return cls(graphdef, num_token_ids, logits.shape[1], embeds.shape[1], embeds.dtype)
+        model = bind(graphdef, params)
+        num_token_ids = max(logits.shape[1], getattr(model, "num_token_ids", 0))
+        width = embeds.shape[1]
+        text = getattr(model, "language_model", None)
+        embed_width = width * (1 + getattr(text, "num_fed_layers", 0))
+        return cls(graphdef, num_token_ids, logits.shape[1], width, embed_width, embeds.dtype)
 
 
 AdapterArrays = Mapping[str, Array]
@@ -128,7 +134,8 @@ def encode(
         shape = f"{flat.shape[0]} rows of width {flat.shape[1]}"
         raise ValueError(
             f"`{type(model).__name__}.embed_multimodal` gives {shape}; by its `encoder_spec` this "
-            f"call has {len(dst_rows)} rows, and the language model's width is {pool.shape[-1]}"
+            f"call has {len(dst_rows)} rows, and the language model takes embeddings of width "
+            f"{pool.shape[-1]}"
         )
     return write_rows(pool, flat, dst_rows), dst_rows[0]
 
@@ -217,7 +224,10 @@ def step(
         assert adapted is not None, "tokens have slots"
         model = adapted.bind(params, adapters, batch.adapter_slots)
     sampled = previous[jnp.maximum(batch.token_from, 0)]
-    text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
+    token_ids = jnp.where(batch.token_from >= 0, sampled, batch.token_ids)
+    text = model.embed_input_ids(token_ids)
+    # Text has no features for the first layers.
+    text = jnp.pad(text, ((0, 0), (0, pool.shape[-1] - text.shape[-1])))
     is_embed = (batch.src_index >= 0)[:, None]
     merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(batch.src_index, 0)]), text)
     metadata = batch.metadata
@@ -225,7 +235,9 @@ def step(
         metadata = metadata._replace(
             cross=metadata.cross._replace(encoder_hidden_states=from_storage(pool[batch.cross_src]))
         )
-    states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata)
+    reads_ids = getattr(getattr(model, "language_model", None), "reads_token_ids", False)
+    more = {"token_ids": token_ids} if reads_ids else {}
+    states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata, **more)
     stored = to_storage(states, state.hidden.dtype)
     hidden = jax.lax.dynamic_update_slice(state.hidden, stored, (0, 0))
     return StepState(kv_cache, hidden), packed[layout.size :]

@@ -4,7 +4,7 @@ All sizes are bytes on one device: of several, the one with the least free memor
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from mmjax.config.engine_config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import compile_programs
-from mmjax.engine.device.mesh import Placement, shard_bytes
+from mmjax.engine.device.mesh import shard_bytes
 from mmjax.engine.device.programs import Programs
 from mmjax.errors import ConfigError
 from mmjax.rounding import cdiv
@@ -105,7 +105,7 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_encoder_len=programs.max_encoder_len,
     )
-    memory = device_memory(placement, cache)
+    memory = device_memory(placement.local_devices, cache.gpu_memory_utilization)
     arrays = programs.describe_arrays(demand.least)
     fixed = FixedMemory(
         weights=weights,
@@ -252,10 +252,12 @@ def _utilization_remedies(cache: CacheConfig, memory: DeviceMemory, missing: int
 # ---- measurement ---------------------------------------------------------------------------------
 
 
-def device_memory(placement: Placement, cache: CacheConfig) -> DeviceMemory:
-    """Return the memory of this process's device with the least free memory."""
-    devices = placement.local_devices
-    found = [_of_device(device, len(devices), cache.gpu_memory_utilization) for device in devices]
+def device_memory(devices: Sequence[Any], utilization: float) -> DeviceMemory:
+    """Return the memory of that one of a process's devices which has the least that is free.
+
+    `utilization`: the share that may be used, `gpu_memory_utilization`.
+    """
+    found = [_of_device(device, len(devices), utilization) for device in devices]
     return min(found, key=lambda memory: memory.free)
 
 

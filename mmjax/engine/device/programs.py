@@ -93,7 +93,7 @@ class Programs:
         self.precomputed = PrecomputedEmbeds(
             is_enabled=bool(buckets.write),
             num_rows=num_rows,
-            width=shape.hidden_size,
+            width=shape.embed_width,
             dtype=shape.dtype,
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
@@ -211,7 +211,7 @@ class Programs:
         shape, buckets = self._shape, self.buckets
         hidden = jnp.zeros((buckets.max_num_tokens, shape.hidden_size), self._stored)
         num_rows = self.num_encoder_rows + self.num_extra_rows
-        pool = jnp.zeros((num_rows, shape.hidden_size), self._stored)
+        pool = jnp.zeros((num_rows, shape.embed_width), self._stored)
         previous = jnp.zeros(buckets.sample[-1], jnp.int32)
         return DeviceArrays(
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous
@@ -314,7 +314,7 @@ class Programs:
         return {"params": self._params, "pool": arrays.pool, **described}
 
     def _describe_write(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        embeds = self._describe((size, self._shape.hidden_size), self._shape.dtype)
+        embeds = self._describe((size, self._shape.embed_width), self._shape.dtype)
         return {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._describe((size,))}
 
     def _describe_sample(self, bucket: SampleBucket, arrays: DeviceArrays) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Callers depend neither on the platform nor on the KV cache's layout; `backend` c
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -13,6 +13,7 @@ from mmjax.layers.attention.backend import Backend, choose_backend
 from mmjax.layers.attention.dense import dense_attention
 from mmjax.layers.attention.gpu import gpu_attention
 from mmjax.layers.attention.kv_cache import (
+    DenseCache,
     InterleavedCache,
     KVCacheSpec,
     LayerCache,
@@ -38,8 +39,13 @@ __all__ = [
     "cross_attention",
     "dense_attention",
     "span_variants",
+    "without_spans",
     "write_encoder",
 ]
+
+
+CacheT = TypeVar("CacheT", bound=LayerCache | DenseCache | None)
+"""What a layer is given is what it returns."""
 
 
 def choose_cache_type(
@@ -76,26 +82,53 @@ def span_variants(cache_type: type[LayerCache], *, has_spans: bool) -> tuple[boo
 
 def attention(
     query: Float[Array, "T N H"],
-    key: Float[Array, "T K H"],
-    value: Float[Array, "T K _value"],
-    cache: LayerCache | None,
+    key: Float[Array, "T K H"] | None,
+    value: Float[Array, "T K _value"] | None,
+    cache: CacheT,
     metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "T N _value"], LayerCache | None]:
-    """Return attention outputs and the cache, to which paged attention writes first."""
+) -> tuple[Float[Array, "T N _value"], CacheT]:
+    """Return attention outputs and the cache, to which paged attention writes first.
+
+    `key` and `value` None: the cache has them already, of an earlier layer that shares it.
+    """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    cache = _store(key, value, cache, metadata)
     if isinstance(metadata, DenseAttentionMetadata):
-        return _dense(query, key, value, metadata, **options), cache
-    assert cache is not None, "paged attention needs a cache"
-    cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)
+        held: Any = DenseCache(key, value) if cache is None else cache
+        return _dense(query, held.keys, held.values, metadata, **options), cache
     paged = partial(_paged, **options)
-    if not isinstance(cache, InterleavedCache) or not ragged_takes(metadata):
+    is_interleaved = isinstance(cache, InterleavedCache)
+    if not is_interleaved or not ragged_takes(metadata):
         return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
     return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=paged), cache
+
+
+def _store(
+    key: Float[Array, "T K H"] | None,
+    value: Float[Array, "T K _value"] | None,
+    cache: Any,
+    metadata: AttentionMetadata,
+) -> Any:
+    """Return the cache with a step's keys and values, or as it is where an earlier layer's are."""
+    if key is None or value is None:
+        return cache
+    if isinstance(metadata, DenseAttentionMetadata):
+        return cache if cache is None else DenseCache(key, value)
+    assert cache is not None, "paged attention needs a cache"
+    return cache.write(key, value, metadata.slot_block, metadata.slot_offset)
+
+
+def without_spans(metadata: AttentionMetadata) -> AttentionMetadata:
+    """Return the metadata of a layer in which no token sees a later one, in an image neither."""
+    if isinstance(metadata, PagedAttentionMetadata):
+        return metadata._replace(span_end=None)
+    index = metadata.token_index
+    return metadata._replace(mask=metadata.mask & (index[:, None, :] <= index[:, :, None]))
 
 
 def write_encoder(

@@ -46,6 +46,8 @@ class KVCacheSpec:
     """
 
     layers: tuple[LayerKVSpec, ...]
+    layer_places: tuple[int, ...] = ()
+    """Which of `layers` each of the decoder's is, where several share one cache; else empty."""
 
     @classmethod
     def alike(
@@ -279,6 +281,16 @@ LayerCache = TransposedCache | InterleavedCache | SlotCache
 - `read_keys` and `read_values`: the blocks of some ids.
 """
 KVCache = tuple[LayerCache, ...]
+
+
+class DenseCache(NamedTuple):
+    """The keys and values of a layer without a paged cache, for later layers that share them.
+
+    None before that layer.
+    """
+
+    keys: Float[Array, "T K H"] | None = None
+    values: Float[Array, "T K _value"] | None = None
 
 
 def padded_head_dim(head_dim: int) -> int:

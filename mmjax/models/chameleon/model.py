@@ -25,7 +25,7 @@ class CodeTokens:
     """The tokens of the vocabulary that stand for codes."""
 
     by_code: tuple[int, ...]
-    """Of code 0, 1, ...: a tuple, for a module's structure must have a hash."""
+    """The token of code 0, 1, ...: a tuple, for a module's structure must have a hash."""
     every: tuple[int, ...]
     """Those of codes that the codebook lacks, too: none of them is ever sampled."""
 

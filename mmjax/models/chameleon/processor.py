@@ -5,14 +5,12 @@ the `<image>` take embeddings. `return_for_text_completion=True` omits the separ
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
-
-from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
 from mmjax.models.chameleon.host_inputs import ChameleonHostInputs
-from mmjax.models.family import FamilyInfo, FamilyProcessor, check_settings, make_factories
-from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.models.family import FamilyInfo, check_settings, make_factories
 from mmjax.processing.image_processors.image import check_resized_pixels
 from mmjax.processing.items.parse import ImagesOnlyDataParser
 
@@ -22,46 +20,37 @@ CHAT_TEMPLATE = r"""
 {%- endfor -%}
 """
 """Turns have no names: the separator ends each of them; the processor adds the last."""
+_COMPLETES = "return_for_text_completion"
+"""HF's name of a kwarg: whether the separator is left out."""
 
 
 class ChameleonProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = ChameleonHostInputs
+    image_processors: ClassVar = {"Chameleon": "chameleon"}
     placeholders: ClassVar = {"image": "<image>"}
-    hf_updates_prompt = True
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor: AutoProcessor needs torchvision."""
-        # Imported here: they import torch if it is installed.
-        from transformers.models.chameleon.image_processing_pil_chameleon import (
-            ChameleonImageProcessorPil,
-        )
-        from transformers.models.chameleon.processing_chameleon import ChameleonProcessor
-
-        path = self.ctx.model_config.path
-        settings, _ = ChameleonProcessor.get_processor_dict(path)
         facts = {"image_seq_length": self.num_unit_tokens}
-        check_settings(settings, facts, source="`vq_config` of config.json gives")
-        processor = ChameleonProcessor(
-            image_processor=keep_bytes(ChameleonImageProcessorPil).from_pretrained(path),
-            tokenizer=self.get_tokenizer(),
-            image_token=settings.get("image_token", "<image>"),
-            **facts,
-        )
+        check_settings(self.processor_settings, facts, source="`vq_config` of config.json gives")
         if self.get_tokenizer().sep_token_id is None:
             raise CheckpointError(
                 "the tokenizer has no `sep_token`, which ends Chameleon's prompts; "
                 "name it in tokenizer_config.json"
             )
-        self.check_token(processor.image_token)
-        return processor
+        self.check_token(self.find_token("image_token", "<image>"))
+        return replace(super().load_hf_processor(), text_settings=frozenset({_COMPLETES}))
 
-    def is_for_completion(self, mm_kwargs: Mapping[str, object]) -> bool:
-        """Return whether the model should continue the prompt's text, rather than answer it."""
-        name = "return_for_text_completion"
-        kwargs = self.ctx.merge_mm_kwargs(mm_kwargs)
-        return bool(kwargs.get(name, kwargs.get("text_kwargs", {}).get(name, False)))
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """End a prompt with the separator, but one whose text the model is to continue."""
+        separator = self.get_tokenizer().sep_token_id
+        is_for_completion = self.scope_kwargs(mm_kwargs, "text_kwargs").get(_COMPLETES, False)
+        if is_for_completion or token_ids[-1:] == [separator]:
+            return token_ids
+        return [*token_ids, separator]
 
     def check_sizes(self, mm_data: Mapping[str, Any], mm_kwargs: Mapping[str, object]) -> None:
         """Refuse also what HF would scale to a bomb."""
@@ -71,41 +60,12 @@ class ChameleonProcessingInfo(FamilyInfo):
         super().check_sizes(mm_data, mm_kwargs)
 
     def get_embed_token_id(self, modality: str) -> int:
-        return self.get_hf_processor().image_token_id
+        return self.get_token_id(self.find_token("image_token", "<image>"))
 
     def write_item(self, modality: str, size: int) -> list[int]:
-        processor = self.get_hf_processor()
-        codes = super().write_item(modality, size)
-        return [processor.image_start_token_id, *codes, processor.image_end_token_id]
+        names = (("boi_token", "<racm3:break>"), ("eoi_token", "<eoss>"))
+        start, end = (self.get_token_id(self.find_token(*name)) for name in names)
+        return [start, *super().write_item(modality, size), end]
 
 
-class ChameleonMultiModalProcessor(FamilyProcessor[ChameleonProcessingInfo]):
-    only_tokenizes_text = False
-
-    def _call_hf_processor(
-        self,
-        prompt: str,
-        mm_data: Mapping[str, object],
-        mm_kwargs: Mapping[str, object],
-        tok_kwargs: Mapping[str, object],
-    ) -> BatchFeature:
-        # The separator is added below, for text and token ids.
-        without_sep = {**mm_kwargs, "return_for_text_completion": True}
-        return super()._call_hf_processor(prompt, mm_data, without_sep, tok_kwargs)
-
-    def _tokenize(
-        self,
-        prompt: str | list[int],
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> list[int]:
-        """End every prompt with the separator, of text and of token ids alike."""
-        token_ids = super()._tokenize(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
-        sep_token_id = self.info.get_tokenizer().sep_token_id
-        is_for_completion = self.info.is_for_completion(hf_processor_mm_kwargs)
-        if token_ids[-1:] == [sep_token_id] or is_for_completion:
-            return token_ids
-        return [*token_ids, sep_token_id]
-
-
-FACTORIES = make_factories(ChameleonProcessingInfo, ChameleonMultiModalProcessor)
+FACTORIES = make_factories(ChameleonProcessingInfo)

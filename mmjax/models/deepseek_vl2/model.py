@@ -18,7 +18,7 @@ from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze, Stack
 
 _NORM_EPS = 1e-6
-"""Of the tower's norms, which no configuration names: timm's own."""
+"""The tower's norms have timm's default; no key of the config names it."""
 
 
 def join_squares(states: Float[Array, "I P D"], ratio: int) -> Float[Array, "I _tokens _width"]:

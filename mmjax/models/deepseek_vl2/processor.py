@@ -24,7 +24,7 @@ from mmjax.models.family import (
     make_factories,
 )
 from mmjax.processing.context import InputProcessingContext
-from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
+from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalUUIDDict
 from mmjax.processing.prepared import ProcessedPrompt
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -68,14 +68,10 @@ class DeepseekVLV2ProcessingInfo(FamilyInfo):
     @cached_property
     def image_token_id(self) -> int:
         """The id of `<image>`, which processor_config.json may name otherwise."""
-        return self.get_token_id(self._settings.get("image_token", "<image>"))
+        return self.get_token_id(self.processor_settings.get("image_token", "<image>"))
 
     def get_embed_token_id(self, modality: str) -> int:
         return self.image_token_id
-
-    @cached_property
-    def _settings(self) -> Mapping[str, Any]:
-        return read_json(self.ctx.model_config.path / "processor_config.json")
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what the published code would, which needs torch."""
@@ -86,11 +82,11 @@ class DeepseekVLV2ProcessingInfo(FamilyInfo):
             "downsample_ratio": read_part(hf_config, "projector_config")["downsample_ratio"],
             "patch_size": vision["patch_size"],
         }
-        check_settings(self._settings, facts)
+        check_settings(self.processor_settings, facts)
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=DeepseekVLV2ImageProcessor(
-                self._settings,
+                self.processor_settings,
                 tile_size=vision["image_size"],
                 candidate_resolutions=facts["candidate_resolutions"],
             ),

@@ -19,7 +19,7 @@ from mmjax.towers.davit import DavitConfig, DavitVisionTower
 from mmjax.weights.rules import Rule, Transposition
 
 _EPS = 1e-5
-"""Of the projector's norm; no key of the config."""
+"""The epsilon of the projector's norm; no key of the config names it."""
 _FEATURES = ["spatial_avg_pool", "temporal_avg_pool"]
 """The average patch, and the patches, in the words of Microsoft's own config."""
 

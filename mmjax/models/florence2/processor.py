@@ -15,7 +15,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factories
 from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
-from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
@@ -31,17 +31,26 @@ CHAT_TEMPLATE = r"""
 """
 """The task of the last turn alone: the model was trained on tasks, not on conversations."""
 IMAGE_TOKEN = "<image>"
-"""Of checkpoints whose tokenizer names none."""
+"""The image token of checkpoints whose tokenizer names none."""
 
 
 class Florence2ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Caption": "<CAPTION>",
+        "Detailed caption": "<DETAILED_CAPTION>",
+        "Objects": "<OD>",
+        "Find a phrase": "<CAPTION_TO_PHRASE_GROUNDING>{a green car}",
+        "Outline": "<REFERRING_EXPRESSION_SEGMENTATION>{a green car}",
+        "Regions": "<DENSE_REGION_CAPTION>",
+        "Read text": "<OCR>",
+        "Text with places": "<OCR_WITH_REGION>",
+    }
     data_parser = ImagesOnlyDataParser
     """The encoder's prompt has positions for whole images."""
     host_inputs = Florence2HostInputs
     limits: ClassVar = {"image": 1}
     inserts_items = True
-    hf_updates_prompt = True
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, with the tokens that Microsoft's own layout adds in its code."""
@@ -55,14 +64,12 @@ class Florence2ProcessingInfo(FamilyInfo):
         return {processor.image_token: processor.image_token_id}
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor: AutoProcessor needs torchvision."""
-        # Imported here: they import torch if it is installed.
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+        """Assemble the HF processor, which knows the tasks: AutoProcessor needs torchvision."""
+        # On use only: it brings an installed torch along.
         from transformers.models.florence2.processing_florence2 import Florence2Processor
 
-        path = self.ctx.model_config.path
-        settings, _ = Florence2Processor.get_processor_dict(path)
-        image_processor = keep_bytes(CLIPImageProcessorPil).from_pretrained(path)
+        settings = self.processor_settings
+        image_processor = load_image_processor(self.ctx.model_config.path, {"CLIP": "clip"})
         if not getattr(image_processor, "image_seq_length", None):
             raise CheckpointError(
                 "the image processor's configuration has no `image_seq_length`: the number of "
@@ -91,6 +98,15 @@ class Florence2ProcessingInfo(FamilyInfo):
     def get_target(self, modality: str) -> Target:
         return PromptIndexTargets.start()
 
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Add `<s>` and `</s>` around the encoder's prompt, as HF does only with an image."""
+        if not mm_counts.get("image"):
+            return token_ids
+        tokenizer = self.get_tokenizer()
+        return [tokenizer.bos_token_id, *token_ids, tokenizer.eos_token_id]
+
     def write_task(self, prompt: str) -> str:
         """Replace a task such as `<OD>` by its sentence; other text is unchanged."""
         try:
@@ -112,20 +128,13 @@ class Florence2ProcessingInfo(FamilyInfo):
 class Florence2MultiModalProcessor(
     FamilyProcessor[Florence2ProcessingInfo], EncDecMultiModalProcessor[Florence2ProcessingInfo]
 ):
-    only_tokenizes_text = False
-
     def create_encoder_prompt(
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> list[int]:
-        """Replace the task by its sentence, with `<s>` and `</s>` only if there is an image."""
-        tokenizer = self.info.get_tokenizer()
+        """Replace the task by its sentence, without `<s>` and `</s>`."""
         if isinstance(prompt, str):
-            token_ids = as_ids(self.info.write_task(prompt), tokenizer)
-        else:
-            token_ids = self._write_task_in_tokens(prompt)
-        if not mm_items.get_count("image", strict=False):
-            return token_ids
-        return [tokenizer.bos_token_id, *token_ids, tokenizer.eos_token_id]
+            return as_ids(self.info.write_task(prompt), self.info.get_tokenizer())
+        return self._write_task_in_tokens(prompt)
 
     def create_decoder_prompt(
         self, prompt: str | list[int], mm_items: MultiModalDataItems

@@ -14,7 +14,7 @@ from mmjax.models.tower_model import WRAPPER_RULES
 from mmjax.weights.rules import Rule, Split
 
 _DECODER = r"^(language_model\.model|model\.language_model)\."
-"""Of the hub's names, and of HF's module."""
+"""The prefix of the decoder in the hub's names, and in those of HF's module."""
 
 
 class FuyuForCausalLM(MultiModalModel):

@@ -13,14 +13,12 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, item_fields, make_factories
+from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.fuyu.host_inputs import FuyuHostInputs
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import fit_within, patchify, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
-from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
-from mmjax.processing.prompt_updates.updates import MultiModalPromptUpdates
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 IMAGE_TOKEN, NEWLINE_TOKEN = "|SPEAKER|", "|NEWLINE|"
@@ -177,16 +175,17 @@ class FuyuProcessingInfo(FamilyInfo):
         row = [*[get_id(IMAGE_TOKEN)] * columns, get_id(NEWLINE_TOKEN)]
         return [*row * rows, get_id(START_TOKEN)]
 
-
-class FuyuMultiModalProcessor(FamilyProcessor[FuyuProcessingInfo]):
-    def _apply_token_matches(
-        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
-    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
-        """Add BOS and the answer token, as HF does with an image, then insert the image's rows."""
-        tokenizer = self.info.get_tokenizer()
-        start, answer = map(self.info.get_token_id, (START_TOKEN, ANSWER_TOKEN))
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Add BOS and the answer token around a prompt with an image, as HF does."""
+        if not mm_counts.get("image"):
+            return token_ids
+        tokenizer = self.get_tokenizer()
+        start, answer = map(self.get_token_id, (START_TOKEN, ANSWER_TOKEN))
         # The tokenizer's BOS may differ from Fuyu's.
-        words = prompt[1:] if prompt[:1] in ([start], [tokenizer.bos_token_id]) else prompt
+        has_bos = token_ids[:1] in ([start], [tokenizer.bos_token_id])
+        words = token_ids[1:] if has_bos else token_ids
         if words[-1:] == [answer]:
             end = []
         elif not words or words[-1] in tokenizer.added_tokens_decoder:
@@ -194,7 +193,7 @@ class FuyuMultiModalProcessor(FamilyProcessor[FuyuProcessingInfo]):
             end = tokenizer.encode(ANSWER_TOKEN, add_special_tokens=False)
         else:
             end = [answer]
-        return super()._apply_token_matches([start, *words, *end], mm_prompt_updates)
+        return [start, *words, *end]
 
 
-FACTORIES = make_factories(FuyuProcessingInfo, FuyuMultiModalProcessor)
+FACTORIES = make_factories(FuyuProcessingInfo)

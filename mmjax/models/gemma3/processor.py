@@ -6,7 +6,7 @@ Before: `look <start_of_image>`. After: `look \n\n <start_of_image> <image_soft_
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar
@@ -24,7 +24,6 @@ from mmjax.models.family import (
     make_factories,
 )
 from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
-from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.items.parse import ImageProcessorItems, ImageSize
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
@@ -51,14 +50,13 @@ class PanAndScan:
     min_ratio: float
 
     @staticmethod
-    def from_kwargs(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> "PanAndScan":
-        """Merge processor kwargs with the HF processor's defaults."""
-        values = {**defaults, **kwargs.get("images_kwargs", {}), **kwargs}
+    def from_kwargs(kwargs: Mapping[str, Any]) -> "PanAndScan":
+        """Read the image processor's kwargs, all of which are given."""
         return PanAndScan(
-            is_enabled=bool(values["do_pan_and_scan"]),
-            min_crop_size=values["pan_and_scan_min_crop_size"],
-            max_num_crops=values["pan_and_scan_max_num_crops"],
-            min_ratio=values["pan_and_scan_min_ratio_to_activate"],
+            is_enabled=bool(kwargs["do_pan_and_scan"]),
+            min_crop_size=kwargs["pan_and_scan_min_crop_size"],
+            max_num_crops=kwargs["pan_and_scan_max_num_crops"],
+            min_ratio=kwargs["pan_and_scan_min_ratio_to_activate"],
         )
 
     def count_crops(self, size: ImageSize) -> int:
@@ -101,8 +99,8 @@ CHAT_TEMPLATE = r"""
 class Gemma3ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = Gemma3HostInputs
+    image_processors: ClassVar = {"Gemma3": "gemma3"}
     placeholders: ClassVar = {"image": "<start_of_image>"}
-    hf_updates_prompt = True
 
     @property
     def num_crop_tokens(self) -> int:
@@ -121,33 +119,25 @@ class Gemma3ProcessingInfo(FamilyInfo):
         return {tokenizer.image_token: tokenizer.image_token_id}
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor: AutoProcessor needs torchvision."""
-        # Imported here: they import torch if it is installed.
-        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+        # On use only: it brings an installed torch along.
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-        path, tokenizer = self.ctx.model_config.path, self.get_tokenizer()
-        settings, _ = Gemma3Processor.get_processor_dict(path)
+        tokenizer = self.get_tokenizer()
         facts = {"image_seq_length": self.num_crop_tokens}
         source = "`mm_tokens_per_image` of config.json is"
-        check_settings({"image_seq_length": 256, **settings}, facts, source=source)
+        check_settings({"image_seq_length": 256, **self.processor_settings}, facts, source=source)
         self.check_token(tokenizer.image_token, "image_token_index")
-        return Gemma3Processor(
-            image_processor=keep_bytes(Gemma3ImageProcessorPil).from_pretrained(path),
-            tokenizer=tokenizer,
-            chat_template=self.ctx.model_config.chat_template,
-            **facts,
-        )
+        defaults = {"images_kwargs": dict(Gemma3Processor.images_kwargs)}
+        return replace(super().load_hf_processor(), defaults=defaults)
 
     def get_pan_and_scan(self, mm_kwargs: Mapping[str, object]) -> PanAndScan:
         """Return the settings of a request's kwargs, merged with the operator's."""
-        defaults = self.get_hf_processor().images_kwargs
-        return PanAndScan.from_kwargs(defaults, self.ctx.merge_mm_kwargs(mm_kwargs))
+        return PanAndScan.from_kwargs(self.scope_kwargs(mm_kwargs))
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return kwargs with the larger number of crops of the checkpoint's and the operator's."""
         name = "pan_and_scan_max_num_crops"
-        own = self.get_hf_processor().images_kwargs[name]
+        own = self.get_hf_processor().defaults["images_kwargs"][name]
         most = max(own, self.get_pan_and_scan({}).max_num_crops)
         return {"do_pan_and_scan": True, name: most}
 
@@ -158,7 +148,7 @@ class Gemma3ProcessingInfo(FamilyInfo):
     def get_largest_image(self) -> ImageSize:
         """Return the size of an image with the most crops: tall, crops of the input size."""
         pan_and_scan = self.get_largest_pan_and_scan()
-        size = self.get_hf_processor().image_processor.size
+        size = self.get_image_processor().size
         if not pan_and_scan.is_enabled:
             return ImageSize(width=size.width, height=size.height)
         side = max(size.width, pan_and_scan.min_crop_size)
@@ -180,9 +170,15 @@ class Gemma3ProcessingInfo(FamilyInfo):
         return int(tensors["num_patches"]) * self.num_crop_tokens
 
     def write_item(self, modality: str, size: int) -> list[int]:
-        crops = {"num_crops": [size // self.num_crop_tokens - 1]}
-        text = self.get_hf_processor().replace_image_token(crops, 0)
-        return as_ids(text, self.get_tokenizer())
+        """Return an image's tokens, and behind them those of its crops (HF: `Gemma3Processor`)."""
+        tokenizer, num_crops = self.get_tokenizer(), size // self.num_crop_tokens - 1
+        soft_tokens = tokenizer.image_token * self.num_crop_tokens
+        text = image = f"\n\n{tokenizer.boi_token}{soft_tokens}{tokenizer.eoi_token}\n\n"
+        if num_crops:
+            crops = " ".join([image] * num_crops)
+            text = f"Here is the original image {image} and here are some crops to help you see "
+            text += f"better {crops}"
+        return as_ids(text, tokenizer)
 
     @cached_property
     def newline_counts(self) -> Mapping[int, int]:

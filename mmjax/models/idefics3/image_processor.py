@@ -51,15 +51,15 @@ class TileCutter:
 
     def cut(self, image: Any, kwargs: Mapping[str, Any]) -> tuple[np.ndarray, list[int], Any]:
         """Return the units of one image, its grid, and what makes pixels of bytes."""
-        self.find_longest({"images_kwargs": kwargs})
+        self.find_longest(kwargs)
         fixed = {"do_resize": True, "do_pad": False, "return_row_col_info": True}
         outputs = self.hf([image], **{**kwargs, **fixed})
         grid = [outputs["rows"][0][0], outputs["cols"][0][0]]
         return np.stack(outputs["pixel_values"][0]), grid, outputs["image_affine"]
 
-    def find_longest(self, scoped: Mapping[str, Any]) -> int:
+    def find_longest(self, kwargs: Mapping[str, Any]) -> int:
         """Return the longest side to which these kwargs scale; `RequestValueError` for no side."""
-        size = scoped.get("images_kwargs", {}).get("size") or dict(self.hf.size)
+        size = kwargs.get("size") or dict(self.hf.size)
         longest = size.get("longest_edge") if isinstance(size, Mapping) else None
         others = [] if not isinstance(size, Mapping) else [k for k, v in size.items() if v]
         is_side = isinstance(longest, int) and not isinstance(longest, bool)
@@ -71,11 +71,11 @@ class TileCutter:
             )
         return longest
 
-    def find_largest_grid(self, scoped: Mapping[str, Any]) -> tuple[int, int]:
+    def find_largest_grid(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """Return the rows and columns of the largest picture's tiles; (0, 0): it is not split."""
-        is_split = scoped["images_kwargs"].get("do_image_splitting", self.hf.do_image_splitting)
+        is_split = kwargs.get("do_image_splitting", self.hf.do_image_splitting)
         side = self.hf.max_image_size["longest_edge"]
-        number = math.ceil(self.find_longest(scoped) / side)
+        number = math.ceil(self.find_longest(kwargs) / side)
         return (number, number) if is_split and number > 1 else (0, 0)
 
 

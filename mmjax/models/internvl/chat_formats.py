@@ -71,7 +71,7 @@ _FORMATS: Mapping[str, _Format] = MappingProxyType(
     }
 )
 _PLAIN = _Format(end="<|im_end|>\n", default="")
-"""Of a config.json that names no format."""
+"""The format where config.json names none."""
 
 
 def find_chat_template(name: str | None) -> str | None:

@@ -4,13 +4,10 @@ Before: `look <image> please`. After: `look <image>*576 please`; all of them tak
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
-from mmjax.errors import CheckpointError
 from mmjax.models.family import FamilyInfo, check_settings, make_factories
-from mmjax.models.llava.host_inputs import LlavaHostInputs, count_extra_features
-from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.models.llava.host_inputs import LlavaHostInputs
 from mmjax.processing.image_processors.image import check_resized_pixels, check_squared_pixels
 
 CHAT_TEMPLATE = r"""
@@ -33,34 +30,18 @@ CHAT_TEMPLATE = r"""
 class LlavaProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = LlavaHostInputs
+    image_processors: ClassVar = {"CLIP": "clip", "Llava": "llava", "Siglip": "siglip"}
     placeholders: ClassVar = {"image": "<image>"}
-    hf_updates_prompt = True
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor, from config.json if processor_config.json lacks a value."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.models.llava.processing_llava import LlavaProcessor
-
-        settings, _ = LlavaProcessor.get_processor_dict(self.ctx.model_config.path)
         hf_config = self.get_hf_config()
         facts = {
             "patch_size": hf_config.vision_config.patch_size,
             "vision_feature_select_strategy": hf_config.vision_feature_select_strategy,
         }
-        check_settings(settings, facts)
-        processor = LlavaProcessor(
-            image_processor=load_image_processor(self.ctx.model_config.path),
-            tokenizer=self.get_tokenizer(),
-            chat_template=self.ctx.model_config.chat_template,
-            image_token=settings.get("image_token", "<image>"),
-            num_additional_image_tokens=count_extra_features(hf_config),
-            **facts,
-        )
-        self.check_token(processor.image_token, "image_token_index")
-        # HF counts patches, and does not support the strategy "class".
-        replacement = processor.image_token * self.num_unit_tokens
-        processor.replace_image_token = lambda image_inputs, image_idx, **kwargs: replacement
-        return processor
+        check_settings(self.processor_settings, facts)
+        self.check_token(self.find_token("image_token", "<image>"), "image_token_index")
+        return super().load_hf_processor()
 
     def check_sizes(self, mm_data: Mapping[str, Any], mm_kwargs: Mapping[str, object]) -> None:
         """Refuse also what HF would pad or scale to a bomb."""
@@ -72,30 +53,6 @@ class LlavaProcessingInfo(FamilyInfo):
         else:
             check_resized_pixels(images, image_processor.size.shortest_edge, max_pixels)
         super().check_sizes(mm_data, mm_kwargs)
-
-
-def load_image_processor(path: Path) -> Any:
-    """Load the PIL version of the checkpoint's image processor."""
-    # Imported here: they import torch if it is installed.
-    from transformers.image_processing_base import ImageProcessingMixin
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-
-    classes = {
-        "CLIP": CLIPImageProcessorPil,
-        "Llava": LlavaImageProcessorPil,
-        "Siglip": SiglipImageProcessorPil,
-    }
-    settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
-    name = settings.get("image_processor_type", "CLIPImageProcessor")
-    kind = name.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
-    if kind not in classes:
-        known = ", ".join(f"`{one}ImageProcessor`" for one in classes)
-        raise CheckpointError(
-            f"`image_processor_type` of the checkpoint is `{name}`; LLaVA is served with {known}"
-        )
-    return keep_bytes(classes[kind]).from_pretrained(path)
 
 
 FACTORIES = make_factories(LlavaProcessingInfo)

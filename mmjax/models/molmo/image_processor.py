@@ -68,7 +68,7 @@ class MolmoImageProcessor:
     overlap_margins: Sequence[int] = (4, 4)
     """Patches that a crop shares with the one before it and the one behind, on either axis."""
     max_crops: int = 12
-    """Of the tiled image: the one of the whole comes to them."""
+    """Crops of the tiled image, at most; the crop of the whole image is added to them."""
     image_mean: Sequence[float] = (0.48145466, 0.4578275, 0.40821073)
     image_std: Sequence[float] = (0.26862954, 0.26130258, 0.27577711)
 

@@ -5,13 +5,14 @@ Before: `what is it`. After: `<bos> <im_start> (<im_patch>*12 <im_col>)*12 <im_e
 take embeddings. `message_format="none"` leaves the text as it is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, item_fields, make_factories
+from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
     NUM_NEW_TOKENS,
@@ -23,7 +24,7 @@ from mmjax.models.molmo.host_inputs import (
 from mmjax.models.molmo.image_processor import MolmoImageProcessor
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
-from mmjax.processing.prompt_updates.updates import PromptIndexTargets
+from mmjax.processing.prompt_updates.updates import PromptIndexTargets, as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 CHAT_TEMPLATE = r"""
@@ -151,17 +152,26 @@ class MolmoProcessingInfo(FamilyInfo):
             "of them: name it in tokenizer_config.json"
         )
 
-    def begin_prompt(self, token_ids: Sequence[int], mm_kwargs: Mapping[str, Any]) -> list[int]:
-        """Return the ids of a whole prompt: BOS, once, and its text as a user's turn."""
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Begin a prompt with BOS, once, and write its text as a user's turn.
+
+        A control token's name that a user wrote, and that was tokenized as mere text, stays so.
+        """
         tokenizer, bos = self.get_tokenizer(), self.bos_token_id
-        words = list(token_ids[1:] if token_ids[:1] == [bos] else token_ids)
+        words = token_ids[1:] if token_ids[:1] == [bos] else token_ids
         given = self.scope_kwargs(mm_kwargs, "text_kwargs")
         settings = {key: given.get(key, value) for key, value in _TEXT_SETTINGS.items()}
         text = tokenizer.decode(words, clean_up_tokenization_spaces=False)
         formatted = format_prompt(text, **settings)
-        if formatted != text:
-            words = tokenizer.encode(formatted, add_special_tokens=False)
-        return [bos, *words]
+        if formatted == text:
+            return [bos, *words]
+        if as_ids(text, tokenizer) == words:
+            return [bos, *as_ids(formatted, tokenizer)]
+        start = formatted.index(text)
+        prefix, suffix = formatted[:start], formatted[start + len(text) :]
+        return [bos, *_encode_around(tokenizer, prefix, words, suffix)]
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger of the checkpoint's number of crops and the operator's."""
@@ -206,16 +216,19 @@ class MolmoProcessingInfo(FamilyInfo):
         return rows[0] + rows[1]
 
 
-class MolmoMultiModalProcessor(FamilyProcessor[MolmoProcessingInfo]):
-    def _tokenize(
-        self,
-        prompt: str | list[int],
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> list[int]:
-        """Begin every prompt as the published processor does, of text and of token ids alike."""
-        token_ids = super()._tokenize(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
-        return self.info.begin_prompt(token_ids, hf_processor_mm_kwargs)
+def _encode_around(tokenizer: Any, prefix: str, words: list[int], suffix: str) -> list[int]:
+    """Return the ids of words with texts around them; control tokens are those of `words` alone."""
+    is_control = tokenizer.added_tokens_decoder.__contains__
+    token_ids, text = list[int](), prefix
+    for are_control, run in groupby(words, is_control):
+        if not are_control:
+            text += tokenizer.decode(list(run), clean_up_tokenization_spaces=False)
+            continue
+        token_ids += tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        token_ids += run
+        text = ""
+    text += suffix
+    return token_ids + tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
 
-FACTORIES = make_factories(MolmoProcessingInfo, MolmoMultiModalProcessor)
+FACTORIES = make_factories(MolmoProcessingInfo)

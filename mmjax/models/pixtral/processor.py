@@ -1,18 +1,23 @@
-"""Pixtral's prompt side, where LLaVA wraps its tower: a token a patch, a mark behind every row.
+"""Pixtral's prompt side, and Mistral 3's: a token a patch, a mark behind every row.
 
 Before: `look [IMG] please`. After, for 2 rows of 3 patches: `look [IMG] [IMG] [IMG] [IMG_BREAK]
-[IMG] [IMG] [IMG] [IMG_END] please`; only `[IMG]` takes embeddings.
+[IMG] [IMG] [IMG] [IMG_END] please`; only `[IMG]` takes embeddings. Mistral 3's tokens and
+LightOnOCR's stand for squares of patches (`spatial_merge_size`), and LightOnOCR has no marks.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.family import FamilyInfo, make_factories
-from mmjax.models.pixtral.host_inputs import PixtralHostInputs, check_whole_pictures
-from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.errors import RequestValueError
+from mmjax.models.family import FamilyInfo, check_settings, make_factories
+from mmjax.models.pixtral.host_inputs import (
+    PixtralHostInputs,
+    check_whole_pictures,
+    read_merge_size,
+)
 from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.rounding import cdiv
 
@@ -50,16 +55,31 @@ CHAT_TEMPLATE = r"""
 {%- endfor -%}
 """
 """Mistral's turns; the system's text stands in the last one, as `mistral-common` has it."""
+LIGHTON_IMAGE_TOKEN = "<|image_pad|>"
+LIGHTON_CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' -}}
+    {%- for part in message.content -%}
+        {{- '<|image_pad|>' if part.type == 'image' else part.text -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+"""Qwen3's turns, without an empty thought."""
 _FIXED = frozenset({"patch_size", "do_resize", "do_center_crop", "crop_size", "do_pad", "pad_size"})
 """An image would have other sides than whole patches."""
 
 
 class PixtralImageScaler:
-    """HF's image processor: images scaled to whole patches, and not padded to each other."""
+    """HF's image processor: images scaled to whole units, and not padded to each other."""
 
-    def __init__(self, hf_processor: Any, patch_size: int) -> None:
+    def __init__(self, hf_processor: Any, unit: int) -> None:
         self.hf = hf_processor
-        self.patch_size = patch_size
+        self.unit = unit
+        """The side of the square of pixels that one embedding stands for."""
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
@@ -72,7 +92,7 @@ class PixtralImageScaler:
             _check_sliver(ImageSize(*image.size), longest)
         fixed = {
             "size": {"longest_edge": longest},
-            "patch_size": {"height": self.patch_size, "width": self.patch_size},
+            "patch_size": {"height": self.unit, "width": self.unit},
             "do_resize": True,
             "do_center_crop": False,
             "do_pad": False,
@@ -114,44 +134,33 @@ class PixtralProcessingInfo(FamilyInfo):
         """Do nothing: `longest_edge` is held to what was planned, and never scales up."""
 
     @property
-    def patch_size(self) -> int:
-        return self.get_hf_config().vision_config.patch_size
+    def unit(self) -> int:
+        """The side of the square of pixels that one embedding stands for."""
+        config = self.get_hf_config()
+        return config.vision_config.patch_size * read_merge_size(config)
 
     @cached_property
     def token_ids(self) -> Mapping[str, int]:
         """The ids of `image_token`, `image_break_token` and `image_end_token`."""
-        names = {key: self._settings.get(key, default) for key, default in _TOKENS.items()}
+        settings = self.processor_settings
+        names = {key: settings.get(key, default) for key, default in _TOKENS.items()}
         self.check_token(names["image_token"], "image_token_index")
         return {key: self.get_token_id(name) for key, name in names.items()}
 
-    @cached_property
-    def _settings(self) -> Mapping[str, Any]:
-        # On use only: it brings an installed torch along.
-        from transformers.processing_utils import ProcessorMixin
-
-        settings, _ = ProcessorMixin.get_processor_dict(self.ctx.model_config.path)
-        return settings
-
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what AutoProcessor would, which wants torchvision."""
-        # On use only: it brings an installed torch along.
-        from transformers.models.pixtral.image_processing_pil_pixtral import (
-            PixtralImageProcessorPil,
-        )
-
-        check_whole_pictures(self.get_hf_config())
-        patch_size = self._settings.get("patch_size", self.patch_size)
-        if patch_size != self.patch_size or self._settings.get("spatial_merge_size", 1) != 1:
-            raise CheckpointError(
-                f"`patch_size` and `spatial_merge_size` of processor_config.json are {patch_size} "
-                f"and {self._settings.get('spatial_merge_size', 1)}, but config.json's tower has "
-                f"patches of {self.patch_size}, which are not merged; make them equal"
-            )
+        config = self.get_hf_config()
+        check_whole_pictures(config)
+        expected = {
+            "patch_size": config.vision_config.patch_size,
+            "spatial_merge_size": read_merge_size(config),
+        }
+        check_settings(self.processor_settings, expected)
         _ = self.token_ids
-        own = keep_bytes(PixtralImageProcessorPil).from_pretrained(self.ctx.model_config.path)
+        own = load_image_processor(self.ctx.model_config.path, {"Pixtral": "pixtral"})
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
-            image_processor=PixtralImageScaler(own, self.patch_size),
+            image_processor=PixtralImageScaler(own, self.unit),
         )
 
     def get_longest_edge(self, mm_kwargs: Mapping[str, object]) -> int:
@@ -168,12 +177,12 @@ class PixtralProcessingInfo(FamilyInfo):
         return ImageSize(width=side, height=side)
 
     def get_max_image_tokens(self) -> int:
-        return cdiv(self.get_largest_image().width, self.patch_size) ** 2
+        return cdiv(self.get_largest_image().width, self.unit) ** 2
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the rows and columns of patches."""
+        """Return the rows and columns of embeddings."""
         _, height, width = tensors["pixel_values"].shape
-        return height // self.patch_size, width // self.patch_size
+        return height // self.unit, width // self.unit
 
     def write_item(self, modality: str, size: tuple[int, int]) -> list[int]:
         rows, columns = size
@@ -182,4 +191,20 @@ class PixtralProcessingInfo(FamilyInfo):
         return [*tokens[:-1], ids["image_end_token"]]
 
 
+class LightOnOcrProcessingInfo(PixtralProcessingInfo):
+    chat_template = LIGHTON_CHAT_TEMPLATE
+    placeholders: ClassVar = {"image": LIGHTON_IMAGE_TOKEN}
+
+    @cached_property
+    def token_ids(self) -> Mapping[str, int]:
+        """The id of `image_token` alone."""
+        self.check_token(LIGHTON_IMAGE_TOKEN)
+        return {"image_token": self.get_token_id(LIGHTON_IMAGE_TOKEN)}
+
+    def write_item(self, modality: str, size: tuple[int, int]) -> list[int]:
+        rows, columns = size
+        return [self.token_ids["image_token"]] * (rows * columns)
+
+
 FACTORIES = make_factories(PixtralProcessingInfo)
+LIGHTON_FACTORIES = make_factories(LightOnOcrProcessingInfo)

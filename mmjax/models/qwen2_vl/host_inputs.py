@@ -16,6 +16,7 @@ from mmjax.models.host_inputs import (
     PromptItem,
     RotaryPositions,
     byte_pixels,
+    find_places,
 )
 
 Grid = tuple[int, int, int]
@@ -27,17 +28,20 @@ class Qwen2VLHostInputs(HostInputs):
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
-        vision = hf_config.vision_config
-        self.merge_size: int = vision.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.merge_size: int = hf_config.vision_config.spatial_merge_size
         self.encoder_spec = PackedEncoderSpec(
-            inputs={
-                **byte_pixels("pixel_values", (width,)),
-                "places": ((2,), "int32"),
-                "frame_ids": ((), "int32"),
-            },
+            inputs=self.read_inputs(hf_config.vision_config),
             patches_per_token=self.merge_size**2,
         )
+
+    def read_inputs(self, vision: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the encoder's inputs: the shape and dtype of a patch's row."""
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            **byte_pixels("pixel_values", (width,)),
+            "places": ((2,), "int32"),
+            "frame_ids": ((), "int32"),
+        }
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the patches of a picture or a video, their places and their frames."""
@@ -56,30 +60,38 @@ class Qwen2VLHostInputs(HostInputs):
 
         As HF's `get_rope_index`, and its `generate` behind the prompt: both leave a video's time
         out of where the text goes on. (The paper, section 2.1, has it go on behind all three.)
+        A video whose frames have text between them (Qwen3-VL) is as many pictures.
         """
         if not items:
             return None
         parts, index, place = [], 0, 0
         for item in items:
-            start, length = item.position.offset, item.position.length
-            parts.append(np.tile(np.arange(start - index) + place, (3, 1)))
-            place += start - index
-            time, rows, columns = read_grid(item.tensors)
-            rows, columns = rows // self.merge_size, columns // self.merge_size
-            if time * rows * columns != length:
-                raise RequestRuntimeError(
-                    f"an item's grid has {time * rows * columns} embeddings, and the prompt "
-                    f"placeholders for {length}; they must agree",
-                    param="multi_modal_data",
-                )
+            runs = item.position.extract_embeds_range()
+            time, rows, columns = self._find_run_grid(item, len(runs))
             cells = np.indices((time, rows, columns)).reshape(3, -1)
             cells[0] = self.times(item.tensors, time)[cells[0]]
-            parts.append(cells + place)
-            place += max(rows, columns)
-            index = start + length
+            for first, last in runs:
+                parts.append(np.tile(np.arange(first - index) + place, (3, 1)))
+                place += first - index
+                parts.append(cells + place)
+                place += max(rows, columns)
+                index = last + 1
         parts.append(np.tile(np.arange(num_tokens - index) + place, (3, 1)))
         prompt = np.concatenate(parts, axis=1).astype(np.int32)
         return RotaryPositions(prompt, place - index)
+
+    def _find_run_grid(self, item: PromptItem, num_runs: int) -> Grid:
+        """Return the steps, rows and columns of the cells of each of an item's runs."""
+        time, rows, columns = read_grid(item.tensors)
+        rows, columns = rows // self.merge_size, columns // self.merge_size
+        num_embeds = item.position.get_num_embeds()
+        if time * rows * columns != num_embeds or time % num_runs:
+            raise RequestRuntimeError(
+                f"an item's grid has {time * rows * columns} embeddings, and the prompt "
+                f"placeholders for {num_embeds}; they must agree",
+                param="multi_modal_data",
+            )
+        return time // num_runs, rows, columns
 
     def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """Return the position on the axis of time of each of `count` steps."""
@@ -146,10 +158,3 @@ def read_grid(item: Mapping[str, np.ndarray]) -> Grid:
     name = "image_grid_thw" if "image_grid_thw" in item else "video_grid_thw"
     time, rows, columns = (int(size) for size in item[name])
     return time, rows, columns
-
-
-def find_places(rows: int, columns: int, merge_size: int) -> np.ndarray:
-    """Return int[rows * columns, 2]: row and column of each patch of a frame, square by square."""
-    places = np.indices((rows, columns)).transpose(1, 2, 0)
-    squares = places.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
-    return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)

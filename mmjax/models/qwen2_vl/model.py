@@ -11,7 +11,7 @@ from mmjax.models.interface import MultiModalModel
 from mmjax.models.qwen2_vl.host_inputs import Qwen2VLHostInputs, Qwen25VLHostInputs
 from mmjax.models.text_model import build_text_model
 from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
-from mmjax.weights.rules import Rule
+from mmjax.weights.rules import Rule, RuleTypes
 
 
 class Qwen2VLForConditionalGeneration(MultiModalModel):
@@ -26,7 +26,7 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, which is also save_pretrained's, and the module's own names."""
         return (
             Rule(r"^(model\.)?visual\.patch_embed\.proj\.", "visual.patch_embed."),
@@ -43,19 +43,30 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
         places: Int[Array, "P 2"],
         segment_ids: Int[Array, " P"],
         frame_ids: Int[Array, " P"],
+        *,
         window_ids: Int[Array, " P"] | None = None,
-    ) -> Float[Array, "_rows D"]:
+        position_ids: Int[Array, "P _taps"] | None = None,
+        position_weights: Float[Array, "P _taps"] | None = None,
+    ) -> Float[Array, "_rows _out"]:
         """Return the embeddings of packed pictures and videos, in the order of their patches.
 
         `frame_ids`, and `window_ids` where the tower has windows: numbers within an item.
+        `position_ids` and `position_weights`: where it has learned positions, those around a patch.
         """
         parts = [frame_ids] if window_ids is None else [frame_ids, window_ids]
         # A frame or a window has one embedding at least.
         num_parts = len(segment_ids) // self.visual.config.merge_size**2
         segments = [refine_segments(segment_ids, part, num_parts=num_parts) for part in parts]
+        positions = None
+        if position_ids is not None and position_weights is not None:
+            positions = position_ids, position_weights
         with jax.named_scope("visual"):
             embeds, _ = self.visual(
-                pixel_values, places=places, segment_ids=segments[0], window_ids=segments[-1]
+                pixel_values,
+                places=places,
+                segment_ids=segments[0],
+                window_ids=segments[-1],
+                positions=positions,
             )
             return embeds
 

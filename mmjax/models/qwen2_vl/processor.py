@@ -5,7 +5,8 @@ Before: `<|vision_start|> <|image_pad|> <|vision_end|>`. After: `<|vision_start|
 Qwen2.5-VL's videos come with the seconds of a step, of which the decoder's positions are made.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -31,16 +32,11 @@ from mmjax.processing.items.parse import (
 from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
-_VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
-"""Of a checkpoint that says nothing (HF: `Qwen2VLVideoProcessor.size`)."""
 _SECONDS = {"second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
 _MAX_FRAMES_PER_DUMMY = 14
 """Frames that memory is planned for; longer videos are admitted within the encoder budget."""
 
-CHAT_TEMPLATE = r"""
-{%- if messages[0].role != 'system' -%}
-    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
-{%- endif -%}
+TURNS = r"""
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\n' -}}
     {%- for part in message.content -%}
@@ -56,6 +52,12 @@ CHAT_TEMPLATE = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+"""Of a checkpoint without a chat template; Qwen2-VL's begin with a system message."""
+SYSTEM = r"""
+{%- if messages[0].role != 'system' -%}
+    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
 {%- endif -%}
 """
 
@@ -99,8 +101,23 @@ class Qwen2VLDataParser(MultiModalDataParser):
         return make_fields(modality, grids, self.merge_size)
 
 
-class Qwen25VLDataParser(Qwen2VLDataParser):
+class TimedDataParser(Qwen2VLDataParser):
     """Takes a video's metadata, `(frames, metadata)`, where they are given."""
+
+    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
+        items = super()._parse_video_data(data)
+        if not isinstance(items, VideoProcessorItems):
+            return items
+        videos = list(items.data)
+        for index, metadata in enumerate(items.metadata):
+            if metadata is not None and videos[index] is not None:
+                find_sampled_fps(metadata)  # refuses what says no speed
+                videos[index] = (videos[index], metadata)
+        return VideoProcessorItems(videos, items.metadata, has_pairs=True)
+
+
+class Qwen25VLDataParser(TimedDataParser):
+    """Takes the seconds of a step beside the embeddings of a video."""
 
     embedding_fields: ClassVar = {
         **Qwen2VLDataParser.embedding_fields,
@@ -122,20 +139,9 @@ class Qwen25VLDataParser(Qwen2VLDataParser):
             raise ValueError(f"`second_per_grid_ts` is {seconds.tolist()}; expected 0 to {most:g}")
         return {**fields, **_SECONDS}
 
-    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
-        items = super()._parse_video_data(data)
-        if not isinstance(items, VideoProcessorItems):
-            return items
-        videos = list(items.data)
-        for index, metadata in enumerate(items.metadata):
-            if metadata is not None and videos[index] is not None:
-                find_sampled_fps(metadata)  # refuses what says no speed
-                videos[index] = (videos[index], metadata)
-        return VideoProcessorItems(videos, items.metadata, has_pairs=True)
-
 
 class Qwen2VLProcessingInfo(FamilyInfo):
-    chat_template = CHAT_TEMPLATE
+    chat_template = SYSTEM + TURNS
     host_inputs = Qwen2VLHostInputs
     limits: ClassVar = {"image": None, "video": None}
     placeholders: ClassVar = {
@@ -144,6 +150,10 @@ class Qwen2VLProcessingInfo(FamilyInfo):
     }
     parser: ClassVar[type[Qwen2VLDataParser]] = Qwen2VLDataParser
     video_patcher: ClassVar[type[VideoPatcher]] = VideoPatcher
+    video_defaults: ClassVar[Mapping[str, Any]] = {
+        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
+    }
+    """Of a checkpoint that says nothing (HF: `Qwen2VLVideoProcessor`)."""
 
     def get_counted_placeholder(self, modality: str) -> str | None:
         """Return the pad token, without the tokens around it, which the chat template adds."""
@@ -173,7 +183,8 @@ class Qwen2VLProcessingInfo(FamilyInfo):
 
         path = self.ctx.model_config.path
         max_pixels_resized = self.ctx.model_config.mm.max_image_pixels
-        settings = {"size": dict(_VIDEO_SIZE), **load_video_settings(path)}  # HF writes to it
+        # HF writes to them.
+        settings = copy.deepcopy({**self.video_defaults, **load_video_settings(path)})
         processor_class = keep_bytes_of_patches(Qwen2VLImageProcessorPil)
         known = processor_class.valid_kwargs.__annotations__
         parts = ProcessorOfParts(
@@ -185,25 +196,14 @@ class Qwen2VLProcessingInfo(FamilyInfo):
             video_processor=self.video_patcher(
                 processor_class(**{key: settings[key] for key in settings.keys() & known}),
                 max_pixels_resized=max_pixels_resized,
-                cap_pixels_per_frame=bool(settings.get("cap_pixels_per_frame")),
-                max_video_tokens=settings.get("max_video_tokens", 128_000),
+                settings=settings,
             ),
         )
-        self._check_patches(parts)
-        return parts
-
-    def _check_patches(self, parts: ProcessorOfParts) -> None:
-        tower = self.get_hf_config().vision_config
-        wanted = (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)
+        vision = self.get_hf_config().vision_config
+        sizes = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
         for name in ("image_processor", "video_processor"):
-            hf = getattr(parts, name).hf
-            found = (hf.patch_size, hf.merge_size, hf.temporal_patch_size)
-            if found != wanted:
-                raise CheckpointError(
-                    f"the {name} of the checkpoint has (patch_size, merge_size, "
-                    f"temporal_patch_size) {found}, but config.json's vision_config {wanted}; "
-                    "make them equal"
-                )
+            check_patches(getattr(parts, name), sizes, name)
+        return parts
 
     def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange:
         """Return at most 512 x 512 pixels for `low`, at least 1024 x 1024 for `high`.
@@ -224,7 +224,7 @@ class Qwen2VLProcessingInfo(FamilyInfo):
             operators = self.scope_kwargs({}, f"{modality}s_kwargs")
             return max(patcher.get_pixel_limits(kwargs)[1] for kwargs in ({}, operators))
 
-        return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in ("image", "video")}
+        return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in self.limits}
 
     def get_largest_frame(self, modality: str) -> tuple[ImageSize, int]:
         """Return the size of the largest image or frame, and its number of embeddings."""
@@ -268,8 +268,12 @@ class Qwen2VLProcessingInfo(FamilyInfo):
             fields |= make_fields(modality, np.asarray(grids), self.merge_size)
         return fields
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
-        return int(np.prod(tensors[f"{modality}_grid_thw"])) // self.merge_size**2
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        return self.count_cells(tensors[f"{modality}_grid_thw"])
+
+    def count_cells(self, grid: np.ndarray) -> int:
+        """Return how many embeddings an item of a grid has."""
+        return int(np.prod(grid)) // self.merge_size**2
 
 
 class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
@@ -279,6 +283,19 @@ class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return {**super().get_fields(outputs), **_SECONDS}
+
+
+def check_patches(
+    patcher: ImagePatcher, expected: tuple[int, int, int], name: str = "image_processor"
+) -> None:
+    """Refuse a checkpoint whose processor cuts other patches than its tower reads."""
+    hf = patcher.hf
+    found = (hf.patch_size, hf.merge_size, hf.temporal_patch_size)
+    if found != expected:
+        raise CheckpointError(
+            f"the {name} of the checkpoint has (patch_size, merge_size, temporal_patch_size) "
+            f"{found}, but config.json's vision_config {expected}; make them equal"
+        )
 
 
 def make_fields(

@@ -17,7 +17,7 @@ from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, Split
 
 _EPS = 1e-6
-"""Of every norm of the vision part; no key of the config."""
+"""The epsilon of every norm of the vision part; no key of the config names it."""
 _NUM_POSITIONS = 256
 """Rows of the table of positions, whatever the image's size: it is resized to the patches."""
 _BLOCK = r"^transformer\.visual\.transformer\.resblocks\.(\d+)\."

@@ -22,7 +22,7 @@ AFFINE_KEYS: Mapping[str, str] = MappingProxyType(
 """By modality, what the map is called among an item's tensors."""
 
 _SHORT = np.uint32(0xFFFFFF00)
-"""Of a float32's bits, those that leave its significand 16."""
+"""The bits of a float32 that leave 16 of its significand."""
 
 _BEFORE_RESIZING = ("crop_to_patches", "do_pad", "do_pan_and_scan")
 """What some do to an image before they resize it, or that asks it for more than its shape."""

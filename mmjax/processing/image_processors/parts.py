@@ -1,11 +1,11 @@
 """A tokenizer, an image processor and a video processor behind one call, as HF's processors are.
 
-For families whose HF processor needs torchvision. It leaves the prompt's placeholders as they are:
-updates are applied afterwards, and the family's `_hf_processor_applies_updates` says so.
+It leaves the prompt's placeholders as they are: a family's updates write over them afterwards. So
+a family needs no processor of HF's, which may want torchvision, but its parts alone.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,20 @@ class ProcessorOfParts:
 
 def load_video_settings(path: Path) -> dict[str, Any]:
     """Return the checkpoint's settings for videos, from the file that HF would take them from."""
-    nested = read_json(path / "processor_config.json").get("video_processor")
+    names = ("video_preprocessor_config.json", "preprocessor_config.json")
+    return _load_settings(path, "video_processor", names)
+
+
+def load_image_settings(path: Path) -> dict[str, Any]:
+    """Return the checkpoint's settings for images, likewise."""
+    return _load_settings(path, "image_processor", ("preprocessor_config.json",))
+
+
+def _load_settings(path: Path, key: str, names: Sequence[str]) -> dict[str, Any]:
+    nested = read_json(path / "processor_config.json").get(key)
     if nested is not None:
         return nested
-    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
-        if (path / name).exists():
-            return read_json(path / name)
-    return {}
+    return next((read_json(path / name) for name in names if (path / name).exists()), {})
 
 
 def read_json(file: Path) -> dict[str, Any]:

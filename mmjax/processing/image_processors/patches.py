@@ -50,6 +50,20 @@ class _BytePatches:
         return deep.reshape(rows * columns, -1), rows, columns
 
 
+def keep_bytes_row_by_row(hf_class: Any) -> Any:
+    """Return the same of PaddleOCR-VL's, whose patches come row by row: uint8[P, C, size, size]."""
+    return type(hf_class.__name__, (_RowByRow, keep_bytes(hf_class)), {})
+
+
+class _RowByRow(_BytePatches):
+    def patchify(
+        self, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
+    ) -> tuple[np.ndarray, int, int]:
+        """Cut an image as HF, which makes float32 of it."""
+        patches, rows, columns = super().patchify(image, patch_size, 1, temporal_patch_size)
+        return patches.reshape(len(patches), -1, patch_size, patch_size), rows, columns
+
+
 class ImagePatcher:
     """HF's image processor, with every way to say its smallest and largest number of pixels."""
 
@@ -110,14 +124,17 @@ class ImagePatcher:
             raise _bad_size("min_pixels", smallest, f"at most {self.max_pixels_resized}")
         return smallest, largest
 
+    def get_frame_pixels(self, kwargs: Mapping[str, Any]) -> int:
+        """Return the largest number of pixels of an image, or of a frame."""
+        return self.get_pixel_limits(kwargs)[1]
+
     def find_largest_frame(self, kwargs: Mapping[str, Any]) -> ImageSize:
         """Return a size, in units, that gives the most embeddings of a frame.
 
         The closest two factors of `max_pixels`' units; of the next smaller number, where those
         are too far apart for HF. (A sliver may round up beyond it, where max_pixels is tiny.)
         """
-        _, largest = self.get_pixel_limits(kwargs)
-        for num_units in range(largest // self.unit**2, 0, -1):
+        for num_units in range(self.get_frame_pixels(kwargs) // self.unit**2, 0, -1):
             short = next(d for d in range(math.isqrt(num_units), 0, -1) if num_units % d == 0)
             if num_units // short <= MAX_ASPECT_RATIO * short:
                 return ImageSize(width=num_units // short, height=short)
@@ -138,18 +155,20 @@ class CutVideo(NamedTuple):
 class VideoPatcher(ImagePatcher):
     """Frames, each cut as an image is, then gathered into patches that span several frames."""
 
+    max_video_tokens = 128_000
+
     def __init__(
         self,
         hf_processor: Any,
         *,
         max_pixels_resized: int,
-        cap_pixels_per_frame: bool = False,
-        max_video_tokens: int = 128_000,
+        settings: Mapping[str, Any],
     ) -> None:
+        """`settings`: the checkpoint's of videos, of which HF's image processor knows a part."""
         super().__init__(hf_processor, max_pixels_resized=max_pixels_resized)
-        self.cap_pixels_per_frame = cap_pixels_per_frame
+        self.cap_pixels_per_frame = bool(settings.get("cap_pixels_per_frame"))
         """Whether long videos have smaller frames, so that `max_video_tokens` hold them all."""
-        self.max_video_tokens = max_video_tokens
+        self.max_video_tokens: int = settings.get("max_video_tokens", self.max_video_tokens)
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
@@ -170,16 +189,28 @@ class VideoPatcher(ImagePatcher):
     def _cut(self, video: np.ndarray, kwargs: Mapping[str, Any]) -> "CutVideo":
         check_aspect_ratio(ImageSize(width=video.shape[2], height=video.shape[1]), "video")
         resolved = self.resolve_kwargs(kwargs)
-        is_capped = resolved.pop("cap_pixels_per_frame", None)
-        if self.cap_pixels_per_frame if is_capped is None else is_capped:
+        resolved.pop("cap_pixels_per_frame", None)
+        if self.is_capped(kwargs):
             resolved["size"] = self._cap(resolved["size"], len(video))
         # Images, not arrays: HF takes an array of height 1 or 3 for channels first.
         images = [Image.fromarray(frame) for frame in video]
+        images, resolved = self._resize(images, resolved)
         frames = self.hf(images, **{**resolved, "temporal_patch_size": 1})
         _, rows, columns = frames["image_grid_thw"][0].tolist()
         pixels = frames["pixel_values"].reshape(len(video), rows * columns, self._channels, -1)
         grid = [self.count_steps(len(video)), rows, columns]
         return CutVideo(self._join_frames(pixels), grid, frames["image_affine"])
+
+    def is_capped(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether long videos have smaller frames, as a request says or the checkpoint."""
+        given = kwargs.get("cap_pixels_per_frame")
+        return self.cap_pixels_per_frame if given is None else bool(given)
+
+    def _resize(
+        self, images: list[Image.Image], resolved: dict[str, Any]
+    ) -> tuple[list[Image.Image], dict[str, Any]]:
+        """Return frames and kwargs for HF, which resizes each frame as an image."""
+        return images, resolved
 
     def count_steps(self, num_frames: int) -> int:
         """Return how many patches deep a video is."""

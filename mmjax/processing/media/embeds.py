@@ -11,7 +11,7 @@ from mmjax.errors import MediaError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import decode_base64
 
 MAX_HEADER_BYTES = 16 * 2**10
-"""Of a file's header, which is JSON, and is read whole; one tensor takes some 100."""
+"""The longest header of a file: JSON that is read whole. One tensor takes some 100 bytes."""
 
 _DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 _MAX_REASON = 200

@@ -114,7 +114,7 @@ class MultiModalFlatField(BaseMultiModalField, frozen=True, kw_only=True):
     """Item i is a slice of the concatenation of all items."""
 
     slices: Sequence[Any]
-    """Of each item, a slice, or one for each axis; empty in the field of one item's element."""
+    """For each item a slice, or one for each axis; empty in the field of one item's element."""
     dim: int = 0
 
     def build_elems(

@@ -300,6 +300,23 @@ function drawDrafts() {
   byId("drafts").replaceChildren(...rows);
 }
 
+/** Offer the tasks that the model's card names: each writes its text into the message box. */
+function drawTasks() {
+  const rows = Object.entries(model?.capabilities?.tasks ?? {}).map(([name, prompt]) =>
+    el("button", { type: "button", title: prompt, click: () => writeTask(prompt) }, name),
+  );
+  byId("tasks").replaceChildren(...rows);
+}
+
+function writeTask(prompt) {
+  const box = byId("question");
+  box.value = prompt;
+  fitQuestion();
+  box.focus();
+  const own = prompt.match(/\{[^}]*\}/); // the words that are the asker's own
+  if (own) box.setSelectionRange(own.index, own.index + own[0].length);
+}
+
 function fitQuestion() {
   const box = byId("question");
   box.style.height = "auto";
@@ -417,7 +434,10 @@ async function watchServer() {
     if (!ready.isReady) {
       showStatus("busy", ready.status === "starting" ? "Starting: the model is loaded and compiled" : `The engine is ${ready.status}`);
     } else {
-      model ??= await getModel().catch(() => null);
+      if (!model) {
+        model = await getModel().catch(() => null);
+        drawTasks();
+      }
       const name = model?.id ?? "Ready";
       showStatus(numLeft ? "busy" : "ready", numLeft ? `${name}: compiling, ${numLeft} programs left` : name);
       if (!numLeft) wait = 15000;

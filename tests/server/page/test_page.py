@@ -3,8 +3,10 @@
 import re
 from typing import Any
 
+import pytest
 from playwright.sync_api import Page, expect
 
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from tests.server.page.conftest import PHONE, WAIT_S, MakePlayground, Playground, make_png
 
 
@@ -279,3 +281,28 @@ def test_the_start_is_shown(make_playground: MakePlayground) -> None:
     expect(status).to_have_text("tiny: compiling, 3 programs left")
     playground.supervisor.say_programs_left(0)
     expect(status).to_have_text("tiny")
+
+
+def test_the_tasks_of_a_model_are_offered(
+    server_input_processor: InputProcessor,
+    make_playground: MakePlayground,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks = {"Objects": "<OD>", "Find a phrase": "find {a green car} here"}
+    monkeypatch.setattr(server_input_processor.info, "tasks", tasks)
+    playground = make_playground(size=PHONE)
+    page = playground.page
+    offered = page.get_by_role("group", name="What this model was trained to do")
+    expect(offered.get_by_role("button")).to_have_text(list(tasks))
+    offered.get_by_role("button", name="Find a phrase").click()
+    page.keyboard.type("a star")
+    expect(page.get_by_role("textbox", name="Message")).to_have_value("find a star here")
+    offered.get_by_role("button", name="Objects").click()
+    page.keyboard.press("Enter")
+    playground.wait_for_answers(1)
+    expect(page.locator(".bubble")).to_have_text("<OD>")
+
+
+def test_a_model_without_tasks_offers_none(playground: Playground) -> None:
+    expect(playground.page.locator("#status-dot")).to_be_visible()
+    expect(playground.page.locator("#tasks button")).to_have_count(0)

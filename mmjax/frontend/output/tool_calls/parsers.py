@@ -21,7 +21,7 @@ _SPACES = " \t\r\n"
 _FENCE = "```"
 _MAX_PYTHON_CHARS = 2**18
 _MAX_HELD_CHARS = 1024
-"""Of text that may yet be part of a call; more is text, so that the time stays linear."""
+"""The text that may yet be part of a call, at most; beyond it is text: the time stays linear."""
 
 
 @runtime_checkable
@@ -367,7 +367,7 @@ class ToolCallFormat:
     keeps_special_tokens: bool = False
     """Whether the marks are special tokens, which must stay in the text."""
     id_length: int | None = None
-    """Of a call's id, where the chat template asks for one."""
+    """The length of a call's id, where the chat template asks for one."""
 
 
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {

@@ -1,0 +1,197 @@
+"""Make a scheduler's request of what the API server sent: checked, and its items in units."""
+
+import secrets
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from mmjax.cache.kv.block_hash import make_none_hash
+from mmjax.config.engine_config import CacheConfig, EngineConfig
+from mmjax.engine.scheduling.adapters import Adapters, RegisteredAdapter
+from mmjax.engine.scheduling.admission import (
+    AdmissionLimits,
+    check_is_served,
+    check_places,
+    check_shapes,
+)
+from mmjax.engine.scheduling.buckets import Buckets
+from mmjax.engine.scheduling.logit_rules import LogitRules
+from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, EncoderPrompt, Request
+from mmjax.errors import RequestRuntimeError, RequestValueError
+from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec, PromptItem, RotaryPositions
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRange
+from mmjax.transport.messages import EngineCoreRequest
+
+
+class RequestMaker:
+    """Makes requests; knows the model's limits, and the shapes that its encoder was compiled for.
+
+    Refuses with a `RequestError` whatever would fail in a step, which computes many requests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        limits: AdmissionLimits,
+        buckets: Buckets,
+        host_inputs: HostInputs,
+        precomputed: Any,
+        adapters: Adapters,
+    ) -> None:
+        self._config = config
+        self.limits = limits
+        self._buckets = buckets
+        self._host_inputs = host_inputs
+        self._precomputed = precomputed
+        self._adapters = adapters
+        self._has_priorities = config.scheduler.scheduling_policy == "priority"
+        self._encoder_numbers = count()
+        # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
+        has_encoder = bool(limits.max_encoder_len)
+        self.block_hasher = None if has_encoder else _make_block_hasher(config.cache)
+
+    def make(
+        self, message: EngineCoreRequest, features: Sequence[MultiModalFeatureSpec]
+    ) -> Request:
+        """Return a request that was checked by itself; changes nothing.
+
+        `features`: the message's, with their tensors.
+        """
+        limits, params = self.limits, message.sampling_params
+        check_is_served(
+            message,
+            has_encoder=bool(limits.max_encoder_len),
+            has_adapters=self._config.lora.enable_lora,
+        )
+        check_places(features)
+        adapter = None if message.lora_name is None else self._adapters.find(message.lora_name)
+        items = [self._to_item(feature, adapter) for feature in features]
+        encoder, rotary = None, None
+        if limits.max_encoder_len:
+            encoder = self._make_encoder(message, features, items)
+            items = []
+        else:
+            rotary = self._find_positions(len(message.prompt_token_ids), features)
+        limits.check_prompt(message.prompt_token_ids, items)
+        limits.check_sampling(message)
+        request = Request(
+            request_id=message.request_id,
+            prompt_token_ids=message.prompt_token_ids,
+            output_token_ids=message.output_token_ids,
+            sampling_params=params,
+            max_model_len=self._config.model.max_model_len,
+            items=items,
+            encoder=encoder,
+            rotary=rotary,
+            eos_token_ids=message.eos_token_ids,
+            priority=message.priority if self._has_priorities else 0,
+            cache_salt=message.cache_salt,
+            lora_request=adapter,
+            # All of the prompt is computed where its log-probabilities are wanted, as in vLLM.
+            block_hasher=self.block_hasher if params.prompt_logprobs is None else None,
+            logit_rules=LogitRules(
+                params,
+                vocab_size=limits.vocab_size,
+                bad_words_token_ids=message.bad_words_token_ids,
+                has_grammar=message.grammar is not None,
+            ),
+        )
+        self.limits.check_request(request)
+        return request
+
+    def _make_encoder(
+        self,
+        message: EngineCoreRequest,
+        features: Sequence[MultiModalFeatureSpec],
+        items: Sequence[EncoderItem],
+    ) -> EncoderItem:
+        """Return an encoder's hidden states as one item, which depend on its prompt and items."""
+        token_ids = self.limits.check_encoder_prompt(message.encoder_prompt_token_ids, features)
+        return EncoderItem(
+            # Request ids may repeat.
+            identifier=f"encoder of request {next(self._encoder_numbers)}",
+            mm_position=PlaceholderRange(offset=0, length=len(token_ids)),
+            prompt=EncoderPrompt(token_ids=np.array(token_ids, np.int32), items=items),
+        )
+
+    def _to_item(
+        self, feature: MultiModalFeatureSpec, adapter: RegisteredAdapter | None
+    ) -> EncoderItem:
+        """Split a feature into encoder units of the compiled shapes; keep precomputed embeddings.
+
+        Raises `RequestError` for tensors of other shapes or dtypes.
+        """
+        embeds = self._precomputed.find(feature)
+        if embeds is not None:
+            return self._precomputed.make_item(feature, embeds)
+        if not self._buckets.encode:
+            raise RequestValueError(
+                f"item {feature.identifier} asks for embeddings of a tower, which this engine was "
+                "started without; allow media with `--limit-mm-per-prompt`",
+                param="multi_modal_data",
+            )
+        item = feature.tensors
+        assert item is not None, "resolved already"
+        spec = self._host_inputs.encoder_spec
+        try:
+            arrays = self._host_inputs.encoder_inputs(item.get_data())
+            rows = self._host_inputs.embed_rows(item.get_data())
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestRuntimeError(
+                f"item {feature.identifier} lacks what the model encodes; each needs "
+                f"{', '.join(sorted(spec.inputs))}",
+                param="multi_modal_data",
+            ) from error
+        num_outputs = check_shapes(feature, arrays, spec)
+        if isinstance(spec, PackedEncoderSpec):
+            self._check_patches(feature.identifier, num_outputs * spec.patches_per_token)
+        num_embeds = feature.mm_position.get_num_embeds()
+        if num_embeds != (num_outputs if rows is None else len(rows)):
+            raise RequestRuntimeError(
+                f"item {feature.identifier} has {num_outputs if rows is None else len(rows)} "
+                f"embeddings, and placeholders for {num_embeds}; they must agree",
+                param="multi_modal_data",
+            )
+        identifier = feature.identifier
+        if adapter is not None and self._config.lora.enable_tower_connector_lora:
+            # Of this adapter, and not of one that had its name before.
+            identifier = f"{identifier}@{adapter.lora_version}"
+        return EncoderItem(
+            identifier=identifier,
+            mm_hash=feature.mm_hash,
+            mm_position=feature.mm_position,
+            units=arrays,
+            rows=rows,
+        )
+
+    def _check_patches(self, identifier: str, num_patches: int) -> None:
+        largest = self._buckets.encode[-1]
+        if num_patches > largest:
+            raise RequestRuntimeError(
+                f"item {identifier} has {num_patches} patches; the encoder takes {largest}",
+                param="multi_modal_data",
+            )
+
+    def _find_positions(
+        self, num_tokens: int, features: Sequence[MultiModalFeatureSpec]
+    ) -> RotaryPositions | None:
+        items = [
+            PromptItem(feature.mm_position, feature.tensors.get_data())
+            for feature in sorted(features, key=lambda one: one.mm_position.offset)
+            if feature.tensors is not None
+        ]
+        return self._host_inputs.rotary_positions(num_tokens, items)
+
+
+def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
+    if not cache.enable_prefix_caching:
+        return None
+    return BlockHasher(
+        block_size=cache.block_size,
+        # Random, so that no client can compute the hash of a block.
+        none_hash=make_none_hash(secrets.token_hex(16)),
+        algorithm=cache.prefix_caching_hash_algo,
+    )

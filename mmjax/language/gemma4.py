@@ -1,0 +1,364 @@
+"""Gemma 4's decoder: layers of two kinds, some of which share keys and values; a part per token.
+
+Sliding layers and global ones have heads of their own widths. A global layer may take its keys'
+projection for values, too. The last layers may read the cache of the last earlier layer of their
+kind. Every token may have an embedding for each layer, beside that at the input.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.activation import get_activation
+from mmjax.layers.attention.api import AttentionMetadata, attention, without_spans
+from mmjax.layers.attention.kv_cache import (
+    DenseCache,
+    KVCache,
+    KVCacheSpec,
+    LayerCache,
+    LayerKVSpec,
+)
+from mmjax.layers.attention.paged import apply_soft_cap
+from mmjax.layers.decoder import Angles, Decoder
+from mmjax.layers.embed import Embed
+from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.moe import Experts, Router, RouterConfig
+from mmjax.layers.norm import GemmaRMSNorm, divide_by_rms
+from mmjax.layers.rope import apply_rotary, text_angles
+
+_SLIDING, _GLOBAL = _LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Layer:
+    """What one layer's arrays depend on beside those of the model."""
+
+    kind: str
+    """Of `layer_types`."""
+    head_dim: int
+    num_kv_heads: int
+    intermediate_size: int
+    cache: int
+    """Which layer's keys and values it reads: its own number, or that of an earlier layer."""
+    has_values: bool
+    """Whether values have a projection; else they are what the keys are before their norm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Config:
+    """The keys of a `gemma4_text` config that the arrays depend on."""
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    hidden_activation: str
+    rms_norm_eps: float
+    attention_bias: bool
+    sliding_window: int
+    rope_parameters: dict[str, dict[str, Any]]
+    """Per kind of layer."""
+    final_logit_softcapping: float | None
+    vocab_size_per_layer_input: int
+    hidden_size_per_layer_input: int
+    """Width of a token's embedding for one layer; 0: there are none."""
+    router: RouterConfig | None
+    """How experts are chosen, which are beside each layer's MLP; None: there are none."""
+    moe_intermediate_size: int
+    """Width inside of an expert."""
+    layers: tuple[Gemma4Layer, ...]
+
+    @staticmethod
+    def from_hf(hf_config: Any) -> "Gemma4Config":
+        """Read HF's `Gemma4TextConfig`; `CheckpointError` for unsupported values."""
+        if hf_config.use_bidirectional_attention == "all":
+            raise CheckpointError(
+                "`use_bidirectional_attention` is `all`: an encoder, not a generator; mmjax serves "
+                "checkpoints with causal text"
+            )
+        unknown = set(hf_config.layer_types) - set(_LAYER_TYPES)
+        if unknown:
+            raise CheckpointError(
+                f"`layer_types` holds {sorted(unknown)}; known: {', '.join(_LAYER_TYPES)}"
+            )
+        cap = hf_config.final_logit_softcapping
+        names = (
+            *("vocab_size", "hidden_size", "num_attention_heads", "hidden_activation"),
+            *("rms_norm_eps", "attention_bias", "sliding_window", "rope_parameters"),
+        )
+        return Gemma4Config(
+            **{name: getattr(hf_config, name) for name in names},
+            final_logit_softcapping=None if cap is None else float(cap),
+            vocab_size_per_layer_input=getattr(hf_config, "vocab_size_per_layer_input", 0),
+            hidden_size_per_layer_input=getattr(hf_config, "hidden_size_per_layer_input", 0) or 0,
+            router=_read_router(hf_config),
+            moe_intermediate_size=getattr(hf_config, "moe_intermediate_size", 0) or 0,
+            layers=tuple(_read_layers(hf_config)),
+        )
+
+
+def _read_router(hf_config: Any) -> RouterConfig | None:
+    if not getattr(hf_config, "enable_moe_block", False):
+        return None
+    return RouterConfig(
+        num_experts=hf_config.num_experts,
+        top_k=hf_config.top_k_experts,
+        has_sigmoid=False,
+        has_correction_bias=False,
+        is_normalized=True,
+    )
+
+
+def _read_layers(hf_config: Any) -> list[Gemma4Layer]:
+    kinds, num_shared = hf_config.layer_types, hf_config.num_kv_shared_layers or 0
+    first_shared = len(kinds) - num_shared
+    lasts = {kind: number for number, kind in enumerate(kinds[:first_shared])}
+    if num_shared and set(kinds) - set(lasts):
+        raise CheckpointError(
+            f"`num_kv_shared_layers` is {num_shared}, and none of the {first_shared} layers before "
+            f"them is of the kind {sorted(set(kinds) - set(lasts))}, whose keys they would read"
+        )
+    layers = []
+    for number, kind in enumerate(kinds):
+        own, is_shared = hf_config.per_layer_config[number], number >= first_shared
+        is_wide = hf_config.use_double_wide_mlp and is_shared
+        layers.append(
+            Gemma4Layer(
+                kind=kind,
+                head_dim=own.head_dim,
+                num_kv_heads=own.num_key_value_heads,
+                intermediate_size=hf_config.intermediate_size * (2 if is_wide else 1),
+                cache=lasts[kind] if is_shared else number,
+                has_values=not (hf_config.attention_k_eq_v and kind == _GLOBAL),
+            )
+        )
+    return layers
+
+
+def make_cache_spec(layers: Sequence[Gemma4Layer]) -> KVCacheSpec:
+    """Return the caches of the layers that write one, and which of them each layer has."""
+    owners = sorted({layer.cache for layer in layers})
+    specs = tuple(
+        LayerKVSpec(
+            num_kv_heads=layers[number].num_kv_heads,
+            head_dim=layers[number].head_dim,
+            value_dim=layers[number].head_dim,
+        )
+        for number in owners
+    )
+    return KVCacheSpec(specs, tuple(owners.index(layer.cache) for layer in layers))
+
+
+class Gemma4Attention(nnx.Module):
+    """Attention whose queries, keys and values are normed head by head; values without a weight.
+
+    Scores are products as they are, without a scale.
+    """
+
+    def __init__(self, config: Gemma4Config, number: int, *, dtype: Any) -> None:
+        layer, options = config.layers[number], {"use_bias": config.attention_bias, "dtype": dtype}
+        width, head_dim = config.hidden_size, layer.head_dim
+        inner, key_width = config.num_attention_heads * head_dim, layer.num_kv_heads * head_dim
+        norm = {"eps": config.rms_norm_eps, "is_centred": False, "dtype": dtype}
+        is_own = layer.cache == number
+        self.q_proj = Linear(width, inner, **options)
+        self.k_proj = Linear(width, key_width, **options) if is_own else None
+        self.v_proj = Linear(width, key_width, **options) if is_own and layer.has_values else None
+        self.o_proj = Linear(inner, width, **options)
+        self.q_norm = GemmaRMSNorm(head_dim, **norm)
+        self.k_norm = GemmaRMSNorm(head_dim, **norm) if is_own else None
+        self.head_dim, self.eps = head_dim, config.rms_norm_eps
+        self.window = config.sliding_window if layer.kind == _SLIDING else None
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Angles,
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
+        """Attend, and return the layer's cache, with this step's keys and values if it is its own.
+
+        Images see each other both ways in sliding layers alone (HF: modeling_gemma4.py,
+        create_masks_for_vision_model).
+        """
+        query = apply_rotary(self.q_norm(self._cut(self.q_proj(x))), *angles)
+        key = value = None
+        if self.k_proj is not None and self.k_norm is not None:
+            key = self._cut(self.k_proj(x))
+            value = key if self.v_proj is None else self._cut(self.v_proj(x))
+            key = apply_rotary(self.k_norm(key), *angles)
+            value = divide_by_rms(value, self.eps).astype(x.dtype)
+        metadata = without_spans(metadata) if self.window is None else metadata
+        out, cache = attention(query, key, value, cache, metadata, scale=1.0, window=self.window)
+        return self.o_proj(out.reshape(len(x), -1)), cache
+
+    def _cut(self, x: Float[Array, "T _wide"]) -> Float[Array, "T _heads H"]:
+        return x.reshape(len(x), -1, self.head_dim)
+
+
+class Gemma4Router(Router):
+    """Chooses experts by what is normed and scaled; each expert has a factor of its own."""
+
+    def __init__(self, width: int, config: RouterConfig, *, eps: float, dtype: Any) -> None:
+        super().__init__(width, config, dtype=dtype)
+        self.scale = nnx.Param(jnp.ones((width,), dtype))
+        self.per_expert_scale = nnx.Param(jnp.ones((config.num_experts,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T _k"], Int[Array, "T _k"]]:
+        """Return the weights, float32, and the numbers of every token's experts."""
+        scaled = divide_by_rms(x, self.eps).astype(x.dtype) * self.scale[...][None]
+        weights, experts = super().__call__(scaled * x.shape[-1] ** -0.5)
+        return weights * self.per_expert_scale[...].astype(jnp.float32)[experts], experts
+
+
+class Gemma4Block(nnx.Module):
+    """Norms before and after attention and MLP, then a token's own part, then a scale."""
+
+    def __init__(self, config: Gemma4Config, number: int, *, dtype: Any) -> None:
+        width, inner = config.hidden_size, config.layers[number].intermediate_size
+
+        def make_norm() -> GemmaRMSNorm:
+            return GemmaRMSNorm(width, eps=config.rms_norm_eps, is_centred=False, dtype=dtype)
+
+        self.self_attn = Gemma4Attention(config, number, dtype=dtype)
+        self.mlp = GatedMLP(width, inner, activation=config.hidden_activation, dtype=dtype)
+        self.input_layernorm = make_norm()
+        self.post_attention_layernorm = make_norm()
+        self.pre_feedforward_layernorm = make_norm()
+        self.post_feedforward_layernorm = make_norm()
+        router, self.has_experts = config.router, config.router is not None
+        if router is not None:
+            self.router = Gemma4Router(width, router, eps=config.rms_norm_eps, dtype=dtype)
+            self.experts = Experts(
+                router.num_experts,
+                width,
+                config.moe_intermediate_size,
+                activation=config.hidden_activation,
+                dtype=dtype,
+            )
+            self.post_feedforward_layernorm_1 = make_norm()
+            self.post_feedforward_layernorm_2 = make_norm()
+            self.pre_feedforward_layernorm_2 = make_norm()
+        self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
+        part = config.hidden_size_per_layer_input
+        self.has_part = part > 0
+        if self.has_part:
+            self.per_layer_input_gate = Linear(width, part, use_bias=False, dtype=dtype)
+            self.per_layer_projection = Linear(part, width, use_bias=False, dtype=dtype)
+            self.post_per_layer_input_norm = make_norm()
+        self.activation = get_activation(config.hidden_activation)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        layer_input: tuple[Angles, Float[Array, "T _part"] | None],
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
+        """Return the residual stream after this block, and its cache."""
+        angles, part = layer_input
+        with jax.named_scope("attn"):
+            out, cache = self.self_attn(self.input_layernorm(x), angles, cache, metadata)
+            x = x + self.post_attention_layernorm(out)
+        with jax.named_scope("mlp"):
+            x = x + self.post_feedforward_layernorm(self.feed_forward(x))
+        if self.has_part:
+            assert part is not None, "the model reads no token ids"
+            gated = self.activation(self.per_layer_input_gate(x)) * part
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        return x * self.layer_scalar[...][None], cache
+
+    def feed_forward(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return what is added to the stream, before its norm: of the MLP, and of experts."""
+        out = self.mlp(self.pre_feedforward_layernorm(x))
+        if not self.has_experts:
+            return out
+        mixed = self.experts.mix(self.pre_feedforward_layernorm_2(x), *self.router(x))
+        normed = self.post_feedforward_layernorm_2(mixed)
+        return self.post_feedforward_layernorm_1(out) + normed
+
+
+class Gemma4TextModel(Decoder):
+    """Gemma 4's text model; its tokens' embeddings are scaled, its logits may be capped."""
+
+    def __init__(self, config: Gemma4Config, *, is_tied: bool, dtype: Any) -> None:
+        self.config, self.reads_token_ids = config, config.hidden_size_per_layer_input > 0
+        num_layers, width = len(config.layers), config.hidden_size
+        norm = {"eps": config.rms_norm_eps, "is_centred": False, "dtype": dtype}
+        super().__init__(
+            vocab_size=config.vocab_size,
+            hidden_size=width,
+            layers=[Gemma4Block(config, number, dtype=dtype) for number in range(num_layers)],
+            norm=GemmaRMSNorm(width, **norm),
+            is_tied=is_tied,
+            kv_cache_spec=make_cache_spec(config.layers),
+            dtype=dtype,
+        )
+        part = config.hidden_size_per_layer_input
+        if part:
+            self.embed_tokens_per_layer = Embed(
+                config.vocab_size_per_layer_input, num_layers * part, dtype=dtype
+            )
+            self.per_layer_model_projection = Linear(
+                width, num_layers * part, use_bias=False, dtype=dtype
+            )
+            self.per_layer_projection_norm = GemmaRMSNorm(part, **norm)
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up tokens, scaled by sqrt(D) rounded to the table's dtype, as in HF."""
+        return _scaled(self.embed_tokens(token_ids), self.config.hidden_size)
+
+    def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
+        """Return the rotary angles of each layer, by its kind."""
+        layers = {layer.kind: layer for layer in self.config.layers}
+        angles = {
+            kind: text_angles(self.config.rope_parameters[kind], layer.head_dim, positions)
+            for kind, layer in sorted(layers.items())
+        }
+        return [angles[layer.kind] for layer in self.config.layers]
+
+    def __call__(
+        self,
+        inputs_embeds: Float[Array, "T D"],
+        positions: Int[Array, "3 T"],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+        token_ids: Int[Array, " T"] | None = None,
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """As of `Decoder`."""
+        parts: Sequence[Array | None] = [None] * len(self.layers)
+        if token_ids is not None:
+            parts = self._token_parts(inputs_embeds, token_ids)
+        inputs = list(zip(self.layer_inputs(positions), parts, strict=True))
+        return self.run_layers(inputs_embeds, inputs, kv_cache, metadata)
+
+    def _token_parts(
+        self, inputs_embeds: Float[Array, "T D"], token_ids: Int[Array, " T"]
+    ) -> list[Float[Array, "T _part"]]:
+        """Return each token's part for each layer: of its id, and of its embedding at the input."""
+        config, num_tokens = self.config, len(token_ids)
+        shape = (num_tokens, len(self.layers), config.hidden_size_per_layer_input)
+        looked_up = _scaled(self.embed_tokens_per_layer(token_ids), shape[2]).reshape(shape)
+        projected = self.per_layer_model_projection(inputs_embeds)
+        # Products with numbers are float32 in HF, whatever the dtype.
+        scaled = projected.astype(jnp.float32) * config.hidden_size**-0.5
+        normed = self.per_layer_projection_norm(scaled.astype(projected.dtype).reshape(shape))
+        parts = (normed + looked_up).astype(jnp.float32) * 2**-0.5
+        return list(parts.astype(normed.dtype).transpose(1, 0, 2))
+
+    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Project onto the vocabulary, in float32, soft-capped where the config says so."""
+        logits = super().compute_logits(hidden_states)
+        return apply_soft_cap(logits, self.config.final_logit_softcapping)
+
+
+def _scaled(embeds: Float[Array, "T D"], width: int) -> Float[Array, "T D"]:
+    return embeds * jnp.asarray(width**0.5, embeds.dtype)

@@ -1,0 +1,217 @@
+"""Gemma 4's prompt side: an image's tokens stand between marks, a video's frame by frame.
+
+Before: `look <|image|>`. After: `look <|image> <|image|>*N <image|>`, of which the N take
+embeddings. A video's `<|video|>` becomes `00:00 <|image> <|video|>*N <image|> 00:01 ...`: minutes
+and seconds before each frame. The model's sounds are not served.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
+from mmjax.models.gemma4.host_inputs import Gemma4HostInputs, Gemma4UnifiedHostInputs
+from mmjax.processing.image_processors.parts import (
+    ProcessorOfParts,
+    load_image_settings,
+    load_video_settings,
+)
+from mmjax.processing.image_processors.patches import find_sampled_fps
+from mmjax.processing.image_processors.token_budget import (
+    TokenBudgetPatcher,
+    TokenBudgetVideoPatcher,
+)
+from mmjax.processing.items.parse import (
+    ImageEmbedsDataParser,
+    ImageSize,
+    ModalityDataItems,
+    MultiModalDataItems,
+    VideoProcessorItems,
+)
+from mmjax.processing.prompt_updates.updates import as_ids
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
+    {%- for part in message.content -%}
+        {{- '<|' + part.type + '|>' if part.type in ('image', 'video') else part.text | trim -}}
+    {%- endfor -%}
+    {{- '<turn|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|turn>model\n' -}}
+{%- endif -%}
+"""
+"""Of a checkpoint without a chat template: Gemma 4's turns, without thinking and tools."""
+Frames = tuple[tuple[str, ...], int]
+"""What stands before each frame of a video, and how many embeddings each has."""
+
+
+class Gemma4DataParser(ImageEmbedsDataParser):
+    """Takes a video's metadata, `(frames, metadata)`, where they are given."""
+
+    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
+        items = super()._parse_video_data(data)
+        if not isinstance(items, VideoProcessorItems):
+            return items
+        videos = list(items.data)
+        for index, metadata in enumerate(items.metadata):
+            if metadata is not None and videos[index] is not None:
+                find_sampled_fps(metadata)  # refuses what says no speed
+                videos[index] = (videos[index], metadata)
+        return VideoProcessorItems(videos, items.metadata, has_pairs=True)
+
+
+class Gemma4ProcessingInfo(FamilyInfo):
+    chat_template = CHAT_TEMPLATE
+    data_parser = Gemma4DataParser
+    host_inputs = Gemma4HostInputs
+    limits: ClassVar = {"image": None, "video": None}
+    placeholders: ClassVar = {"image": "<|image|>", "video": "<|video|>"}
+    has_squares: ClassVar[bool] = False
+    """Whether a square of patches is cut out as one."""
+
+    def get_embed_token_id(self, modality: str) -> int:
+        return getattr(self.get_hf_config(), f"{modality}_token_id")
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        """Put together what AutoProcessor would, which wants torchvision."""
+        path, config = self.ctx.model_config.path, self.get_hf_config()
+        vision = config.vision_config
+        if vision is None:
+            raise CheckpointError(
+                "`vision_config` of config.json is missing: a model of text; mmjax serves Gemma 4 "
+                "with its tower"
+            )
+        for modality, placeholder in self.placeholders.items():
+            self.check_token(placeholder, f"{modality}_token_id")
+        sizes = {
+            "patch_size": vision.patch_size,
+            "pooling_size": vision.pooling_kernel_size,
+            "has_squares": self.has_squares,
+        }
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=TokenBudgetPatcher(load_image_settings(path), **sizes),
+            video_processor=TokenBudgetVideoPatcher(load_video_settings(path), **sizes),
+        )
+
+    # ---- sizes -----------------------------------------------------------------------------------
+
+    def get_budget(self, modality: str, *, is_planned: bool = True) -> int:
+        """Return how many embeddings a picture or a frame may have: the operator's, or planned."""
+        part: TokenBudgetPatcher = getattr(self.get_hf_processor(), f"{modality}_processor")
+        kwargs = self.get_planned_mm_kwargs() if is_planned else {}
+        return part.resolve(self.scope_kwargs(kwargs, f"{modality}s_kwargs"))["max_soft_tokens"]
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the larger of the checkpoint's budget and the operator's."""
+        parts = self.get_hf_processor()
+
+        def find_most(modality: str) -> int:
+            own = getattr(parts, f"{modality}_processor").settings["max_soft_tokens"]
+            return max(own, self.get_budget(modality, is_planned=False))
+
+        return {f"{m}s_kwargs": {"max_soft_tokens": find_most(m)} for m in self.limits}
+
+    def get_largest_image(self) -> ImageSize:
+        return self.get_hf_processor().image_processor.find_largest(self.get_budget("image"))
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        largest = self.get_hf_processor().video_processor.find_largest(self.get_budget("video"))
+        return self.get_max_frames(seq_len, mm_counts), largest
+
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return the number of frames that are sampled, or that fit if videos share `seq_len`."""
+        part: TokenBudgetVideoPatcher = self.get_hf_processor().video_processor
+        most = part.resolve(self.scope_kwargs({}, "videos_kwargs"))["num_frames"]
+        num_videos = max((mm_counts or {}).get("video", 0), 1)
+        share = (seq_len or most * self.get_budget("video")) // num_videos
+        return max(min(share // self.get_budget("video"), most), 1)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        num_frames = self.get_max_frames(seq_len, mm_counts)
+        return {
+            "image": self.get_budget("image"),
+            "video": num_frames * self.get_budget("video"),
+        }
+
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        most = self.get_budget("image")
+        self.check_rows(modality, num_embeds, range(1, most + 1), f"1 to {most}")
+
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        num_frames = np.asarray(outputs.get("num_frames_per_video", ()), np.int64)
+        seconds = MultiModalFieldConfig.flat_from_sizes("video", num_frames, keep_on_cpu=True)
+        return {
+            **item_fields(
+                "image",
+                rows=["pixel_values", "image_position_ids"],
+                on_host=["num_soft_tokens_per_image"],
+            ),
+            **item_fields(
+                "video",
+                units=["pixel_values_videos", "video_position_ids"],
+                counts=num_frames,
+                on_host=["num_frames_per_video", "num_soft_tokens_per_video"],
+            ),
+            "timestamps": seconds,
+        }
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | Frames:
+        num_embeds = int(tensors[f"num_soft_tokens_per_{modality}"])
+        if modality == "image":
+            return num_embeds
+        whole = [int(second) for second in tensors["timestamps"]]
+        return tuple(f"{second // 60:02d}:{second % 60:02d}" for second in whole), num_embeds
+
+    def write_item(self, modality: str, size: Any) -> list[int]:
+        config, tokenizer = self.get_hf_config(), self.get_tokenizer()
+        times, num_embeds = (("",), size) if modality == "image" else size
+        embeds = [self.get_embed_token_id(modality)] * num_embeds
+        tokens: list[int] = []
+        for number, time in enumerate(times):
+            before = f"{' ' * (number > 0)}{time} " if time else ""
+            tokens += as_ids(before, tokenizer) if before else []
+            tokens += [config.boi_token_id, *embeds, config.eoi_token_id]
+        return tokens
+
+
+class Gemma4MultiModalProcessor(FamilyProcessor[Gemma4ProcessingInfo]):
+    def _create_prompts(
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        decoder_prompt: str | list[int] | None,
+    ) -> tuple[str | list[int], str | list[int] | None]:
+        """Refuse a prompt with the mark of a sound, whose embeddings HF's model would expect."""
+        token_id = self.info.get_hf_config().audio_token_id
+        if token_id is not None:
+            mark = self.info.get_tokenizer().decode([token_id])
+            if (mark if isinstance(prompt, str) else token_id) in prompt:
+                raise RequestValueError(
+                    f"prompt has `{mark}`, the mark of a sound; mmjax serves Gemma 4's images and "
+                    "videos alone: leave it out",
+                    param="prompt",
+                )
+        return super()._create_prompts(prompt, mm_items, decoder_prompt)
+
+
+FACTORIES = make_factories(Gemma4ProcessingInfo, Gemma4MultiModalProcessor)
+
+
+class Gemma4UnifiedProcessingInfo(Gemma4ProcessingInfo):
+    host_inputs = Gemma4UnifiedHostInputs
+    has_squares = True
+
+
+UNIFIED_FACTORIES = make_factories(Gemma4UnifiedProcessingInfo, Gemma4MultiModalProcessor)

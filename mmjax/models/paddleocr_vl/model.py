@@ -1,0 +1,73 @@
+"""PaddleOCR-VL (arXiv 2510.14528): SigLIP over packed patches before Ernie 4.5 with M-RoPE."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.paddleocr_vl.host_inputs import PaddleOCRVLHostInputs
+from mmjax.models.text_model import build_text_model
+from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.weights.rules import Rule
+
+_TOWER = r"^(?:model\.)?visual\.(?:vision_model\.)?"
+_PROJECTOR = r"^(?:mlp_AR|(?:model\.)?projector)\."
+_BLOCK = _TOWER + r"encoder\.layers\.(\d+)\."
+_NAMES: dict[str, str | None] = {
+    _TOWER + r"(?:embeddings\.packing_position_embedding|head)\.": None,  # nothing reads them
+    _TOWER + r"embeddings\.patch_embedding\.": "visual.patch_embed.",
+    _TOWER + r"embeddings\.position_embedding\.": "visual.pos_embed.",
+    _TOWER + r"embeddings\.$": None,  # HF's module of both has no output here
+    _BLOCK + r"layer_norm([12])\.": r"visual.blocks.\1.norm\2.",
+    _BLOCK + r"self_attn\.out_proj\.": r"visual.blocks.\1.attn.proj.",
+    _BLOCK + r"self_attn\.": r"visual.blocks.\1.attn.",
+    _BLOCK: r"visual.blocks.\1.",
+    _PROJECTOR + r"pre_norm\.": "visual.merger.ln_q.",
+    _PROJECTOR + r"linear_([12])\.": r"visual.merger.fc\1.",
+    _PROJECTOR: "visual.merger.",
+    _TOWER: "visual.",
+    r"^lm_head\.": "language_model.lm_head.",
+    r"^model\.(language_model\.)?": "language_model.",
+}
+"""Names of the hub's file, of save_pretrained's and of the module -> ours; the first decides."""
+
+
+class PaddleOCRVLForConditionalGeneration(MultiModalModel):
+    """Served as HF's class of this name."""
+
+    host_inputs = PaddleOCRVLHostInputs
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        vision = PackedViTConfig.from_hf(hf_config.vision_config)
+        width = hf_config.text_config.hidden_size
+        with self._mark_tower_model(hf_config, "image"):
+            self.visual = PackedViT(replace(vision, merged_width=width), dtype=dtype)
+        self.language_model = build_text_model(hf_config, dtype=dtype)
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[Rule]:
+        """Map the hub's layout, save_pretrained's, and the module's own names."""
+        return [Rule(pattern, name) for pattern, name in _NAMES.items()]
+
+    def embed_multimodal(
+        self,
+        pixel_values: Float[Array, "P C _ _"],
+        places: Int[Array, "P 2"],
+        segment_ids: Int[Array, " P"],
+        position_ids: Int[Array, "P 4"],
+        position_weights: Float[Array, "P 4"],
+        square_offsets: Int[Array, " P"],
+    ) -> Float[Array, "_rows D"]:
+        """Return the embeddings of packed pictures, in the order of their squares."""
+        with jax.named_scope("visual"):
+            embeds, _ = self.visual(
+                pixel_values.reshape(len(pixel_values), -1),
+                places=places,
+                segment_ids=segment_ids,
+                positions=(position_ids, position_weights),
+                square_offsets=square_offsets,
+            )
+            return embeds

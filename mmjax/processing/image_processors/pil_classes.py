@@ -1,0 +1,43 @@
+"""HF's image processors that need Pillow and numpy alone, with pixels that stay bytes.
+
+Each is found by its name: transformers has one for each of the classes that use torchvision.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mmjax.errors import CheckpointError
+from mmjax.processing.image_processors.affine import keep_bytes
+
+
+def load_image_processor(path: Path, folders: Mapping[str, str]) -> Any:
+    """Load the image processor that a checkpoint names, of those that a family is served with.
+
+    Args:
+        path: The checkpoint, whose `image_processor_type` is asked where there are several.
+        folders: By the beginning of a class's name (`CLIP` of `CLIPImageProcessor`), the folder of
+            `transformers.models` that has it. The first is that of a checkpoint that names none.
+    """
+    name = next(iter(folders)) if len(folders) == 1 else _find_name(path, folders)
+    # On use only: it brings an installed torch along.
+    module = import_module(
+        f"transformers.models.{folders[name]}.image_processing_pil_{folders[name]}"
+    )
+    return keep_bytes(getattr(module, f"{name}ImageProcessorPil")).from_pretrained(path)
+
+
+def _find_name(path: Path, folders: Mapping[str, str]) -> str:
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    found = settings.get("image_processor_type") or next(iter(folders))
+    name = found.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
+    if name not in folders:
+        known = ", ".join(f"`{one}ImageProcessor`" for one in folders)
+        raise CheckpointError(
+            f"`image_processor_type` of the checkpoint is `{found}`; the model is served with "
+            f"{known}"
+        )
+    return name

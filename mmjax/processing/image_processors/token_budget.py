@@ -1,0 +1,212 @@
+"""Images and videos -> patches of as many pixels as a budget of embeddings allows: Gemma 4's.
+
+An image is scaled, up or down, to the most squares of `pooling_kernel_size` patches a side that its
+shape and the budget allow; each square is one embedding. Equal to HF's `Gemma4ImageProcessorPil`,
+and for frames to its use on each.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.image import patchify, to_pixels
+from mmjax.processing.image_processors.patches import DEFAULT_FPS
+from mmjax.processing.items.items import ImageSize
+from mmjax.processing.media.decode import map_in_threads
+
+BUDGETS = (70, 140, 280, 560, 1120)
+"""The values of `max_soft_tokens` that the models are trained with."""
+
+_DEFAULTS: Mapping[str, Any] = {
+    "max_soft_tokens": 280,
+    "resample": Image.Resampling.BICUBIC,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": False,
+    "image_mean": (0.0, 0.0, 0.0),
+    "image_std": (1.0, 1.0, 1.0),
+}
+"""Of a checkpoint that says nothing (HF: `Gemma4ImageProcessor`)."""
+_VIDEO_DEFAULTS: Mapping[str, Any] = {
+    **_DEFAULTS,
+    "max_soft_tokens": 70,
+    "do_normalize": True,
+    "do_sample_frames": True,
+    "num_frames": 32,
+    "fps": None,
+}
+
+
+class TokenBudgetPatcher:
+    """Cuts images into patches, which are padded to the budget's number, with their places."""
+
+    defaults = _DEFAULTS
+
+    def __init__(
+        self, settings: Mapping[str, Any], *, patch_size: int, pooling_size: int, has_squares: bool
+    ) -> None:
+        """`settings`: the checkpoint's. `has_squares`: whether a whole square is one patch."""
+        given = {name: settings.get(name) for name in self.defaults}
+        self.settings = {
+            name: self.defaults[name] if value is None else value for name, value in given.items()
+        }
+        sizes = {"patch_size": patch_size, "pooling_kernel_size": pooling_size}
+        for name, value in sizes.items():
+            if settings.get(name, value) != value:
+                raise CheckpointError(
+                    f"`{name}` of the image processor is {settings[name]}, but config.json's "
+                    f"`vision_config` has {value}; make them equal"
+                )
+        if settings.get("do_resize") is False:
+            raise CheckpointError(
+                "`do_resize` of the image processor is false; images must be resized to squares "
+                f"of {patch_size * pooling_size} pixels"
+            )
+        self.square = patch_size * pooling_size
+        """Pixels of the side of what is one embedding."""
+        self.cell = self.square if has_squares else patch_size
+        """Pixels of the side of a patch."""
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        """The names that a request may give."""
+        return frozenset(self.defaults)
+
+    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, Any]:
+        """Return patches and places of each image, padded, and how many embeddings it has."""
+        settings = self.resolve(kwargs)
+        cut = map_in_threads(lambda image: self._cut(image, settings), list(images))
+        pixels, places, counts = (np.stack(parts) for parts in zip(*cut, strict=True))
+        return {
+            "pixel_values": pixels,
+            "image_position_ids": places,
+            "num_soft_tokens_per_image": counts,
+            "image_affine": self._make_affine(settings),
+        }
+
+    def resolve(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a request; `RequestValueError` for another budget."""
+        given = {k: v for k, v in kwargs.items() if k in self.defaults and v is not None}
+        settings = {**self.settings, **given}
+        if settings["max_soft_tokens"] not in BUDGETS:
+            raise RequestValueError(
+                f"`max_soft_tokens` is {settings['max_soft_tokens']!r} in mm_processor_kwargs; it "
+                f"must be one of {', '.join(map(str, BUDGETS))}",
+                param="mm_processor_kwargs",
+            )
+        return settings
+
+    def find_largest(self, budget: int) -> ImageSize:
+        """Return the size of an image with as many embeddings as the budget allows."""
+        short = next(side for side in range(math.isqrt(budget), 0, -1) if budget % side == 0)
+        return ImageSize(width=budget // short * self.square, height=short * self.square)
+
+    def find_size(self, given: ImageSize, budget: int) -> ImageSize:
+        """Return what an image is resized to (HF: `get_aspect_ratio_preserving_size`)."""
+        side, (width, height) = self.square, given
+        factor = math.sqrt(budget * side**2 / (height * width))
+        columns, rows = (math.floor(factor * length / side) for length in (width, height))
+        # HF's rule for slivers; their other side is that of so many whole pictures.
+        if rows == 0:
+            rows, columns = 1, min(math.floor(width / height), budget)
+        elif columns == 0:
+            columns, rows = 1, min(math.floor(height / width), budget)
+        return ImageSize(width=columns * side, height=rows * side)
+
+    def _cut(
+        self, image: Image.Image, settings: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return uint8[most, values], int64[most, 2] (column, row; -1: padding), the embeddings."""
+        size = self.find_size(ImageSize(*image.size), settings["max_soft_tokens"])
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        if size != image.size:
+            image = image.resize(size, settings["resample"])
+        patches = patchify(to_pixels(image), self.cell, self.cell)
+        rows, columns = np.indices((size.height // self.cell, size.width // self.cell))
+        places = np.stack([columns.ravel(), rows.ravel()], axis=1)
+        most = settings["max_soft_tokens"] * (self.square // self.cell) ** 2
+        padding = ((0, most - len(patches)), (0, 0))
+        return (
+            np.pad(patches, padding),
+            np.pad(places, padding, constant_values=-1),
+            size.width * size.height // self.square**2,
+        )
+
+    def _make_affine(self, settings: Mapping[str, Any]) -> np.ndarray:
+        normalization = {"mean": settings["image_mean"], "std": settings["image_std"]}
+        return make_affine(
+            rescale_factor=settings["rescale_factor"] if settings["do_rescale"] else 1.0,
+            **(normalization if settings["do_normalize"] else {}),
+        )
+
+
+class TokenBudgetVideoPatcher(TokenBudgetPatcher):
+    """Samples frames, and cuts each as an image is."""
+
+    defaults = _VIDEO_DEFAULTS
+
+    def __call__(self, videos: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
+        """Return the patches of all frames, the numbers of frames, and the second of each.
+
+        A video is its frames, uint8[frames, height, width, 3], or a pair of them and its metadata.
+        """
+        settings = self.resolve(kwargs)
+        if kwargs.get("fps") is not None and kwargs.get("num_frames") is None:
+            settings["num_frames"] = None
+        pairs = [video if isinstance(video, tuple) else (video, {}) for video in videos]
+        sampled = [self._sample(frames, metadata, settings) for frames, metadata in pairs]
+        images = [Image.fromarray(frame) for frames, _ in sampled for frame in frames]
+        cut = super().__call__(images, **kwargs)
+        num_frames = np.array([len(seconds) for _, seconds in sampled])
+        firsts = np.cumsum(num_frames) - num_frames
+        return {
+            "pixel_values_videos": cut["pixel_values"],
+            "video_position_ids": cut["image_position_ids"],
+            "num_frames_per_video": num_frames,
+            "num_soft_tokens_per_video": cut["num_soft_tokens_per_image"][firsts],
+            "timestamps": np.concatenate([seconds for _, seconds in sampled]),
+            "video_affine": cut["image_affine"],
+        }
+
+    def _sample(
+        self, frames: np.ndarray, metadata: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the frames that are seen, and their seconds.
+
+        Frames that were sampled already, of more by the metadata, are all seen.
+        """
+        total = metadata.get("total_num_frames") or len(frames)
+        fps = float(metadata.get("fps") or DEFAULT_FPS)
+        if settings["do_sample_frames"] and total == len(frames):
+            places = self._choose(total, fps, settings)
+            return frames[places], places / fps
+        given = metadata.get("frames_indices")
+        places = np.arange(len(frames)) if given is None else np.asarray(given)
+        if places.shape != (len(frames),) or places.dtype.kind not in "iu":
+            raise RequestValueError(
+                f"a video's metadata have the `frames_indices` {given!r}, and it has "
+                f"{len(frames)} frames; give the whole number of each",
+                param="multi_modal_data",
+            )
+        return frames, places / fps
+
+    def _choose(self, total: int, fps: float, settings: Mapping[str, Any]) -> np.ndarray:
+        """Return the places of the frames to see, of `total` (HF: `default_sample_indices_fn`)."""
+        wanted, per_second = settings["num_frames"], settings["fps"]
+        for name, value in (("num_frames", wanted), ("fps", per_second)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and value > 0):
+                raise RequestValueError(
+                    f"`{name}` is {value!r} in mm_processor_kwargs; it must be a positive number",
+                    param="mm_processor_kwargs",
+                )
+        if wanted is None:
+            wanted = total if per_second is None else max(1, int(total / fps * per_second))
+        # HF refuses a video with fewer frames than are wanted; all of them are seen.
+        wanted = min(int(wanted), total)
+        return np.arange(wanted) * total // wanted

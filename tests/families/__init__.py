@@ -1,0 +1,65 @@
+"""The table of served families, over which every law is tested; README.md says how one is added.
+
+`served_model` makes the models that engines serve, once each.
+"""
+
+from functools import cache
+
+from tests.families.blip2 import BLIP2
+from tests.families.chameleon import CHAMELEON
+from tests.families.deepseek_vl2 import DEEPSEEK_VL2
+from tests.families.florence2 import FLORENCE2
+from tests.families.fuyu import FUYU
+from tests.families.gemma3 import GEMMA3
+from tests.families.gemma4 import GEMMA4
+from tests.families.glm4v import GLM4V, GLM46V, GLM_OCR
+from tests.families.idefics3 import IDEFICS3, SMOLVLM
+from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
+from tests.families.llava import LLAVA, LLAVA_SIGLIP
+from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
+from tests.families.molmo import MOLMO
+from tests.families.paddleocr_vl import PADDLEOCR_VL
+from tests.families.pixtral import PIXTRAL
+from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from tests.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
+from tests.families.qwen_vl import QWEN_VL
+from tests.families.tiny import TinyModel
+
+_ROWS = (
+    BLIP2,
+    CHAMELEON,
+    DEEPSEEK_VL2,
+    FLORENCE2,
+    FUYU,
+    GEMMA3,
+    GEMMA4,
+    GLM4V,
+    GLM46V,
+    GLM_OCR,
+    IDEFICS3,
+    INTERNVL,
+    INTERNVL_ORIGINAL,
+    LLAVA,
+    LLAVA_SIGLIP,
+    LIGHTON_OCR,
+    MISTRAL3,
+    MOLMO,
+    PADDLEOCR_VL,
+    PIXTRAL,
+    QWEN2_5_VL,
+    QWEN2_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    QWEN_VL,
+    SMOLVLM,
+)
+FAMILIES = {row.name: row for row in _ROWS}
+TINY_FAMILIES = {row.name: row.tiny for row in _ROWS if row.tiny is not None}
+"""Those that transformers has a class of, whose arrays are compared with it."""
+
+
+@cache
+def served_model(name: str) -> TinyModel:
+    """Return the model that engines serve in tests."""
+    family = TINY_FAMILIES[name]
+    return TinyModel(family, **family.served)

@@ -1,0 +1,353 @@
+"""Tiny Gemma 4s: images and videos of any grid, layers that share caches, parts of tokens."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma4Config,
+    Gemma4UnifiedConfig,
+)
+from transformers import Gemma4ForConditionalGeneration as HFModel
+from transformers import (
+    Gemma4UnifiedForConditionalGeneration as HFUnifiedModel,
+)
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+from mmjax.models.gemma4.model import (
+    Gemma4ForConditionalGeneration,
+    Gemma4UnifiedForConditionalGeneration,
+)
+from mmjax.parity.arrays import Sample
+from mmjax.parity.reference import make_pixels, make_reference_inputs
+from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
+from tests.families.family import Family, assemble, call_processor
+from tests.families.published import Published
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
+from tests.kit import fill_by_name
+
+IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN, START, END = 95, 94, 93, 92, 91
+SLIDING, GLOBAL = "sliding_attention", "full_attention"
+TEXT: dict[str, Any] = {
+    "vocab_size": 96,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, GLOBAL, SLIDING, SLIDING, GLOBAL],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 12,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 1024,
+}
+"""The small ones': the last two layers read the caches of the two before them."""
+LARGE: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "use_bidirectional_attention": "vision",
+}
+"""What the large ones have in place of it."""
+EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+}
+"""What one of the large ones has beside its MLPs."""
+ALL: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "use_bidirectional_attention": "vision",
+}
+"""What makes the small ones have everything but experts."""
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "position_embedding_size": 64,
+}
+UNIFIED_VISION: dict[str, Any] = {
+    "patch_size": 4,
+    "mm_embed_dim": 24,
+    "output_proj_dims": 24,
+    "mm_posemb_size": 64,
+}
+GRIDS = {"image": [(9, 3), (3, 6), (6, 6), (3, 3)], "video": [(6, 3), (3, 3), (3, 6), (9, 3)]}
+"""Columns and rows of patches, by turns."""
+NUM_PATCHES = 36
+"""Of an image with its padding."""
+NUM_FRAMES = (2, 1, 3)
+
+
+def tiny_config(
+    kind: str = "gemma4",
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    is_tied: bool = True,
+) -> Any:
+    """Return HF's config of either kind, of width 32."""
+    is_unified = kind == "gemma4_unified"
+    own_text = {name: value for name, value in TEXT.items() if "per_layer_input" not in name}
+    text_config = {**(own_text if is_unified else TEXT), **(text or {})}
+    config = (Gemma4UnifiedConfig if is_unified else Gemma4Config)(
+        text_config={**text_config, "tie_word_embeddings": is_tied},
+        vision_config={**(UNIFIED_VISION if is_unified else VISION), **(vision or {})},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        audio_token_id=AUDIO_TOKEN,
+        boi_token_id=START,
+        eoi_token_id=END,
+        tie_word_embeddings=is_tied,
+    )
+    name = "Gemma4Unified" if is_unified else "Gemma4"
+    config.architectures = [f"{name}ForConditionalGeneration"]
+    return config
+
+
+def fill(model: Any) -> None:
+    """Fill with random values; norms near 1, a tied head does not say its own token."""
+    fill_by_name(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                # Scores have no scale of their own.
+                parameter += 0.5 if "q_norm" in name or "k_norm" in name else 1.0
+            elif re.search(r"(patch_ln.|pos_norm)\.weight$", name):
+                parameter += 1.0 - parameter.mean()
+            elif name.endswith("embed_tokens.weight"):
+                parameter *= 0.3
+        for name, buffer in model.named_buffers():
+            seed = sum(name.encode())
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.5 + seed % 7 / 10)
+            elif name.endswith(("std_bias", "std_scale")):
+                values = np.random.default_rng(seed).normal(0.5, 0.3, len(buffer))
+                buffer.copy_(torch.tensor(values))
+            elif name.endswith(("_min", "_max")):
+                sign = -1 if name.endswith("_min") else 1
+                buffer.fill_(sign * (0.4 + seed % 5 / 10))
+
+
+def draw_places(columns: int, rows: int) -> np.ndarray:
+    """Return int64[NUM_PATCHES, 2]: column and row of each patch, -1 behind them."""
+    grid = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
+    return np.pad(grid, ((0, NUM_PATCHES - len(grid)), (0, 0)), constant_values=-1)
+
+
+def draw_item(config: Any, media: Media) -> DrawnItem:
+    """Return a processed image or video, each with marks around what takes embeddings."""
+    vision = config.vision_config
+    columns, rows = GRIDS[media.modality][media.seed % 4]
+    num_values, side = 3 * vision.patch_size**2, vision.pooling_kernel_size
+    if config.model_type == "gemma4_unified":
+        columns, rows, num_values, side = columns // side, rows // side, num_values * side**2, 1
+    is_video = media.modality == "video"
+    num_frames = NUM_FRAMES[media.seed % 3] if is_video else 1
+    pixels = draw_bytes(media.seed, (num_frames, NUM_PATCHES, num_values))
+    places = np.stack([draw_places(columns, rows)] * num_frames)
+    pixels[places[:, :, 0] < 0] = 0
+    num_embeds = columns * rows // side**2
+    if not is_video:
+        tensors = {
+            "pixel_values": pixels[0],
+            "image_position_ids": places[0],
+            "image_affine": AFFINE,
+        }
+        return DrawnItem(tensors, [IMAGE_TOKEN] * num_embeds, before=[START], after=[END])
+    tensors = {
+        "pixel_values_videos": pixels,
+        "video_position_ids": places,
+        "num_frames_per_video": np.array(num_frames),
+        "video_affine": AFFINE,
+    }
+    ids: list[int] = []
+    for number in range(num_frames):
+        ids += [5 + number, START, *[VIDEO_TOKEN] * num_embeds, END]
+    return DrawnItem(tensors, ids, np.equal(ids, VIDEO_TOKEN))
+
+
+def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
+    """Return the sample as HF's processor would give it."""
+    items = [make_pixels(item.tensors, colours_last=True) for item in sample.items]
+    data = {}
+    for name in dict.fromkeys(name for item in items for name in item):
+        rows = [item[name] for item in items if name in item]
+        # HF stacks pictures, and joins the frames of all videos.
+        data[name] = np.concatenate(rows) if rows[0].ndim == 3 else np.stack(rows)
+    inputs = make_reference_inputs(sample.token_ids, data)
+    ids = inputs["input_ids"]
+    kinds = (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()
+    return inputs | {"mm_token_type_ids": kinds}
+
+
+def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
+    """Return keywords of `tiny_config` for another decoder."""
+    text = {
+        "hidden_size": width,
+        "head_dim": head_dim,
+        "global_head_dim": 2 * head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(1, num_heads // 2),
+    }
+    return {"text": text}
+
+
+CLIPPED = {"use_clipped_linears": True, "standardize": True}
+TINY = TinyFamily(
+    name="gemma4",
+    model_class=Gemma4ForConditionalGeneration,
+    reference_class=HFModel,
+    make_config=tiny_config,
+    resize=resize,
+    served={"text": ALL},
+    draw_item=draw_item,
+    torch_inputs=torch_inputs,
+    fill=fill,
+    word_ids=range(10, 90),
+    published_head_dim=256,
+    max_embeds={"image": 4, "video": 9},
+    variants={
+        "small": Variant({}, 7),
+        "large": Variant({"text": LARGE}, 7),
+        "experts": Variant({"text": LARGE | EXPERTS}, 7),
+        "bounds and a standard": Variant({"vision": CLIPPED, "is_tied": False}, 7),
+        "parts without shared caches": Variant(
+            {"text": {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}}, 7
+        ),
+    },
+)
+UNIFIED = {"kind": "gemma4_unified"}
+TINY_UNIFIED = replace(
+    TINY,
+    name="gemma4_unified",
+    model_class=Gemma4UnifiedForConditionalGeneration,
+    reference_class=HFUnifiedModel,
+    resize=lambda *sizes: {**UNIFIED, **resize(*sizes)},
+    served=UNIFIED,
+    variants={
+        "plain": Variant(UNIFIED, 7),
+        "one key for values": Variant({**UNIFIED, "text": {"attention_k_eq_v": True}}, 7),
+    },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+TURN, TURN_END = "<|turn>", "<turn|>"
+MARKS = {
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "image_token": "<|image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+    "audio_token": "<|audio|>",
+}
+BUDGET = 140
+"""Of the directory's images; of frames it is 70."""
+
+
+def write_files(path: Path) -> Path:
+    """Write config, tokenizer and processor files."""
+    marks: Sequence[str] = [*MARKS.values(), "<|video|>", TURN, TURN_END]
+    tokenizer = make_tokenizer(marks, bos="<bos>", eos="<eos>", named=MARKS)
+    vocab_size = -(-len(tokenizer) // 8) * 8
+    sizes = {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size}
+    sizes["pad_token_id"] = tokenizer.pad_token_id
+    config = tiny_config(
+        text={**sizes, "num_key_value_heads": 4}, vision={"position_embedding_size": 3 * BUDGET}
+    )
+    for name in ("boi", "eoi", "image", "audio"):
+        token_id = tokenizer.convert_tokens_to_ids(MARKS[f"{name}_token"])
+        setattr(config, f"{name}_token_id", token_id)
+    config.video_token_id = tokenizer.convert_tokens_to_ids("<|video|>")
+    sides = {"patch_size": VISION["patch_size"], "pooling_kernel_size": 3}
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        processor_config={
+            "processor_class": "Gemma4Processor",
+            "image_processor": {**sides, "max_soft_tokens": BUDGET},
+            "video_processor": {**sides, "max_soft_tokens": 70, "num_frames": 4},
+        },
+    )
+
+
+directory = made_once(write_files)
+
+
+@cache
+def hf_processor(video_processor: Any = None) -> Any:
+    """HF's own processor, built apart from ours; the video side is a stub unless it is given."""
+    return assemble(
+        Gemma4Processor,
+        Gemma4ImageProcessorPil,
+        directory(),
+        video_processor=video_processor,
+        has_videos=True,
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+    )
+
+
+GEMMA4 = Family(
+    name="gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    tiny=TINY,
+    is_written=True,
+    path=directory,
+    write=with_weights(write_files, fill),
+    needless_files=frozenset(
+        {"chat_template.jinja", "processor_config.json", "tokenizer_config.json"}
+    ),
+    published=Published(
+        unread=(
+            "model.audio_tower.output_proj.bias",
+            "model.embed_audio.embedding_projection.weight",
+        )
+    ),
+    rendered=(
+        "<|turn>user\n"
+        "<|image|>what is it<turn|>\n"
+        "<|turn>model\n"
+        "a car<turn|>\n"
+        "<|turn>user\n"
+        "which color<turn|>\n"
+        "<|turn>model\n"
+    ),
+    with_system=("<|turn>user", "<|turn>system\nbe short<turn|>\n<|turn>user"),
+    call_hf=partial(call_processor, hf_processor),
+    placeholder="<|image|>",
+    video="<|video|>",
+    video_kwargs=({}, {"num_frames": 2}, {"do_sample_frames": False}),
+    extra_kwargs=({}, {"max_soft_tokens": 70}),
+    lowering_kwargs={"max_soft_tokens": 70},
+    mm_configs=(
+        {},
+        {"mm_processor_kwargs": {"max_soft_tokens": 70}},
+        {"mm_processor_kwargs": {"images_kwargs": {"max_soft_tokens": 280}}},
+        {"trust_request_mm_kwargs": True},
+    ),
+    tensors={"pixel_values": 1e-6, "image_position_ids": 0.0},
+    colours_last=True,
+)

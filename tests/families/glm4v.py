@@ -1,0 +1,251 @@
+"""Tiny GLM-4.1Vs, GLM-4.6Vs and GLM-OCRs: pictures of any grid, merged by a convolution."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
+    GlmOcrConfig,
+    GlmOcrForConditionalGeneration,
+)
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+
+from mmjax.models.glm4v import model as ours
+from mmjax.parity.arrays import Sample
+from mmjax.parity.reference import make_reference_inputs
+from mmjax.rounding import round_up
+from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
+from tests.families.family import Family, assemble, call_processor
+from tests.families.published import Published
+from tests.families.qwen2_vl import (
+    GRIDS,
+    IMAGE_TOKEN,
+    TEXT,
+    VIDEO_TOKEN,
+    VISION_END,
+    VISION_START,
+    draw_grid,
+)
+from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant, joined
+from tests.oracle import fill_with_unit_norms
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+VISION: dict[str, Any] = {
+    **{"depth": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 24, "intermediate_size": 40},
+    **{"out_hidden_size": 32, "image_size": 20, "spatial_merge_size": 2},
+}
+MARKS = {"image_start": VISION_START, "image_end": VISION_END, "video_start": 91, "video_end": 90}
+CLASSES: dict[str, tuple[Any, Any, Any]] = {
+    "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration, ours.Glm4vForConditionalGeneration),
+    "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration, ours.Glm46VForConditionalGeneration),
+    "glm_ocr": (GlmOcrConfig, GlmOcrForConditionalGeneration, ours.GlmOcrForConditionalGeneration),
+}
+"""HF's config and class, and ours."""
+
+
+def tiny_config(
+    kind: str = "glm4v",
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    is_tied: bool = False,
+) -> Any:
+    """Return HF's config of a kind, with 25 learned positions where it has such."""
+    part = "glm_ocr" if kind == "glm_ocr" else "glm4v"
+    rope = {"rope_parameters": {**ROPE, "mrope_section": [1, 0, 1]}}
+    tied: dict[str, Any] = {"tie_word_embeddings": is_tied}
+    config = CLASSES[kind][0](
+        text_config={"model_type": f"{part}_text", **TEXT, **rope, **tied, **(text or {})},
+        vision_config={"model_type": f"{part}_vision", **VISION, **(vision or {})},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        **{f"{name}_token_id": token_id for name, token_id in MARKS.items()},
+        **tied,
+    )
+    config.architectures = [CLASSES[kind][1].__name__]
+    return config
+
+
+def draw_item(config: Any, media: Media) -> DrawnItem:
+    """Return a processed image."""
+    grid, seconds = GRIDS["image"][media.seed % 3]
+    return draw_grid(config, "image", media.seed, grid, seconds)
+
+
+def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
+    """Return the sample as HF's processor would give it."""
+    data = joined(sample)
+    if data:
+        data["image_grid_thw"] = data["image_grid_thw"].reshape(-1, 3)
+    inputs = make_reference_inputs(sample.token_ids, data)
+    return inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE_TOKEN).int()}
+
+
+def resize(kind: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
+    """Return keywords of `tiny_config` for another decoder."""
+    sections = [head_dim // 8, head_dim // 16, head_dim // 16]
+    text = {
+        "hidden_size": width,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(1, num_heads // 4),
+        "rope_parameters": {**ROPE, "mrope_section": sections},
+    }
+    return {"kind": kind, "text": text, "vision": {"out_hidden_size": width}}
+
+
+fill = partial(fill_with_unit_norms, sharpness=1.4)
+WHOLE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+VARIANTS = {
+    "glm4v": {
+        "plain": Variant({}, 8),
+        "all else": Variant(
+            {
+                "is_tied": True,
+                "text": {"rope_parameters": WHOLE},
+                "vision": {
+                    "hidden_act": "gelu",
+                    "image_size": 12,
+                    "temporal_patch_size": 1,
+                    "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+                },
+            },
+            8,
+        ),
+    },
+    "glm46v": {"plain": Variant({"kind": "glm46v"}, 8)},
+    "glm_ocr": {
+        "plain": Variant({"kind": "glm_ocr"}, 8),
+        "wide heads, no biases": Variant(
+            {
+                "kind": "glm_ocr",
+                "text": {"head_dim": 16, "rope_parameters": {**WHOLE, "mrope_section": [2, 3, 3]}},
+                "vision": {"attention_bias": False},
+            },
+            8,
+        ),
+    },
+}
+
+
+def make_row(kind: str) -> TinyFamily:
+    """Return the row of a kind."""
+    return TinyFamily(
+        name=kind,
+        model_class=CLASSES[kind][2],
+        reference_class=CLASSES[kind][1],
+        make_config=tiny_config,
+        resize=partial(resize, kind),
+        served={"kind": kind},
+        draw_item=draw_item,
+        torch_inputs=torch_inputs,
+        word_ids=range(5, 90),
+        published_head_dim=128,
+        max_embeds={"image": 15},
+        fill=fill,
+        variants=VARIANTS[kind],
+    )
+
+
+# ---- their prompts and directories ---------------------------------------------------------------
+
+
+IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
+SPECIAL = {
+    "image_token_id": "<|image|>",
+    "video_token_id": "<|video|>",
+    "image_start_token_id": "<|begin_of_image|>",
+    "image_end_token_id": "<|end_of_image|>",
+    "video_start_token_id": "<|begin_of_video|>",
+    "video_end_token_id": "<|end_of_video|>",
+}
+ROLES = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
+SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 40_000}}
+
+
+def write_files(kind: str, path: Path) -> Path:
+    """Write a directory as published, of pictures of up to 400 x 400."""
+    tokenizer = make_tokenizer([*SPECIAL.values(), *ROLES], eos="<|endoftext|>")
+    config = tiny_config(
+        kind,
+        text={"vocab_size": round_up(len(tokenizer), 64), "num_key_value_heads": 4},
+        vision={"image_size": 70, "patch_size": 14},
+    )
+    for name, token in SPECIAL.items():
+        setattr(config, name, tokenizer.convert_tokens_to_ids(token))
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        preprocessor_config={
+            "image_processor_type": "Glm4vImageProcessor",
+            "size": {"shortest_edge": 6272, "longest_edge": 320_000},
+        },
+    )
+
+
+paths = {kind: made_once(partial(write_files, kind)) for kind in CLASSES}
+
+
+@cache
+def hf_processor(kind: str) -> Any:
+    """HF's own processor, built apart from ours; it processes no videos."""
+    return assemble(Glm4vProcessor, Glm4vImageProcessorPil, paths[kind](), has_videos=True)
+
+
+GLM4V = Family(
+    name="glm4v",
+    architecture="Glm4vForConditionalGeneration",
+    tiny=make_row("glm4v"),
+    is_written=True,
+    path=paths["glm4v"],
+    write=with_weights(partial(write_files, "glm4v"), fill),
+    needless_files=frozenset({"tokenizer_config.json"}),
+    rendered=f"[gMASK]<sop><|user|>\n{IMAGE}what is it<|assistant|>\na car"
+    "<|user|>\nwhich color<|assistant|>\n",
+    with_system=("<|user|>\n<", "<|system|>\nbe short<|user|>\n<"),
+    probed=("visual.blocks.1", "visual.post_layernorm", "visual.merger"),
+    takes_embeds=False,  # grids beside them
+    call_hf=partial(call_processor, partial(hf_processor, "glm4v")),
+    placeholder=IMAGE,
+    has_pixel_counts=True,
+    extra_kwargs=({}, SMALLER),
+    mm_configs=(
+        {},
+        {"mm_processor_kwargs": SMALLER},
+        {"mm_processor_kwargs": {"max_pixels": 60_000}},
+        {"trust_request_mm_kwargs": True},
+    ),
+    lowering_kwargs={"max_pixels": 60_000},
+    tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
+    takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),
+)
+
+
+def like_glm4v(kind: str, architecture: str, unread: tuple[str, ...] = ()) -> Family:
+    """Return the row of another class."""
+    return replace(
+        GLM4V,
+        name=kind,
+        architecture=architecture,
+        tiny=make_row(kind),
+        path=paths[kind],
+        write=with_weights(partial(write_files, kind), fill),
+        call_hf=partial(call_processor, partial(hf_processor, kind)),
+        published=Published(unread=unread),
+    )
+
+
+GLM46V = like_glm4v("glm46v", "Glm46VForConditionalGeneration")
+GLM_OCR = like_glm4v(
+    "glm_ocr",
+    "GlmOcrForConditionalGeneration",
+    unread=("model.language_model.layers.16.eh_proj.weight",),
+)

@@ -1,0 +1,264 @@
+"""Tiny Mistral 3s and LightOnOCRs: squares of patches that merge, pictures of any grid."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import (
+    AutoTokenizer,
+    LightOnOcrConfig,
+    LightOnOcrForConditionalGeneration,
+    Ministral3Config,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
+    Qwen3Config,
+)
+from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from mmjax.models.pixtral import model as ours
+from mmjax.parity.arrays import Sample
+from mmjax.parity.reference import make_reference_inputs
+from mmjax.rounding import round_up
+from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
+from tests.families.family import CHATML, Family, HFInputs, assemble
+from tests.families.llava import BREAK_TOKEN, END_TOKEN, IMAGE_TOKEN, TEXT, VISION
+from tests.families.published import LLM_FIRST, MODULE, Published
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, listed
+
+MERGE = 2
+GRIDS = [(3, 4), (1, 1), (5, 2)]
+"""Rows and columns of squares, by turns."""
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"original_max_position_embeddings": 16, "max_position_embeddings": 256},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+"""Of Ministral 3: queries grow at every 16th position."""
+DECODERS: dict[str, Any] = {
+    "mistral": MistralConfig,
+    "ministral3": lambda **text: Ministral3Config(**{"rope_parameters": YARN, **text}),
+    "qwen3": Qwen3Config,
+}
+
+
+def tiny_config(
+    *,
+    decoder: str = "mistral",
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Return a Mistral 3 of two decoder blocks and three of the tower; LightOnOCR with Qwen3."""
+    options = {
+        "text_config": DECODERS[decoder](**{"head_dim": 8, **TEXT, **(text or {})}),
+        "vision_config": PixtralVisionConfig(**{**VISION, **(vision or {})}),
+        "spatial_merge_size": MERGE,
+        "tie_word_embeddings": False,
+        **settings,
+    }
+    if decoder == "qwen3":
+        return LightOnOcrConfig(image_token_id=IMAGE_TOKEN, **options)
+    return Mistral3Config(image_token_index=IMAGE_TOKEN, **options)
+
+
+def draw_item(config: Any, media: Media) -> DrawnItem:
+    """Return a processed image."""
+    unit = config.vision_config.patch_size * config.spatial_merge_size
+    rows, columns = GRIDS[media.seed % len(GRIDS)]
+    if config.model_type == "lighton_ocr":
+        ids = [IMAGE_TOKEN] * (rows * columns)
+    else:
+        ids = [*[IMAGE_TOKEN] * columns, BREAK_TOKEN] * rows
+        ids[-1] = END_TOKEN
+    pixels = draw_bytes(media.seed, (3, rows * unit, columns * unit))
+    tensors = {"pixel_values": pixels, "image_affine": AFFINE}
+    return DrawnItem(tensors, ids, np.equal(ids, IMAGE_TOKEN))
+
+
+def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
+    """Return the sample as HF's processor would give it."""
+    return make_reference_inputs(sample.token_ids, listed(sample), has_sizes=True)
+
+
+def resize(decoder: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
+    """Return keywords of `tiny_config` for another decoder."""
+    text = {
+        "hidden_size": width,
+        "head_dim": head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(1, num_heads // 4),
+    }
+    return {"decoder": decoder, "text": text}
+
+
+TINY = TinyFamily(
+    name="mistral3",
+    model_class=ours.Mistral3ForConditionalGeneration,
+    reference_class=Mistral3ForConditionalGeneration,
+    make_config=tiny_config,
+    resize=partial(resize, "ministral3"),
+    draw_item=draw_item,
+    torch_inputs=torch_inputs,
+    word_ids=range(5, IMAGE_TOKEN),
+    published_head_dim=128,
+    served={"decoder": "ministral3"},
+    max_embeds={"image": 12},
+    variants={
+        "mistral": Variant({}, 9),
+        "ministral 3, another state, biases, squares of 3": Variant(
+            {
+                "decoder": "ministral3",
+                "vision_feature_layer": [-2],
+                "multimodal_projector_bias": True,
+                "projector_hidden_act": "gelu_pytorch_tanh",
+                "spatial_merge_size": 3,
+            },
+            8,
+        ),
+        "tied": Variant({"tie_word_embeddings": True}, 9),
+    },
+)
+TINY_LIGHTON = replace(
+    TINY,
+    name="lighton_ocr",
+    model_class=ours.LightOnOcrForConditionalGeneration,
+    reference_class=LightOnOcrForConditionalGeneration,
+    resize=partial(resize, "qwen3"),
+    served={"decoder": "qwen3"},
+    variants={
+        "plain": Variant({"decoder": "qwen3"}, 9),
+        "tied": Variant({"decoder": "qwen3", "tie_word_embeddings": True}, 9),
+    },
+)
+
+
+# ---- their prompts and directories ---------------------------------------------------------------
+
+
+PATCH, EDGE = 14, 112
+UNIT = PATCH * MERGE
+MARKS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PADS = {
+    "image_token": "<|image_pad|>",
+    "image_break_token": "<|vision_pad|>",
+    "image_end_token": "<|vision_end|>",
+}
+
+
+def write_files(decoder: str, path: Path) -> Path:
+    """Write a directory as published, of pictures of up to 112 x 112."""
+    if decoder == "qwen3":
+        tokenizer = make_tokenizer([*PADS.values(), "<|im_start|>"], eos="<|im_end|>", named=PADS)
+        token, processor, patch = "<|image_pad|>", "LightOnOcrProcessor", UNIT
+    else:
+        tokenizer = make_tokenizer([*MARKS, "[INST]", "[/INST]"], bos="<s>")
+        token, processor, patch = "[IMG]", "PixtralProcessor", PATCH
+    config = tiny_config(
+        decoder=decoder,
+        text={"vocab_size": round_up(len(tokenizer), 64), "max_position_embeddings": 1024},
+        vision={"patch_size": PATCH, "image_size": EDGE},
+    )
+    name = "LightOnOcr" if decoder == "qwen3" else "Mistral3"
+    config.architectures = [f"{name}ForConditionalGeneration"]
+    config.image_token_id = tokenizer.convert_tokens_to_ids(token)
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        preprocessor_config={
+            "image_processor_type": "PixtralImageProcessor",
+            "patch_size": {"height": patch, "width": patch},
+            "size": {"longest_edge": EDGE},
+        },
+        processor_config={
+            "processor_class": processor,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+        },
+    )
+
+
+mistral3_path = made_once(partial(write_files, "ministral3"))
+lighton_path = made_once(partial(write_files, "qwen3"))
+
+
+@cache
+def hf_mistral3() -> tuple[Any, Any]:
+    """HF's own parts, built apart from ours; their `PixtralProcessor` needs torchvision."""
+    path = mistral3_path()
+    return PixtralImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+@cache
+def hf_lighton() -> Any:
+    """HF's own processor, built apart from ours."""
+    return assemble(LightOnOcrProcessor, PixtralImageProcessorPil, lighton_path())
+
+
+def call_mistral3(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+    """Write an image's tokens as `PixtralProcessor.replace_image_token` does, by its size."""
+    image_processor, tokenizer = hf_mistral3()
+    unit = {"height": UNIT, "width": UNIT}
+    outputs = (
+        image_processor(images, **kwargs, patch_size=unit, return_tensors="np") if images else {}
+    )
+    first, *others = prompt.split("[IMG]")
+    for (height, width), text in zip(outputs.get("image_sizes", ()), others, strict=True):
+        marked = "[IMG_BREAK]".join(["[IMG]" * (width // UNIT)] * (height // UNIT))
+        first += f"{marked}[IMG_END]{text}"
+    return HFInputs(tokenizer(first)["input_ids"], outputs)
+
+
+def call_lighton(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+    """Call HF's processor."""
+    given = {"images": images, **kwargs} if images else {}
+    outputs = hf_lighton()(text=[prompt], return_tensors="np", **given)
+    return HFInputs(outputs["input_ids"][0].tolist(), outputs)
+
+
+MISTRAL3 = Family(
+    name="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    tiny=TINY,
+    is_written=True,
+    path=mistral3_path,
+    write=with_weights(partial(write_files, "ministral3")),
+    needless_files=frozenset({"processor_config.json", "tokenizer_config.json"}),
+    published=Published(layouts={"hub": LLM_FIRST, "module": MODULE}),
+    rendered="[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
+    with_system=("[INST]which", "[INST]be short\n\nwhich"),
+    probed=("vision_tower.blocks.2", "multi_modal_projector.norm", "multi_modal_projector"),
+    call_hf=call_mistral3,
+    placeholder="[IMG]",
+    takes_embeds=False,
+    lowering_kwargs={"size": {"longest_edge": 60}},
+    extra_kwargs=({}, {"size": {"longest_edge": 84}}),
+    mm_configs=(
+        {},
+        {"mm_processor_kwargs": {"size": {"longest_edge": 160}}},
+        {"trust_request_mm_kwargs": True},
+    ),
+    tensors={"pixel_values": 1e-6},
+    takes_size=lambda width, height: max(width, height) < 60 * min(width, height),
+    words=(*Family.words, *("<s>", "</s>", "<pad>")),
+)
+LIGHTON_OCR = replace(
+    MISTRAL3,
+    name="lighton_ocr",
+    architecture="LightOnOcrForConditionalGeneration",
+    tiny=TINY_LIGHTON,
+    path=lighton_path,
+    write=with_weights(partial(write_files, "qwen3")),
+    published=Published(),
+    rendered=CHATML.format(image="<|image_pad|>"),
+    with_system=("<|im_start|>user", "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user"),
+    call_hf=call_lighton,
+    placeholder="<|image_pad|>",
+    words=(*Family.words, *("<|im_end|>", "<pad>")),
+)

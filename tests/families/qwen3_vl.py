@@ -1,0 +1,257 @@
+"""Tiny Qwen3-VLs, dense and with experts: towers that feed several layers, times among frames."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import (
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+from mmjax.models.qwen3_vl import model as ours
+from tests.families import published_names, qwen2_vl
+from tests.families.directories import edit_golden, made_once, with_weights
+from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.published import Published
+from tests.families.qwen2_vl import GRIDS, QWEN2_VL, VIDEO_TOKEN, VISION_END, VISION_START
+from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
+
+TEXT: dict[str, Any] = {
+    **qwen2_vl.TEXT,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+VISION: dict[str, Any] = {
+    "depth": 3,
+    "num_heads": 2,
+    "patch_size": 4,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 1],
+}
+CONFIGS = {"qwen3_vl": Qwen3VLConfig, "qwen3_vl_moe": Qwen3VLMoeConfig}
+CLASSES: Mapping[str, tuple[Any, Any]] = {
+    "qwen3_vl": (Qwen3VLForConditionalGeneration, ours.Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (Qwen3VLMoeForConditionalGeneration, ours.Qwen3VLMoeForConditionalGeneration),
+}
+"""HF's class, and ours."""
+
+
+def tiny_config(
+    kind: str = "qwen3_vl",
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    is_tied: bool = False,
+) -> Any:
+    """Return HF's config of either kind."""
+    experts = EXPERTS if kind == "qwen3_vl_moe" else {}
+    config = CONFIGS[kind](
+        text_config={**TEXT, **experts, "tie_word_embeddings": is_tied, **(text or {})},
+        vision_config={**VISION, **(vision or {})},
+        image_token_id=qwen2_vl.IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=is_tied,
+    )
+    config.architectures = [CLASSES[kind][1].__name__]
+    return config
+
+
+def draw_item(config: Any, media: Media) -> DrawnItem:
+    """Return a processed image, or a video with two tokens of time before each step."""
+    grid, _ = GRIDS[media.modality][media.seed % 3]
+    item = qwen2_vl.draw_grid(config, media.modality, media.seed, grid, 0.0)
+    if media.modality == "image":
+        return item
+    steps, rows, columns = grid
+    ids: list[int] = []
+    for step in range(steps):
+        pads = [VIDEO_TOKEN] * (rows * columns // 4)
+        ids += [5 + step, 80 - media.seed, VISION_START, *pads, VISION_END]
+    return replace_item(item, ids)
+
+
+def replace_item(item: DrawnItem, ids: list[int]) -> DrawnItem:
+    """Return the item with other tokens, of which the pads take embeddings."""
+    return item._replace(token_ids=ids, is_embed=np.equal(ids, VIDEO_TOKEN))
+
+
+def resize(kind: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
+    """Return keywords of `tiny_config` for another decoder."""
+    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
+    text = {
+        "hidden_size": width,
+        "head_dim": head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(1, num_heads // 4),
+        "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": sections},
+    }
+    return {"kind": kind, "text": text, "vision": {"out_hidden_size": width}}
+
+
+def make_row(kind: str, variants: Mapping[str, Variant]) -> TinyFamily:
+    """Return the row of either kind."""
+    return replace(
+        qwen2_vl.TINY,
+        name=kind,
+        model_class=CLASSES[kind][1],
+        reference_class=CLASSES[kind][0],
+        make_config=tiny_config,
+        resize=partial(resize, kind),
+        served={"kind": kind},
+        draw_item=draw_item,
+        variants={
+            name: v._replace(settings={"kind": kind, **v.settings}) for name, v in variants.items()
+        },
+    )
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mrope_section": [2, 4, 2]}
+TINY = make_row(
+    "qwen3_vl",
+    {
+        "plain": Variant({}, 10),
+        "all else": Variant(
+            {
+                "is_tied": True,
+                "text": {
+                    "rope_parameters": {**YARN, "original_max_position_embeddings": 32},
+                    "attention_bias": True,
+                },
+                "vision": {
+                    "deepstack_visual_indexes": [2, 0],
+                    "num_position_embeddings": 4,
+                    "hidden_act": "gelu",
+                    "rope_parameters": {"rope_theta": 100.0},
+                    "temporal_patch_size": 1,
+                    "in_channels": 6,
+                },
+            },
+            10,
+        ),
+        "nothing fed": Variant({"vision": {"deepstack_visual_indexes": []}}, 8),
+    },
+)
+TINY_MOE = make_row(
+    "qwen3_vl_moe",
+    {
+        "plain": Variant({}, 10),
+        "a dense layer": Variant({"text": {"mlp_only_layers": [0]}, "is_tied": True}, 10),
+        "every second layer": Variant({"text": {"decoder_sparse_step": 2}}, 10),
+    },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+def edit_config(kind: str) -> dict[str, Any]:
+    """Return the edits of Qwen2-VL's golden config.json, with its tokens."""
+    text = {
+        **TEXT,
+        "model_type": f"{kind}_text",
+        "vocab_size": 1024,
+        "max_position_embeddings": 8192,
+        **(EXPERTS if kind == "qwen3_vl_moe" else {}),
+    }
+    vision = {**VISION, "model_type": f"{kind}_vision", "patch_size": 16, "depth": 2}
+    return {
+        "architectures": [CLASSES[kind][1].__name__],
+        "model_type": kind,
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": False,
+    }
+
+
+SETTINGS = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "size": {"shortest_edge": 4096, "longest_edge": 65_536},
+}
+"""As preprocessor_config.json of the published repositories, but for the sizes."""
+VIDEO_SETTINGS = {
+    **SETTINGS,
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "size": {"shortest_edge": 4096, "longest_edge": 150_000},
+}
+SMALLER = {"size": {"shortest_edge": 4096, "longest_edge": 25_600}}
+
+
+def write_files(kind: str, folder: Path) -> Path:
+    """Write config, tokenizer and the processors' files."""
+    return edit_golden(
+        "qwen2_vl",
+        folder,
+        config=edit_config(kind),
+        processor_config=None,
+        preprocessor_config=SETTINGS,
+        video_preprocessor_config=VIDEO_SETTINGS,
+    )
+
+
+@cache
+def hf_processor(kind: str = "qwen3_vl", video_processor: Any = None) -> Any:
+    """HF's own processor, built apart from ours; the video side is a stub unless it is given."""
+    return assemble(
+        Qwen3VLProcessor,
+        Qwen2VLImageProcessorPil,
+        DIRECTORIES[kind](),
+        video_processor=video_processor,
+        has_videos=True,
+    )
+
+
+DIRECTORIES = {kind: made_once(partial(write_files, kind)) for kind in CLASSES}
+
+
+def make_family(kind: str, tiny: TinyFamily) -> Family:
+    """Return the row of either kind."""
+    return replace(
+        QWEN2_VL,
+        name=kind,
+        architecture=CLASSES[kind][1].__name__,
+        tiny=tiny,
+        is_written=True,
+        path=DIRECTORIES[kind],
+        write=with_weights(partial(write_files, kind), tiny.fill),
+        needless_files=QWEN2_VL.needless_files | {"video_preprocessor_config.json"},
+        probed=("visual.merger", "visual.deepstack_merger_list.0"),
+        rendered=CHATML.format(image=qwen2_vl.IMAGE),
+        with_system=(
+            "<|im_start|>user\n",
+            "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\n",
+        ),
+        call_hf=partial(call_processor, partial(hf_processor, kind)),
+        published=Published(
+            list_shapes=published_names.list_qwen3_vl_moe if tiny is TINY_MOE else None
+        ),
+        extra_kwargs=({}, {"images_kwargs": SMALLER}),
+        mm_configs=(*QWEN2_VL.mm_configs, {"mm_processor_kwargs": SMALLER}),
+    )
+
+
+QWEN3_VL = make_family("qwen3_vl", TINY)
+QWEN3_VL_MOE = make_family("qwen3_vl_moe", TINY_MOE)

@@ -1,0 +1,230 @@
+"""What a row of the table is: HF's tiny random model, ours with its weights, prompts for both."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.layers.module import build_abstract
+from mmjax.models.host_inputs import PromptItem
+from mmjax.parity.arrays import PagedModel, Sample
+from mmjax.parity.reference import make_pixels, make_reference_inputs
+from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.tensors.inputs import PlaceholderRange
+from tests.oracle import fill_with_unit_norms, params_of
+
+
+class Words(NamedTuple):
+    """Random tokens of text; texts of one seed begin alike."""
+
+    seed: int
+    length: int
+
+
+class Media(NamedTuple):
+    """An image or a video; its seed decides its size, too."""
+
+    seed: int
+    modality: str = "image"
+
+
+Part = Words | Media
+Parts = tuple[Part, ...]
+"""A prompt, in words that mean something to every family."""
+
+
+class DrawnItem(NamedTuple):
+    """What a processor makes of an image or a video."""
+
+    tensors: Mapping[str, np.ndarray]
+    token_ids: Sequence[int]
+    """Of the placeholder."""
+    is_embed: np.ndarray | None = None
+    """bool[placeholder]; None: everywhere."""
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+
+
+class Variant(NamedTuple):
+    """A configuration whose keys change the mathematics."""
+
+    settings: Mapping[str, Any]
+    """Keywords of `TinyFamily.make_reference`."""
+    num_states: int
+    """Outputs that are compared for a prompt with images, so that none is lost by its name."""
+
+
+AFFINE = make_affine(rescale_factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.25, 0.3, 0.35))
+"""What pixels are made with: each colour otherwise."""
+
+
+def draw_bytes(seed: Any, shape: Sequence[int]) -> np.ndarray:
+    """Return an image as its processor gives it: random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def draw_words(part: Words, ids: range) -> list[int]:
+    """Return the tokens of a text."""
+    generator = np.random.default_rng(part.seed)
+    return generator.integers(ids.start, ids.stop, 64)[: part.length].tolist()
+
+
+def joined(sample: Sample, *, colours_last: bool = False) -> dict[str, np.ndarray]:
+    """Return the tensors of all items by name, joined along the first axis."""
+    items = [make_pixels(item.tensors, colours_last=colours_last) for item in sample.items]
+    names = dict.fromkeys(name for item in items for name in item)
+    return {name: np.concatenate([i[name] for i in items if name in i]) for name in names}
+
+
+def listed(sample: Sample) -> dict[str, list[np.ndarray]]:
+    """Return the tensors of all items by name, which `make_reference_inputs` stacks."""
+    items = [make_pixels(item.tensors) for item in sample.items]
+    return {name: [item[name] for item in items] for name in (items[0] if items else ())}
+
+
+def stacked_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
+    """Return the sample as most of HF's processors would give it: items stacked, padded."""
+    return make_reference_inputs(sample.token_ids, listed(sample))
+
+
+def resize_text(width: int, head_dim: int, num_heads: int, **more: Any) -> dict[str, Any]:
+    """Return `text` of `make_config`: a decoder of a width, with heads of a width, so many."""
+    text = {
+        "hidden_size": width,
+        "head_dim": head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(1, num_heads // 4),
+    }
+    return {"text": {**text, **more}}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TinyFamily:
+    """A served family (or a kind of its towers), as tests make and ask it."""
+
+    name: str
+    model_class: Any
+    reference_class: Any
+    """HF's."""
+    make_config: Callable[..., Any]
+    """HF's config; keywords are what differs from the tiny one."""
+    resize: Callable[[int, int, int], Mapping[str, Any]] = resize_text
+    """Keywords of `make_config` for a decoder of a width, with heads of a width, and so many."""
+    variants: Mapping[str, Variant]
+    """The first one gets prompts of every kind."""
+    served: Mapping[str, Any]
+    """Keywords of `make_reference`: the model that engines serve."""
+    draw_item: Callable[[Any, Media], DrawnItem]
+    """What a processor makes, under a config."""
+    torch_inputs: Callable[[Any, Sample], dict[str, Any]] = stacked_inputs
+    """The sample as HF's processor gives it to HF's model."""
+    word_ids: range
+    """Of text."""
+    published_head_dim: int
+    """Of the decoders of published checkpoints (of the smallest, where they differ)."""
+    max_embeds: Mapping[str, int]
+    """Of the largest item of each modality."""
+    max_items: int = 3
+    """In a prompt."""
+    max_model_len: int = 80
+    """Of engines."""
+    fill: Callable[[Any], None] = fill_with_unit_norms
+    """Gives HF's model random values, loud enough that every input changes the answer."""
+
+    def make_reference(self, *, config: Any = None, **settings: Any) -> Any:
+        """Return HF's model of a config, random, whose `generate` never ends a text."""
+        from transformers import GenerationConfig
+
+        model = self.reference_class(config or self.make_config(**settings)).eval()
+        self.fill(model)
+        # BLIP-2 generates by its inner model's.
+        for module in model.modules():
+            if hasattr(module, "generation_config"):
+                module.generation_config = GenerationConfig(pad_token_id=0)
+        return model
+
+    def draw_sample(self, config: Any, parts: Sequence[Part]) -> Sample:
+        """Return a prompt of the parts, in their order."""
+        ids: list[int] = []
+        items = []
+        for part in parts:
+            if isinstance(part, Words):
+                ids += draw_words(part, self.word_ids)
+                continue
+            item = self.draw_item(config, part)
+            ids += item.before
+            place = PlaceholderRange(len(ids), len(item.token_ids), item.is_embed)
+            items.append(PromptItem(place, item.tensors))
+            ids += [*item.token_ids, *item.after]
+        return Sample(token_ids=np.array(ids, np.int32), items=items)
+
+    def torch_call(self, reference: Any, sample: Sample) -> tuple[Any, dict[str, Any]]:
+        """Return the module that takes the sample, and the sample as it takes it."""
+        return reference, self.torch_inputs(reference, sample)
+
+    @property
+    def prompts(self) -> dict[str, Parts]:
+        """Prompts of no image to as many as the family takes, and of its videos."""
+        image, two = Media(0), (Words(1, 9), Media(0), Words(2, 5), Media(1), Words(3, 7))
+        prompts: dict[str, Parts] = {"text": (Words(4, 20),), "image": (image, Words(1, 6))}
+        if self.max_items > 1:
+            three = (Words(5, 3), Media(2), Media(1), Words(6, 1), Media(3), Words(2, 9))
+            prompts |= {"two images": two, "three images": three}
+        if "video" in self.max_embeds:
+            video = Media(2, "video")
+            prompts["video"] = (Words(1, 4), video, Words(2, 6))
+            prompts["both"] = (Words(1, 3), Media(1), Words(2, 2), video, Words(3, 4), Media(0))
+            prompts["both"] += (Words(4, 5),)
+        return prompts
+
+    @property
+    def variant_prompts(self) -> dict[str, Parts]:
+        """Those that every variant gets."""
+        chosen = ("two images", "both") if "video" in self.max_embeds else ("two images", "image")
+        found = {name: self.prompts[name] for name in chosen if name in self.prompts}
+        return found if "video" in self.max_embeds else dict([next(iter(found.items()))])
+
+    @property
+    def workload(self) -> list[Parts]:
+        """Prompts for an engine: equal beginnings with other ends, equal texts of other images."""
+        video = Media(1, "video") if "video" in self.max_embeds else Media(4)
+        more = [Media(1), Words(7, 2)] if self.max_items > 1 else []
+        return [
+            (Words(0, 10), Media(0), Words(1, 9)),
+            (Words(2, 21),),
+            (Words(0, 10), Media(0), Words(1, 4), *more),
+            (Words(0, 10), video, Words(1, 9)),
+            (Media(2), Words(5, 20)),
+        ]
+
+
+class TinyModel:
+    """HF's random model of a configuration, and its weights in our tree."""
+
+    def __init__(self, family: TinyFamily, **settings: Any) -> None:
+        self.family = family
+        self.reference = family.make_reference(**settings)
+        self.config = self.reference.config
+        self.rules = family.model_class.rules(self.config)
+
+    @cached_property
+    def params(self) -> Any:
+        """The weights as our tree."""
+        _, abstract = build_abstract(self.family.model_class, self.config, dtype=jnp.float32)
+        return params_of(self.reference, abstract, self.rules)
+
+    @cached_property
+    def paged(self) -> PagedModel:
+        """Our model, for one request at a time."""
+        return self.make_paged(self.params)
+
+    def make_paged(self, params: Any, max_len: int = 256) -> PagedModel:
+        """Return our model with parameters of your own."""
+        return PagedModel(self.family.model_class, self.config, params, max_len)
+
+    def draw_sample(self, parts: Sequence[Part]) -> Sample:
+        """Return a prompt of the parts."""
+        return self.family.draw_sample(self.config, parts)

@@ -1,0 +1,130 @@
+"""Gemma 4's own: videos as HF's processor writes them, budgets of images, no sounds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
+from transformers.video_processing_utils import VideoProcessorMixin
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.errors import RequestError
+from mmjax.parity.reference import make_pixels
+from mmjax.processing.image_processors.token_budget import BUDGETS
+from mmjax.processing.items.items import ImageSize
+from tests.families.gemma4 import GEMMA4, directory, hf_processor
+from tests.kit import draw
+
+VIDEO = "<|video|>"
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return GEMMA4.make_processor(processor_cache=MultiModalProcessorOnlyCache(2**26))
+
+
+class Stub(VideoProcessorMixin):
+    """Stands for torchvision's video processor: HF's rule for frames, its PIL class on each."""
+
+    model_input_names = ("pixel_values_videos", "video_position_ids")
+
+    def __init__(self, metadata: Sequence[dict[str, Any]], *, num_frames: int) -> None:
+        self.metadata, self.num_frames = metadata, num_frames
+        self.images: Any = Gemma4ImageProcessorPil.from_pretrained(directory())
+
+    def __call__(self, videos: Any, **kwargs: Any) -> Any:
+        known, outputs = [], []
+        for video, given in zip(videos, self.metadata, strict=True):
+            metadata = VideoMetadata(**{"total_num_frames": len(video), **given})
+            if metadata.total_num_frames == len(video):
+                places = default_sample_indices_fn(metadata, num_frames=self.num_frames)
+                metadata.frames_indices, video = places.tolist(), video[places]
+            frames = [Image.fromarray(frame) for frame in video]
+            outputs.append(self.images(frames, max_soft_tokens=70, return_tensors="np"))
+            known.append(metadata)
+        return {
+            "pixel_values_videos": np.concatenate([one["pixel_values"] for one in outputs]),
+            "video_position_ids": np.concatenate([one["image_position_ids"] for one in outputs]),
+            "num_soft_tokens_per_video": [
+                int((one["image_position_ids"][0, :, 0] >= 0).sum()) // 9 for one in outputs
+            ],
+            "video_metadata": known,
+        }
+
+
+METADATA: list[dict[str, Any]] = [
+    {},
+    {"fps": 2.0},
+    {"fps": 0.5, "total_num_frames": 300, "frames_indices": [0, 31, 299]},
+]
+
+
+def test_prompts_places_and_pixels_of_videos_are_hfs(processor: Any):
+    hf = hf_processor(Stub(METADATA, num_frames=4))
+    rng = np.random.default_rng(3)
+    sizes = ((9, 40, 60), (5, 90, 31), (3, 64, 64))
+    videos = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+    prompt = f"a {VIDEO}<|image|> b{VIDEO}\n\n{VIDEO}!"
+    wanted = hf(text=prompt, images=[[draw(90, 60)]], videos=videos, return_tensors="np")
+    given = [
+        (frames, metadata) if metadata else frames
+        for frames, metadata in zip(videos, METADATA, strict=True)
+    ]
+    for _ in range(2):  # cold and warm
+        inputs = processor.apply(prompt, {"image": draw(90, 60), "video": given})
+        assert inputs.prompt_token_ids == wanted["input_ids"][0].tolist()
+        text = processor.info.get_tokenizer().decode(inputs.prompt_token_ids)
+        assert " 01:02 <|image>" in text
+        assert " 09:58 <|image>" in text
+        items = [item.get_data() for item in inputs.mm_kwargs["video"]]
+        assert [len(item["timestamps"]) for item in items] == [4, 4, 3]
+        for name in ("pixel_values_videos", "video_position_ids"):
+            found = [make_pixels(item, colours_last=True)[name] for item in items]
+            np.testing.assert_allclose(np.concatenate(found), wanted[name], rtol=0, atol=1e-6)
+
+
+def test_a_video_of_fewer_frames_than_are_sampled_is_seen_whole(processor: Any):
+    frames = np.zeros((2, 48, 48, 3), np.uint8)
+    (item,) = processor.apply(VIDEO, {"video": [(frames, {"fps": 1.0})]}).mm_kwargs["video"]
+    assert item.get_data()["timestamps"].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("kwargs", [{"fps": 2}, {"num_frames": 3}, {"do_sample_frames": False}])
+def test_a_request_says_how_many_frames_are_seen(processor: Any, kwargs: dict[str, Any]):
+    frames = np.zeros((12, 48, 48, 3), np.uint8)
+    data = {"video": [(frames, {"fps": 6.0})]}
+    (item,) = processor.apply(VIDEO, data, hf_processor_mm_kwargs=kwargs).mm_kwargs["video"]
+    places = {"fps": [0, 3, 6, 9], "num_frames": [0, 4, 8]}.get(next(iter(kwargs)), range(12))
+    assert item.get_data()["timestamps"].tolist() == [place / 6 for place in places]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_images_are_resized_as_hf_resizes_them(processor: Any, budget: int):
+    patcher = processor.info.get_hf_processor().image_processor
+    for width, height in ((1, 1), (640, 480), (37, 211), (3, 999), (4000, 2), (4000, 3000)):
+        expected = get_aspect_ratio_preserving_size(height, width, 4, 9 * budget, 3)
+        found = patcher.find_size(ImageSize(width=width, height=height), budget)
+        assert (found.height, found.width) == expected
+    largest = patcher.find_largest(budget)
+    assert patcher.find_size(largest, budget) == largest
+    assert largest.width * largest.height == budget * 12**2
+
+
+def test_what_is_refused(processor: Any):
+    for prompt in ("hear <|audio|>", [processor.info.get_hf_config().audio_token_id]):
+        with pytest.raises(RequestError, match="mark of a sound"):
+            processor.apply(prompt, {})
+    with pytest.raises(RequestError, match="audio"):
+        processor.apply("hear", {"audio": [np.zeros(100)]})
+    image = {"image": draw(40, 40)}
+    with pytest.raises(RequestError, match="one of 70, 140, 280, 560, 1120"):
+        processor.apply("<|image|>", image, hf_processor_mm_kwargs={"max_soft_tokens": 71})
+    frames = (np.zeros((3, 48, 48, 3), np.uint8), {"frames_indices": [0], "total_num_frames": 9})
+    with pytest.raises(RequestError, match="frames_indices"):
+        processor.apply(VIDEO, {"video": [frames]})
