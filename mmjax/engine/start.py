@@ -415,7 +415,9 @@ def _make_scheduler(
         max_num_encoder_input_tokens=plan.encoder_budget,
         max_num_queued_reqs=schedule.max_num_queued_reqs,
         max_num_encoder_states=programs.buckets.num_states,
-        patches_per_token=0 if isinstance(spec, EncoderSpec) else spec.patches_per_token,
+        patches_per_token=0
+        if isinstance(spec, EncoderSpec)
+        else spec.patches_per_kept or spec.patches_per_token,
         keeps_runs_whole=plan.keeps_runs_whole,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,

@@ -4,10 +4,11 @@ Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values;
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
 arXiv 2505.09388), Qwen3-VL's (both; its larger ones have experts; arXiv 2511.21631), Chameleon
 (other such norms, and in the 34B norms behind each half of a block, as Swin v2's; arXiv
-2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146), Ministral 3
-(queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's,
-without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours
-rotated as pairs, a part of each head; arXiv 2507.01006).
+2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146), Molmo 2's Qwen3 and
+OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3 (queries that grow with their
+positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's, without biases; arXiv
+2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours rotated as pairs, a part of
+each head; its larger ones have experts, and neither of both; arXiv 2507.01006).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from mmjax.layers.decoder import (
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.moe import MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import RMSNorm
+from mmjax.layers.rope import text_angles
 
 HEAD_NORM_EPS = 1e-5
 """The epsilon of the norms of Chameleon's queries and keys; no key of the config names it."""
@@ -76,9 +78,13 @@ class LlamaConfig:
     """How experts are chosen; None: there are none."""
     moe_intermediate_size: int = 0
     """Width inside of an expert."""
+    num_shared_experts: int = 0
+    """Experts that every token has, beside the routed ones."""
     dense_layers: tuple[int, ...] = ()
     """The layers without experts, where others have them."""
     rope_parameters: dict[str, Any]
+    unscaled_layers: frozenset[int] = frozenset()
+    """Those whose angles are of `rope_theta` alone, and not of what else `rope_parameters` says."""
     query_scales: tuple[int, tuple[float, ...]] | None = None
     """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
 
@@ -188,6 +194,23 @@ def _read_molmo(hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _read_molmo2(hf_config: Any) -> dict[str, Any]:
+    if hf_config.qk_norm_type not in ("qwen3", "olmo"):
+        raise CheckpointError(
+            f"`qk_norm_type` is {hf_config.qk_norm_type!r}; it must be `qwen3` (each head by one "
+            "norm) or `olmo` (all heads together)"
+        )
+    scaled = hf_config.rope_scaling_layers
+    every = range(hf_config.num_hidden_layers)
+    return {
+        **_read_llama(hf_config),
+        "has_output_bias": False,
+        "qk_norm": "head" if hf_config.qk_norm_type == "qwen3" else "wide",
+        "norm_order": "post" if hf_config.norm_after else "pre",
+        "unscaled_layers": frozenset() if scaled is None else frozenset(every) - {*scaled},
+    }
+
+
 def _read_glm(hf_config: Any) -> dict[str, Any]:
     return {
         **_read_llama(hf_config),
@@ -197,6 +220,28 @@ def _read_glm(hf_config: Any) -> dict[str, Any]:
         "is_interleaved": True,
         # NOTE: HF assumes these sections where the config names none.
         "rope_parameters": {"mrope_section": [8, 12, 12], **hf_config.rope_parameters},
+    }
+
+
+def _read_glm_moe(hf_config: Any) -> dict[str, Any]:
+    return {
+        **_read_llama(hf_config),
+        "has_output_bias": False,
+        # NOTE: HF assumes these sections where the config names none.
+        "rope_parameters": {"mrope_section": [8, 12, 12], **hf_config.rope_parameters},
+        "router": RouterConfig(
+            num_experts=hf_config.n_routed_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=True,
+            has_correction_bias=True,
+            num_groups=hf_config.n_group,
+            num_chosen_groups=hf_config.topk_group,
+            is_normalized=hf_config.norm_topk_prob,
+            scale=hf_config.routed_scaling_factor,
+        ),
+        "moe_intermediate_size": hf_config.moe_intermediate_size,
+        "num_shared_experts": hf_config.n_shared_experts,
+        "dense_layers": tuple(range(hf_config.first_k_dense_replace)),
     }
 
 
@@ -220,10 +265,12 @@ def _read_ministral3(hf_config: Any) -> dict[str, Any]:
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "chameleon": _read_chameleon,
+        "glm4v_moe_text": _read_glm_moe,
         "glm4v_text": _read_glm,
         "glm_ocr_text": _read_glm,
         "ministral3": _read_ministral3,
         "molmo": _read_molmo,
+        "molmo2_text": _read_molmo2,
         "paddleocr_vl_text": _read_paddleocr_vl,
     }
 )
@@ -275,10 +322,15 @@ class LlamaTextModel(RotaryDecoder):
             dtype=dtype,
         )
         self.query_scales = config.query_scales
+        self.unscaled_layers = config.unscaled_layers
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
         """Return the rotary angles, and what queries are multiplied by where they are."""
         angles = super().layer_inputs(positions)
+        if self.unscaled_layers:
+            plain = {"rope_theta": self.config.rope_parameters["rope_theta"]}
+            own = text_angles(plain, self.config.head_dim, positions)
+            angles = [own if n in self.unscaled_layers else one for n, one in enumerate(angles)]
         if self.query_scales is None:
             return angles
         length, factors = self.query_scales
@@ -307,7 +359,7 @@ def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
             config.hidden_size,
             config.moe_intermediate_size,
             config.router,
-            num_shared=0,
+            num_shared=config.num_shared_experts,
             activation=config.hidden_act,
             dtype=dtype,
         )

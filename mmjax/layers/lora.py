@@ -6,6 +6,7 @@ An adapter has a slot. Which slot each row has is data, so that no adapter needs
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -64,9 +65,12 @@ def find_own(slots: Int[Array, " N"], num_rows: int, num_slots: int) -> Bool[Arr
     """Return whether a slot is a row's own: none is for -1.
 
     Where a layer has several rows for each of `slots`, as a tower for a unit, they follow each
-    other; where it has fewer, as behind patches that were joined, one stands for several.
+    other; where it has fewer, as behind patches that were joined, one stands for several. Where
+    neither divides the other, as of crops whose padding is left out, each stands at its share.
     """
-    if num_rows >= len(slots):
+    if max(num_rows, len(slots)) % min(num_rows, len(slots)):
+        each = slots[np.arange(num_rows) * len(slots) // num_rows]
+    elif num_rows >= len(slots):
         each = jnp.repeat(slots, num_rows // len(slots), total_repeat_length=num_rows)
     else:
         each = slots[:: len(slots) // num_rows]

@@ -57,6 +57,9 @@ class FamilyInfo(BaseProcessingInfo):
     """Modality -> what stands for an item in a text; nothing where updates insert."""
     embed_token: ClassVar[str | None] = None
     """At whose places an item's embeddings go; None: config.json's `image_token_id`."""
+    marks_are_embeds: ClassVar[bool] = False
+    """Whether all tokens of an item take embeddings, those that are no `embed_token` the model's
+    own (`extra_embeds`): they see the item, and are seen, as its embeddings are."""
     reserves_embed_token: ClassVar[bool] = False
     """Whether only updates may write it: a prompt that has it is refused."""
     inserts_items: ClassVar[bool] = False
@@ -350,7 +353,7 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
         @cache  # items of one size share their content
         def write(size: Hashable) -> PromptUpdateDetails:
             tokens = self.info.write_item(modality, size)
-            if tokens.count(embed_token_id) == len(tokens):
+            if self.info.marks_are_embeds or tokens.count(embed_token_id) == len(tokens):
                 return PromptUpdateDetails(tokens)
             return PromptUpdateDetails.select_token_id(tokens, embed_token_id)
 

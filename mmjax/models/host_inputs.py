@@ -4,6 +4,7 @@ A family subclasses `HostInputs` beside its processor, and its model class names
 jax: all of it depends on the items of a request, and is done before anything reaches the device.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class PackedEncoderSpec:
     """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
     patches_per_token: int
     """So many rows, one behind the other, become one embedding; divides each item's number."""
+    patches_per_kept: int = 0
+    """The most rows of an item for each embedding of its placeholder, where `embed_rows` leaves
+    some out; 0: none is left out."""
+    patches_per_crop: int = 1
+    """So many rows are one crop: an item starts where a crop does, and buckets hold whole ones."""
     starts_anywhere: bool = False
     """Whether an item may start at any row, and its embeddings at the row's number over
     `patches_per_token`, rounded up; else it starts at a multiple. `False` wastes room where that is
@@ -72,7 +78,9 @@ class PackedEncoderSpec:
     @property
     def patches_per_start(self) -> int:
         """What the rows at which items start, and the buckets' sizes, are multiples of."""
-        return 1 if self.starts_anywhere else self.patches_per_token
+        if self.starts_anywhere:
+            return 1
+        return math.lcm(self.patches_per_token, self.patches_per_crop)
 
 
 class PromptItem(NamedTuple):

@@ -74,6 +74,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "gemma4", "google/gemma-4-12B-it", factories="UNIFIED_FACTORIES"
         ),
         "Glm46VForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.6V-Flash"),
+        "Glm4vMoeForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.5V"),
         "Glm4vForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
         "GlmOcrForConditionalGeneration": ModelRow(
             "glm4v", "zai-org/GLM-OCR", factories="OCR_FACTORIES"
@@ -95,6 +96,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "pixtral", "mistralai/Ministral-3-3B-Instruct-2512-BF16"
         ),
         "MolmoForCausalLM": ModelRow("molmo", "allenai/Molmo-7B-D-0924"),
+        "Molmo2ForConditionalGeneration": ModelRow("molmo2", "allenai/Molmo2-4B"),
         "PaddleOCRVLForConditionalGeneration": ModelRow(
             "paddleocr_vl", "PaddlePaddle/PaddleOCR-VL"
         ),

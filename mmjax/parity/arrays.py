@@ -279,7 +279,7 @@ class PagedModel:
             for call in self._calls.fill([item], [places], [size]):
                 arrays = {"inputs": call.inputs, "dst_rows": call.dst_rows}
                 (pool, _), outputs = self._encode(params=self.params, pool=pool, **arrays)
-                recorded.append(jax.device_get(outputs))
+                recorded.append(_leave_out(jax.device_get(outputs), item, len(call.dst_rows)))
         names = recorded[0] if recorded else ()
         encoded = {name: np.concatenate([one[name] for one in recorded]) for name in names}
         if request.encoder is not None:
@@ -326,6 +326,18 @@ class PagedModel:
         request.num_computed_tokens = end
         logits = self._logits(self.params, state.hidden[: bucket.num_tokens])
         return state, np.asarray(logits)[: end - start], jax.device_get(outputs)
+
+
+def _leave_out(
+    outputs: dict[str, np.ndarray], item: EncoderItem, num_outputs: int
+) -> dict[str, np.ndarray]:
+    """Return a call's outputs without the encoder's rows that are none of the item's embeddings."""
+    if item.rows is None:
+        return outputs
+    kept = np.unique(item.rows[item.rows >= 0])
+    return {
+        name: value[kept] if len(value) == num_outputs else value for name, value in outputs.items()
+    }
 
 
 def _recorded(function: Callable[..., Any], *args: Any, **arguments: Any) -> Any:

@@ -157,10 +157,12 @@ class Parity:
         has_sizes = "image_sizes" in known
         tensors = make_reference_inputs(token_ids, data, has_sizes=has_sizes)
         if "mm_token_type_ids" in known:
-            kinds = (self.config.image_token_id, self.config.video_token_id)
-            ids = tensors["input_ids"]
-            marks = [(ids == token_id).int() * n for n, token_id in enumerate(kinds, 1)]
-            tensors["mm_token_type_ids"] = sum(marks)
+            kinds = tensors["input_ids"] * 0
+            for number, modality in enumerate(("image", "video"), 1):
+                for place in inputs.mm_placeholders.get(modality, ()):
+                    for first, last in place.extract_embeds_range():
+                        kinds[0, first : last + 1] = number
+            tensors["mm_token_type_ids"] = kinds
         return {name: value for name, value in tensors.items() if name in known}
 
     def check(self, case: Case, max_tokens: int) -> Sample:

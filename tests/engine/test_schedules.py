@@ -35,7 +35,9 @@ SAMPLING = (
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_every_answer_is_the_lone_one_and_every_state_the_same(name: str) -> None:
-    bench = Bench(served_model(name), num_prompts=8, max_num_seqs=3, max_num_batched_tokens=16)
+    sizes = {"num_prompts": 8, "max_num_seqs": 3}
+    chunk = max(16, TINY_FAMILIES[name].longest_run)
+    bench = Bench(served_model(name), **sizes, max_num_batched_tokens=chunk)
     run_schedules(bench, range(12))
     for seed in range(12):
         bench.run(seed, is_recording=True)
@@ -76,7 +78,8 @@ def test_each_of_500_mixed_requests_is_answered_as_alone(name: str) -> None:
     sizes |= {"max_num_encoder_input_tokens": 192}
     roomy = start_engine(model, **sizes, max_num_seqs=4)
     least = count_least_blocks(model, max_model_len)
-    cramped = start_engine(model, **sizes, max_num_batched_tokens=13, num_blocks=least)
+    chunk = max(13, model.family.longest_run)
+    cramped = start_engine(model, **sizes, max_num_batched_tokens=chunk, num_blocks=least)
     batch = []
     for number in range(500):
         sample = model.draw_sample(random_parts(rng, model.family))

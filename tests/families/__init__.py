@@ -11,13 +11,14 @@ from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
-from tests.families.gemma4 import GEMMA4
-from tests.families.glm4v import GLM4V, GLM46V, GLM_OCR
+from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
+from tests.families.molmo2 import MOLMO2
 from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.pixtral import PIXTRAL
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -33,7 +34,9 @@ _ROWS = (
     FUYU,
     GEMMA3,
     GEMMA4,
+    GEMMA4_UNIFIED,
     GLM4V,
+    GLM4V_MOE,
     GLM46V,
     GLM_OCR,
     IDEFICS3,
@@ -44,6 +47,7 @@ _ROWS = (
     LIGHTON_OCR,
     MISTRAL3,
     MOLMO,
+    MOLMO2,
     PADDLEOCR_VL,
     PIXTRAL,
     QWEN2_5_VL,

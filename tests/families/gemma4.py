@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
 
 from mmjax.models.gemma4.model import (
     Gemma4ForConditionalGeneration,
@@ -149,6 +150,26 @@ def fill(model: Any) -> None:
                 buffer.fill_(sign * (0.4 + seed % 5 / 10))
 
 
+_AnyModel: Any = HFUnifiedModel
+
+
+class UnifiedReference(_AnyModel):
+    """HF's, whose `forward` alone masks otherwise than its `generate`, and than Gemma 4's.
+
+    In layers without a window no picture sees what follows: here in both.
+    """
+
+    @wraps(HFUnifiedModel.forward)
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
+        kinds = inputs.get("mm_token_type_ids")
+        if kinds is not None and not isinstance(attention_mask, dict):
+            embeds = self.get_input_embeddings()(input_ids)
+            attention_mask = self.create_masks_for_generate(
+                self.config, embeds, attention_mask, None, None, mm_token_type_ids=kinds
+            )
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+
 def draw_places(columns: int, rows: int) -> np.ndarray:
     """Return int64[NUM_PATCHES, 2]: column and row of each patch, -1 behind them."""
     grid = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
@@ -242,7 +263,7 @@ TINY_UNIFIED = replace(
     TINY,
     name="gemma4_unified",
     model_class=Gemma4UnifiedForConditionalGeneration,
-    reference_class=HFUnifiedModel,
+    reference_class=UnifiedReference,
     resize=lambda *sizes: {**UNIFIED, **resize(*sizes)},
     served=UNIFIED,
     variants={
@@ -267,16 +288,21 @@ BUDGET = 140
 """Of the directory's images; of frames it is 70."""
 
 
-def write_files(path: Path) -> Path:
+def write_files(path: Path, kind: str = "gemma4") -> Path:
     """Write config, tokenizer and processor files."""
     marks: Sequence[str] = [*MARKS.values(), "<|video|>", TURN, TURN_END]
     tokenizer = make_tokenizer(marks, bos="<bos>", eos="<eos>", named=MARKS)
     vocab_size = -(-len(tokenizer) // 8) * 8
-    sizes = {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size}
-    sizes["pad_token_id"] = tokenizer.pad_token_id
-    config = tiny_config(
-        text={**sizes, "num_key_value_heads": 4}, vision={"position_embedding_size": 3 * BUDGET}
-    )
+    sizes = {
+        "vocab_size": vocab_size,
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_bidirectional_attention": None,
+    }
+    places: dict[str, Any] = {"mm_posemb_size": BUDGET}
+    if kind == "gemma4":
+        sizes["vocab_size_per_layer_input"] = vocab_size
+        places = {"position_embedding_size": 3 * BUDGET}
+    config = tiny_config(kind, text={**sizes, "num_key_value_heads": 4}, vision=places)
     for name in ("boi", "eoi", "image", "audio"):
         token_id = tokenizer.convert_tokens_to_ids(MARKS[f"{name}_token"])
         setattr(config, f"{name}_token_id", token_id)
@@ -350,4 +376,57 @@ GEMMA4 = Family(
     ),
     tensors={"pixel_values": 1e-6, "image_position_ids": 0.0},
     colours_last=True,
+)
+
+
+# ---- the unified one -----------------------------------------------------------------------------
+
+
+class SquaresPil(Gemma4ImageProcessorPil):
+    """HF's class of squares, which needs torchvision: here of what the other gives."""
+
+    def preprocess(self, images: Any, **kwargs: Any) -> Any:
+        outputs = super().preprocess(images, **kwargs)
+        side, size = self.pooling_kernel_size, self.patch_size
+        pixels, places = [], []
+        for patches, given in zip(
+            outputs["pixel_values"], outputs["image_position_ids"], strict=True
+        ):
+            columns, rows = (given.max(0) + 1) // side
+            real = patches[: columns * rows * side**2]
+            cut = real.reshape(rows, side, columns, side, size, size, 3)
+            squares = cut.transpose(0, 2, 1, 4, 3, 5, 6).reshape(rows * columns, -1)
+            grid = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), -1).reshape(-1, 2)
+            padding = ((0, len(patches) // side**2 - len(squares)), (0, 0))
+            pixels.append(np.pad(squares, padding))
+            places.append(np.pad(grid, padding, constant_values=-1))
+        outputs["pixel_values"] = np.stack(pixels)
+        outputs["image_position_ids"] = np.stack(places)
+        return outputs
+
+
+write_unified = partial(write_files, kind="gemma4_unified")
+unified_directory = made_once(write_unified)
+
+
+@cache
+def hf_unified() -> Any:
+    """HF's own processor, with such squares; it processes no videos."""
+    return assemble(
+        Gemma4UnifiedProcessor,
+        SquaresPil,
+        unified_directory(),
+        has_videos=True,
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+    )
+
+
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    name="gemma4_unified",
+    architecture="Gemma4UnifiedForConditionalGeneration",
+    tiny=TINY_UNIFIED,
+    path=unified_directory,
+    write=with_weights(write_unified, fill),
+    call_hf=partial(call_processor, hf_unified),
 )

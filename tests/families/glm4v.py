@@ -10,6 +10,8 @@ import torch
 from transformers import (
     Glm4vConfig,
     Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
     Glm46VConfig,
     Glm46VForConditionalGeneration,
     GlmOcrConfig,
@@ -42,10 +44,19 @@ VISION: dict[str, Any] = {
     **{"depth": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 24, "intermediate_size": 40},
     **{"out_hidden_size": 32, "image_size": 20, "spatial_merge_size": 2},
 }
+EXPERTS: dict[str, Any] = {
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True},
+}
 MARKS = {"image_start": VISION_START, "image_end": VISION_END, "video_start": 91, "video_end": 90}
 CLASSES: dict[str, tuple[Any, Any, Any]] = {
     "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration, ours.Glm4vForConditionalGeneration),
     "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration, ours.Glm46VForConditionalGeneration),
+    "glm4v_moe": (
+        Glm4vMoeConfig,
+        Glm4vMoeForConditionalGeneration,
+        ours.Glm4vMoeForConditionalGeneration,
+    ),
     "glm_ocr": (GlmOcrConfig, GlmOcrForConditionalGeneration, ours.GlmOcrForConditionalGeneration),
 }
 """HF's config and class, and ours."""
@@ -59,11 +70,19 @@ def tiny_config(
     is_tied: bool = False,
 ) -> Any:
     """Return HF's config of a kind, with 25 learned positions where it has such."""
-    part = "glm_ocr" if kind == "glm_ocr" else "glm4v"
+    part = "glm4v" if kind == "glm46v" else kind
+    experts = EXPERTS if kind == "glm4v_moe" else {}
     rope = {"rope_parameters": {**ROPE, "mrope_section": [1, 0, 1]}}
     tied: dict[str, Any] = {"tie_word_embeddings": is_tied}
     config = CLASSES[kind][0](
-        text_config={"model_type": f"{part}_text", **TEXT, **rope, **tied, **(text or {})},
+        text_config={
+            "model_type": f"{part}_text",
+            **TEXT,
+            **rope,
+            **tied,
+            **experts,
+            **(text or {}),
+        },
         vision_config={"model_type": f"{part}_vision", **VISION, **(vision or {})},
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
@@ -121,6 +140,20 @@ VARIANTS = {
         ),
     },
     "glm46v": {"plain": Variant({"kind": "glm46v"}, 8)},
+    "glm4v_moe": {
+        "plain": Variant({"kind": "glm4v_moe"}, 8),
+        "groups of experts, scaled": Variant(
+            {
+                "kind": "glm4v_moe",
+                "text": {
+                    **{"n_group": 3, "topk_group": 2, "norm_topk_prob": False},
+                    **{"routed_scaling_factor": 1.5, "n_shared_experts": 2},
+                    **{"first_k_dense_replace": 0, "attention_bias": False},
+                },
+            },
+            8,
+        ),
+    },
     "glm_ocr": {
         "plain": Variant({"kind": "glm_ocr"}, 8),
         "wide heads, no biases": Variant(
@@ -244,6 +277,34 @@ def like_glm4v(kind: str, architecture: str, unread: tuple[str, ...] = ()) -> Fa
 
 
 GLM46V = like_glm4v("glm46v", "Glm46VForConditionalGeneration")
+
+
+def list_moe(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the published names and shapes: HF's stacks of experts, one by one."""
+    with torch.device("meta"):
+        module = Glm4vMoeForConditionalGeneration(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in module.state_dict().items():
+        layer, found, part = name.partition(".experts.")
+        if not found:
+            shapes[name] = tuple(tensor.shape)
+            continue
+        num_experts, rows, columns = tensor.shape
+        parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+        for expert in range(num_experts):
+            for one in parts:
+                key = f"{layer}.experts.{expert}.{one}.weight"
+                shapes[key] = (rows // len(parts), columns)
+    return shapes
+
+
+GLM4V_MOE = replace(
+    like_glm4v("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+    published=Published(
+        list_shapes=list_moe,
+        unread=("model.language_model.layers.46.mlp.experts.0.up_proj.weight",),
+    ),
+)
 GLM_OCR = like_glm4v(
     "glm_ocr",
     "GlmOcrForConditionalGeneration",

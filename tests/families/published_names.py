@@ -258,3 +258,57 @@ def list_qwen3_vl_moe(config: Any) -> dict[str, tuple[int, ...]]:
         name: tuple((tensor.swapaxes(1, 2) if ".experts." in name else tensor).shape)
         for name, tensor in tensors.items()
     }
+
+
+def list_molmo2(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the published names and shapes: 25 blocks of the tower, fused projections."""
+    return dict(list_molmo2_tensors(config))
+
+
+def list_molmo2_tensors(config: Any) -> Shapes:
+    """Yield the published names and shapes."""
+    text, width = config.text_config, config.text_config.hidden_size
+    yield "lm_head.weight", (text.vocab_size, width)
+    yield "model.transformer.wte.embedding", (text.vocab_size, width)
+    yield "model.transformer.wte.new_embedding", (128, width)
+    yield "model.transformer.ln_f.weight", (width,)
+    heads, key_heads = (
+        text.num_attention_heads * text.head_dim,
+        text.num_key_value_heads * text.head_dim,
+    )
+    is_wide = text.qk_norm_type == "olmo"
+    for number in range(text.num_hidden_layers):
+        block = f"model.transformer.blocks.{number}."
+        yield f"{block}attn_norm.weight", (width,)
+        yield f"{block}ff_norm.weight", (width,)
+        yield f"{block}self_attn.att_proj.weight", (heads + 2 * key_heads, width)
+        yield f"{block}self_attn.attn_out.weight", (width, heads)
+        yield f"{block}self_attn.q_norm.weight", (heads if is_wide else text.head_dim,)
+        yield f"{block}self_attn.k_norm.weight", (key_heads if is_wide else text.head_dim,)
+        yield f"{block}mlp.ff_proj.weight", (2 * text.intermediate_size, width)
+        yield f"{block}mlp.ff_out.weight", (width, text.intermediate_size)
+    vit = "model.vision_backbone.image_vit."
+    yield f"{vit}positional_embedding", (729, 1152)
+    yield from list_biased(f"{vit}patch_embedding", 588, 1152)
+    for number in range(25):
+        block = f"{vit}transformer.resblocks.{number}."
+        for name in ("wq", "wk", "wv", "wo"):
+            yield from list_biased(f"{block}attention.{name}", 1152, 1152)
+        yield from list_biased(f"{block}feed_forward.w1", 1152, 4304)
+        yield from list_biased(f"{block}feed_forward.w2", 4304, 1152)
+        for name in ("attention_norm", "ffn_norm"):
+            yield from list_norm(f"{block}{name}", 1152)
+    for name in ("wq", "wk", "wv"):
+        yield from list_biased(f"model.vision_backbone.image_pooling_2d.{name}", 2304, 1152)
+    yield from list_biased("model.vision_backbone.image_pooling_2d.wo", 1152, 1152)
+    inner = config.adapter_config.intermediate_size
+    projector = "model.vision_backbone.image_projector."
+    yield f"{projector}w1.weight", (inner, 1152)
+    yield f"{projector}w3.weight", (inner, 1152)
+    yield f"{projector}w2.weight", (width, inner)
+
+
+def list_biased(name: str, inputs: int, outputs: int) -> Shapes:
+    """Yield a linear layer's tensors."""
+    yield f"{name}.weight", (outputs, inputs)
+    yield f"{name}.bias", (outputs,)

@@ -129,6 +129,8 @@ class TinyFamily:
     """Of the largest item of each modality."""
     max_items: int = 3
     """In a prompt."""
+    longest_run: int = 0
+    """Of embeddings that see each other both ways, where a step must have room for more than 7."""
     max_model_len: int = 80
     """Of engines."""
     fill: Callable[[Any], None] = fill_with_unit_norms

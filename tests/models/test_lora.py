@@ -31,7 +31,7 @@ pytestmark = [
         "ignore:Adapter 'default'.*invalid shape:UserWarning",
     )
 ]
-NAMES = ("llava", "gemma3", "qwen2_vl", "internvl")
+NAMES = ("llava", "gemma3", "molmo2", "qwen2_vl", "qwen3_vl", "internvl")
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     # Scaled as the others are; eight times as loud (states of Qwen2-VL reach 300), it magnifies
@@ -58,6 +58,8 @@ CASES = [
     pytest.param(name, kind, marks=() if (name, kind) in DEFAULT else pytest.mark.slow)
     for name in NAMES
     for kind in KINDS
+    # HF has one table, whose adapters have rows for the tokens behind the vocabulary, too.
+    if (name, kind) != ("molmo2", "embeddings")
 ]
 
 
@@ -122,6 +124,9 @@ class AdaptedModel:
             max_lora_rank=64,
             enable_tower_connector_lora=True,
         )
+        if "max_num_batched_tokens" in settings:
+            chunk = max(settings["max_num_batched_tokens"], self.model.family.longest_run)
+            settings["max_num_batched_tokens"] = chunk
         if is_cramped:
             settings["num_blocks"] = count_least_blocks(self.model, self.model.family.max_model_len)
         core = start_engine(self.model, lora=lora, **settings)

@@ -20,6 +20,7 @@ from mmjax.processing.media.encoded import EncodedVideo
 from tests.families.directories import edit_golden
 from tests.families.internvl import write_original as write_internvl_original
 from tests.families.qwen2_vl import QWEN2_5
+from tests.families.qwen3_vl import write_files
 from tests.processing.test_video_file import VIDEO, write_video
 from tests.server.conftest import Server, servers
 from tests.server.test_app import data_url
@@ -35,6 +36,7 @@ def without_template(path: Path) -> Path:
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "Qwen2-VL": lambda folder: without_template(edit_golden("qwen2_vl", folder)),
     "Qwen2.5-VL": lambda folder: without_template(edit_golden("qwen2_vl", folder, config=QWEN2_5)),
+    "Qwen3-VL": lambda folder: without_template(write_files("qwen3_vl", folder)),
     "InternVL": lambda folder: without_template(edit_golden("internvl", folder)),
     "InternVL, original": write_internvl_original,
 }

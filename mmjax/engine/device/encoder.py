@@ -233,9 +233,10 @@ def choose_sizes(
     """Return what `Buckets.create` needs to know of an encoder, for a budget in embeddings."""
     if isinstance(spec, EncoderSpec):
         return {"max_units": encoder_budget // spec.tokens_per_unit}
+    per_embedding = spec.patches_per_kept or spec.patches_per_token
     patches = patch_buckets(
-        largest_item=largest_item * spec.patches_per_token,
-        encoder_budget=encoder_budget * spec.patches_per_token,
+        largest_item=largest_item * per_embedding,
+        encoder_budget=encoder_budget * per_embedding,
         patches_per_start=spec.patches_per_start,
     )
     return {"max_units": 0, "patches": patches}

@@ -40,10 +40,8 @@ class Gemma4UnifiedVisionEmbedder(nnx.Module):
     """A projection of a square's pixels, and embeddings of its column and row, normed thrice."""
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        vision, norm = (
-            hf_config.vision_config,
-            {"eps": 1e-5, "dtype": dtype},
-        )  # no key of the config
+        vision = hf_config.vision_config
+        norm = {"eps": 1e-5, "dtype": dtype}  # no key of the config
         num_values, width = 3 * vision.model_patch_size**2, vision.mm_embed_dim
         self.patch_ln1 = LayerNorm(num_values, **norm)
         self.patch_dense = Linear(num_values, width, use_bias=True, dtype=dtype)
@@ -103,7 +101,8 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
                 for number in range(num_layers - num_shared, num_layers)
             ),
             Split(experts + "gate_up_proj$", parts, (inner, inner), of_stack=True),
-            Rule(r"^model\.language_model\.(layers\.\d+\.router\.)proj\.", r"language_model.\1"),
+            Rule(r"\.router\.norm\.", None),  # without a weight
+            Rule(r"^model\.language_model\.(.*\.router\.)proj\.", r"language_model.\1"),
             Rule(TOWER + r"encoder\.layers\.", "vision_tower.encoder_layers."),
             Rule(TOWER, "vision_tower."),
             Rule(r"^(model\.)?embed_vision\.", "embed_vision."),
@@ -154,6 +153,16 @@ class Gemma4UnifiedForConditionalGeneration(Gemma4ForConditionalGeneration):
 
     def _build_tower(self, hf_config: Any, *, dtype: Any) -> None:
         self.embed_vision = Gemma4UnifiedVisionEmbedder(hf_config, dtype=dtype)
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        """Map the files' layout, in which `embed_vision` is in two parts, and the module's."""
+        inner = "embed_vision.multimodal_embedder.embedding_projection."
+        return (
+            Rule(r"^(model\.)?vision_embedder\.", "embed_vision."),
+            Rule(r"^(model\.)?embed_vision\.embedding_projection\.", inner),
+            *Gemma4ForConditionalGeneration.rules(hf_config),
+        )
 
     # The inputs of its host, by name.
     def embed_multimodal(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,11 +1,11 @@
-"""GLM-4.1V, 4.6V and GLM-OCR (arXiv 2507.01006): a tower over packed patches before GLM-4."""
+"""GLM-4.1V, 4.5V, 4.6V and GLM-OCR (arXiv 2507.01006): a tower over packed patches before GLM-4."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from mmjax.models.glm4v.host_inputs import Glm4vHostInputs, GlmOcrHostInputs
 from mmjax.models.qwen2_vl.model import Qwen2VLForConditionalGeneration
-from mmjax.weights.rules import Rule, RuleTypes, Split
+from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 
 
 class GlmOcrForConditionalGeneration(Qwen2VLForConditionalGeneration):
@@ -41,3 +41,22 @@ class Glm4vForConditionalGeneration(GlmOcrForConditionalGeneration):
 
 class Glm46VForConditionalGeneration(Glm4vForConditionalGeneration):
     """Served as HF's class of this name."""
+
+
+class Glm4vMoeForConditionalGeneration(Glm4vForConditionalGeneration):
+    """Served as HF's class of this name."""
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        """Map the hub's layout, in which experts lie apart, and the module's own, of stacks."""
+        experts = r"^model\.language_model\.(layers\.\d+\.mlp\.experts)\."
+        inner = hf_config.text_config.moe_intermediate_size
+        halves = [rf"language_model.\1.{name}_proj" for name in ("gate", "up")]
+        # Those of the layer behind the last are dropped before they are stacked.
+        dropped, *others = Glm4vForConditionalGeneration.rules(hf_config)
+        return (
+            dropped,
+            Stack(experts + r"(?P<index>\d+)\.(\w+_proj)\.weight$", r"language_model.\1.\3"),
+            Split(experts + "gate_up_proj$", halves, (inner, inner), of_stack=True),
+            *others,
+        )

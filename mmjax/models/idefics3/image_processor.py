@@ -59,8 +59,8 @@ class TileCutter:
 
     def find_longest(self, kwargs: Mapping[str, Any]) -> int:
         """Return the longest side to which these kwargs scale; `RequestValueError` for no side."""
-        size = kwargs.get("size") or dict(self.hf.size)
-        longest = size.get("longest_edge") if isinstance(size, Mapping) else None
+        size: Any = kwargs.get("size") or dict(self.hf.size)
+        longest: Any = size.get("longest_edge") if isinstance(size, Mapping) else None
         others = [] if not isinstance(size, Mapping) else [k for k, v in size.items() if v]
         is_side = isinstance(longest, int) and not isinstance(longest, bool)
         if not is_side or not 1 <= longest <= _MOST_SIDE or len(others) > 1:

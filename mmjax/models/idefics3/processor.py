@@ -4,8 +4,7 @@ Before: `look <image>`. After, of a picture of one row and two columns: `look
 <fake_token_around_image> <row_1_col_1> <image>*N <fake_token_around_image> <row_1_col_2>
 <image>*N \n \n <fake_token_around_image> <global-img> <image>*N <fake_token_around_image>`;
 of one that is not split, the last four alone. A frame of a video is such a picture, behind its
-time. Only the N take
-embeddings.
+time. Only the N take embeddings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,7 +115,7 @@ class Idefics3ProcessingInfo(FamilyInfo):
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Give HF's model `[prompts, units, C, Y, X]`, of videos as of images."""
-        joined = self.join_pixels(tensors, *self.host_inputs.pixel_keys)
+        joined = self.join_pixels(tensors, *Idefics3HostInputs.pixel_keys)
         pixels = joined.get("pixel_values")
         return joined if pixels is None else {**joined, "pixel_values": pixels[None]}
 

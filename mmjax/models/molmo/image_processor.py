@@ -5,57 +5,24 @@ As the published `MolmoImageProcessor` (arXiv 2409.17146), in numpy and Pillow.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError
+from mmjax.processing.image_processors.crops import (
+    Grid,
+    choose_tiling,
+    list_tilings,
+    resolve_max_crops,
+)
 from mmjax.processing.image_processors.image import patchify
 from mmjax.processing.items.items import ImageSize
 
-MAX_CROPS = 128
-"""No model has seen as many, and the time to list tilings grows with their number."""
 DROPPED = -100
 """Stands in `image_input_idx` for an embedding that no token takes."""
 _POOLING_SIDE = 2
-
-
-class Grid(NamedTuple):
-    """Tiles, or tokens, along each axis."""
-
-    rows: int
-    columns: int
-
-
-@lru_cache(maxsize=16)
-def list_tilings(max_crops: int) -> list[Grid]:
-    """Return every grid of at most `max_crops` tiles, those of fewer tiles and rows first."""
-    tilings = [
-        Grid(rows, columns)
-        for rows in range(1, max_crops + 1)
-        for columns in range(1, max_crops // rows + 1)
-    ]
-    return sorted(tilings, key=lambda one: (one.rows * one.columns, one.rows))
-
-
-def choose_tiling(height: int, width: int, *, window: int, max_crops: int) -> Grid:
-    """Return the grid that an image is enlarged least for, or else shrunk least.
-
-    Args:
-        height: In pixels, less both margins; may be negative, and is then computed with as is.
-        width: Likewise.
-        window: Side of a tile, in pixels.
-        max_crops: Of the tiled image.
-    """
-    tilings = list_tilings(max_crops)
-    pixels = np.array(tilings, np.float32) * np.float32(window)
-    with np.errstate(divide="ignore"):
-        scales = (pixels / np.array([height, width], np.float32)).min(axis=1)
-    if (scales < 1).all():
-        return tilings[int(scales.argmax())]
-    return tilings[int(np.where(scales < 1, np.inf, scales).argmin())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +76,7 @@ class MolmoImageProcessor:
 
     def resolve_max_crops(self, kwargs: Mapping[str, Any]) -> int:
         """Return how many crops a request may have of a tiled image; refuse what is no number."""
-        given = kwargs.get("max_crops")
-        value = self.max_crops if given is None else given
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_CROPS:
-            raise RequestValueError(
-                f"`max_crops` is {value!r}; it must be a number of crops from 1 to {MAX_CROPS}",
-                param="mm_processor_kwargs",
-            )
-        return value
+        return resolve_max_crops(kwargs, self.max_crops)
 
     def find_largest(self, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
         """Return the size of an image with the most embeddings, and how many."""

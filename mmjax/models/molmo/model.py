@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.layers.attention.api import dense_attention
+from mmjax.connectors.pooling import AttentionPooling
 from mmjax.layers.embed import Embed
-from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.molmo.host_inputs import (
@@ -65,27 +64,6 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 """Published names -> names in the tree; the first that matches decides."""
 
 
-class MolmoAttentionPooling(nnx.Module):
-    """Attention of a square's mean to its patches (arXiv 2409.17146, section 2)."""
-
-    def __init__(self, in_features: int, width: int, *, num_heads: int, dtype: Any) -> None:
-        self.wq = Linear(in_features, width, use_bias=True, dtype=dtype)
-        self.wk = Linear(in_features, width, use_bias=True, dtype=dtype)
-        self.wv = Linear(in_features, width, use_bias=True, dtype=dtype)
-        self.wo = Linear(width, width, use_bias=True, dtype=dtype)
-        self.num_heads = num_heads
-
-    def __call__(self, squares: Float[Array, "Z P _in"]) -> Float[Array, "Z _width"]:
-        """Return one row for each square of patches."""
-        mean = squares.mean(axis=1, keepdims=True)
-        query, key, value = (
-            project(x).reshape(*x.shape[:2], self.num_heads, -1)
-            for project, x in ((self.wq, mean), (self.wk, squares), (self.wv, squares))
-        )
-        out = dense_attention(query, key, value, mask=None, scale=query.shape[-1] ** -0.5)
-        return self.wo(out.reshape(len(squares), -1))
-
-
 class MolmoVisionBackbone(nnx.Module):
     """Crops to the features of their pooled patches, of the decoder's width."""
 
@@ -96,7 +74,7 @@ class MolmoVisionBackbone(nnx.Module):
         self.image_vit = ViT(_vision_config(sizes), dtype=dtype)
         self.feature_layers = tuple(layer + 1 for layer in layers)
         self.pad_embed = nnx.Param(jnp.zeros((2, width), dtype))
-        self.image_pooling_2d = MolmoAttentionPooling(
+        self.image_pooling_2d = AttentionPooling(
             width, sizes.image_emb_dim, num_heads=sizes.image_num_heads, dtype=dtype
         )
         self.image_projector = GatedMLP(

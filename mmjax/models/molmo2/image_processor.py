@@ -1,0 +1,209 @@
+"""Molmo 2's crops: the whole image squeezed into one, and windows over an image of many.
+
+As `Molmo2ImageProcessor` of transformers, which needs torchvision, in numpy.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmjax.models.molmo2.host_inputs import MARKS, NO_PATCH
+from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.crops import (
+    Grid,
+    choose_tiling,
+    list_tilings,
+    resolve_max_crops,
+)
+from mmjax.processing.image_processors.image import patchify
+from mmjax.processing.items.items import ImageSize
+
+LOW_START, START, COLUMN, END = (-1 - number for number in range(len(MARKS)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Molmo2ImageProcessor:
+    """Cuts images; the defaults are HF's."""
+
+    crop_side: int = 378
+    """In pixels."""
+    patch_size: int = 14
+    pooling_size: Sequence[int] = (2, 2)
+    """Rows and columns of patches that become one embedding."""
+    overlap_margins: Sequence[int] = (4, 4)
+    """Patches that a crop leaves to the one before it and to the one behind, on either axis."""
+    max_crops: int = 8
+    """Crops of the tiled image, at most; the crop of the whole image is added to them."""
+    image_mean: Sequence[float] = (0.5, 0.5, 0.5)
+    image_std: Sequence[float] = (0.5, 0.5, 0.5)
+    rescale_factor: float = 1 / 255
+    image_use_col_tokens: bool = True
+    """Whether `<im_col>` ends a row of the tiled image."""
+    use_single_crop_col_tokens: bool | None = None
+    """Whether it ends one of the whole image; None: as above."""
+    use_single_crop_start_token: bool = True
+    """Whether the whole image has a mark of its own before it."""
+
+    @property
+    def crop_patches(self) -> int:
+        """Patches of a crop along a side."""
+        return self.crop_side // self.patch_size
+
+    @property
+    def window_patches(self) -> int:
+        """Patches between the beginnings of two crops."""
+        return self.crop_patches - sum(self.overlap_margins)
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return frozenset({"max_crops"})
+
+    def size_of(self, tiling: Grid) -> ImageSize:
+        """Return the size that an image is brought to for a tiling, in pixels."""
+        margin = sum(self.overlap_margins)
+        height, width = (
+            (tiles * self.window_patches + margin) * self.patch_size for tiles in tiling
+        )
+        return ImageSize(width=width, height=height)
+
+    def count_tokens(self, size: ImageSize) -> Grid:
+        """Return the rows and columns of embeddings of as many pixels."""
+        rows, columns = (
+            -(-(side // self.patch_size) // pooled)
+            for side, pooled in zip((size.height, size.width), self.pooling_size, strict=True)
+        )
+        return Grid(rows, columns)
+
+    def write_rows(self, low: Grid, high: Grid) -> np.ndarray:
+        """Return int32[tokens]: the outputs of both views in order, and marks (`embed_rows`)."""
+        low_columns = self.use_single_crop_col_tokens
+        has_columns = self.image_use_col_tokens if low_columns is None else low_columns
+        start = LOW_START if self.use_single_crop_start_token else START
+        first = _write_view(low, 0, start, has_columns=has_columns)
+        second = _write_view(
+            high, low.rows * low.columns, START, has_columns=self.image_use_col_tokens
+        )
+        return np.concatenate([first, second]).astype(np.int32)
+
+    def find_largest(self, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
+        """Return the size of an image with the most embeddings, marks included, and how many."""
+        tilings = list_tilings(resolve_max_crops(kwargs, self.max_crops))
+        sizes = [self.size_of(tiling) for tiling in tilings]
+        low = self.count_tokens(ImageSize(width=self.crop_side, height=self.crop_side))
+        counts = [len(self.write_rows(low, self.count_tokens(size))) for size in sizes]
+        return sizes[counts.index(max(counts))], max(counts)
+
+    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, Any]:
+        """Return the crops of all images, one behind the other.
+
+        `pixel_values` uint8[crops, patches, values]; `image_token_pooling` int32[windows, patches]:
+        the patches of a window, counted from the image's first; `image_rows` int32[tokens], as
+        `write_rows` says; int64[images] of each: `image_num_crops`, `num_windows`, `num_tokens`;
+        `image_grids` int64[images, 4]: rows and columns of both views; `image_affine`.
+        """
+        max_crops = resolve_max_crops(kwargs, self.max_crops)
+        made = [self._cut(image, max_crops) for image in images]
+        joined = {key: np.concatenate([one[key] for one in made]) for key in made[0]}
+        counted = (
+            ("image_num_crops", "pixel_values"),
+            ("num_windows", "image_token_pooling"),
+            ("num_tokens", "image_rows"),
+        )
+        counts = {name: np.array([len(one[key]) for one in made]) for name, key in counted}
+        affine = make_affine(
+            rescale_factor=self.rescale_factor, mean=self.image_mean, std=self.image_std
+        )
+        return {**joined, **counts, "image_affine": affine}
+
+    def _cut(self, image: Image.Image, max_crops: int) -> dict[str, np.ndarray]:
+        pixels = np.asarray(image.convert("RGB"))
+        margin = sum(self.overlap_margins) * self.patch_size
+        tiling = choose_tiling(
+            image.height - margin,
+            image.width - margin,
+            window=self.window_patches * self.patch_size,
+            max_crops=max_crops,
+        )
+        size, side = self.size_of(tiling), self.crop_side
+        whole = resize_bilinear(pixels, side, side)
+        tiled = resize_bilinear(pixels, size.height, size.width)
+        window = self.window_patches * self.patch_size
+        crops = [whole] + [
+            tiled[row * window : row * window + side, column * window : column * window + side]
+            for row in range(tiling.rows)
+            for column in range(tiling.columns)
+        ]
+        patches = [patchify(crop.transpose(2, 0, 1), *[self.patch_size] * 2) for crop in crops]
+        num_patches = self.crop_patches**2
+        low = np.arange(num_patches).reshape(self.crop_patches, -1)
+        (low_windows, low_grid), (high_windows, high_grid) = (
+            pool_grid(grid, *self.pooling_size)
+            for grid in (low, self._number_patches(tiling) + num_patches)
+        )
+        return {
+            "pixel_values": np.stack(patches),
+            "image_token_pooling": np.concatenate([low_windows, high_windows]).astype(np.int32),
+            "image_rows": self.write_rows(low_grid, high_grid),
+            "image_grids": np.array([[*low_grid, *high_grid]], np.int64),
+        }
+
+    def _number_patches(self, tiling: Grid) -> np.ndarray:
+        """Return int[rows, columns] of the tiled image's patches: their numbers in its crops.
+
+        Of a patch that several crops have, the number in the one whose margin it is not in.
+        """
+        side, (before, behind) = self.crop_patches, self.overlap_margins
+        numbers = np.arange(tiling.rows * tiling.columns * side**2)
+        numbers = numbers.reshape(tiling.rows, tiling.columns, side, side)
+        is_read = np.ones_like(numbers, bool)
+        is_read[1:, :, :before] = False
+        is_read[:, 1:, :, :before] = False
+        is_read[:-1, :, side - behind :] = False
+        is_read[:, :-1, :, side - behind :] = False
+        order, is_read = numbers.transpose(0, 2, 1, 3), is_read.transpose(0, 2, 1, 3)
+        size = self.size_of(tiling)
+        return order[is_read].reshape(size.height // self.patch_size, -1)
+
+
+def _write_view(grid: Grid, first: int, start: int, *, has_columns: bool) -> np.ndarray:
+    rows = np.arange(grid.rows * grid.columns).reshape(grid) + first
+    if has_columns:
+        rows = np.pad(rows, ((0, 0), (0, 1)), constant_values=COLUMN)
+    return np.concatenate([[start], rows.reshape(-1), [END]])
+
+
+def pool_grid(grid: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, Grid]:
+    """Return a grid's windows, int[windows, rows * columns], and how many along each axis.
+
+    Windows at the edges lack patches (`NO_PATCH`), more of them behind than before.
+    """
+    lacking = [-side % pooled for side, pooled in zip(grid.shape, (rows, columns), strict=True)]
+    padded = np.pad(grid, [(n // 2, n - n // 2) for n in lacking], constant_values=NO_PATCH)
+    found = Grid(padded.shape[0] // rows, padded.shape[1] // columns)
+    windows = padded.reshape(found.rows, rows, found.columns, columns).transpose(0, 2, 1, 3)
+    return windows.reshape(-1, rows * columns), found
+
+
+def resize_bilinear(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return uint8[height, width, C] of [.., .., C], of two by two pixels each: no antialiasing.
+
+    As torch's `interpolate` of floats, rounded to bytes afterwards. One of two products is added
+    without being rounded to float32 before: so torch's processors do it, in most of their loops. A
+    byte in some 100,000 is another where the sum is a half, as with torch by its threads.
+    """
+    across = _mix(pixels.astype(np.float32), width, axis=1)
+    return np.clip(np.rint(_mix(across, height, axis=0)), 0, 255).astype(np.uint8)
+
+
+def _mix(pixels: np.ndarray, side: int, *, axis: int) -> np.ndarray:
+    old = pixels.shape[axis]
+    scale = np.float64(np.float32(old) / np.float32(side))
+    places = ((np.arange(side) + 0.5) * scale - 0.5).astype(np.float32).clip(0)
+    first = np.minimum(places.astype(np.int64), old - 1)
+    share = (places - first.astype(np.float32)).reshape(-1, *[1] * (2 - axis))
+    left, right = (pixels.take(at, axis) for at in (first, np.minimum(first + 1, old - 1)))
+    rest = (1 - share).astype(np.float64)
+    return (left * rest + (right * share).astype(np.float64)).astype(np.float32)

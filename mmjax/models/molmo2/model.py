@@ -1,0 +1,234 @@
+"""Molmo 2 (arXiv 2601.10611): SigLIP 2, pooling by attention, Qwen3's or OLMo 3's decoder.
+
+An image's features are added to the embedding of the token at whose place they stand.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mmjax.connectors.pooling import AttentionPooling
+from mmjax.errors import CheckpointError
+from mmjax.layers.embed import Embed
+from mmjax.layers.mlp import GatedMLP
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.molmo2.host_inputs import CropShape, Molmo2HostInputs, read_prompt_ids
+from mmjax.models.text_model import build_text_model
+from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.weights.rules import Rule, RuleTypes, Split
+
+_BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
+_LAYER = r"language_model.layers.\1."
+_VIT = r"^model\.(?:vision_backbone\.image_vit|vision_tower)\."
+_VIT_BLOCK = _VIT + r"(?:transformer\.resblocks|layers)\.(\d+)\."
+_VIT_LAYER = r"vision_tower.encoder.layers.\1."
+_CONNECTOR = r"^model\.(?:vision_backbone|multi_modal_projector)\."
+_POOLING = _CONNECTOR + r"image_pooling_2d\."
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **{
+            _VIT_BLOCK + rf"(?:attention\.w{part}|self_attn\.{part}_proj)\.": (
+                f"{_VIT_LAYER}self_attn.{'out' if part == 'o' else part}_proj."
+            )
+            for part in "qkvo"
+        },
+        _VIT_BLOCK + r"(?:attention_norm|layer_norm1)\.": _VIT_LAYER + "layer_norm1.",
+        _VIT_BLOCK + r"(?:ffn_norm|layer_norm2)\.": _VIT_LAYER + "layer_norm2.",
+        _VIT_BLOCK + r"(?:feed_forward\.w|mlp\.fc)([12])\.": _VIT_LAYER + r"mlp.fc\2.",
+        _VIT_BLOCK: _VIT_LAYER,
+        _VIT + r"positional_embedding$": "vision_tower.embeddings.position_embedding.weight",
+        _VIT + r"patch_embedding\.": "vision_tower.embeddings.patch_embedding.",
+        _POOLING + r"w?([qkvo])(?:_proj)?\.": r"image_pooling_2d.w\1.",
+        _CONNECTOR + r"image_projector\.(?:w1|gate_proj)\.": "image_projector.gate_proj.",
+        _CONNECTOR + r"image_projector\.(?:w2|down_proj)\.": "image_projector.down_proj.",
+        _CONNECTOR + r"image_projector\.(?:w3|up_proj)\.": "image_projector.up_proj.",
+        _CONNECTOR: "",
+        _BLOCK + r"self_attn\.attn_out\.": _LAYER + "self_attn.o_proj.",
+        _BLOCK + r"self_attn\.([qk])_norm\.": _LAYER + r"self_attn.\2_norm.",
+        _BLOCK + r"mlp\.ff_out\.": _LAYER + "mlp.down_proj.",
+        _BLOCK + r"attn_norm\.": _LAYER + "input_layernorm.",
+        _BLOCK + r"ff_norm\.": _LAYER + "post_attention_layernorm.",
+        r"^model\.transformer\.wte\.embedding$": "language_model.embed_tokens.weight",
+        r"^model\.transformer\.wte\.new_embedding$": "new_embed_tokens.weight",
+        r"^model\.transformer\.ln_f\.": "language_model.norm.",
+        r"^model\.language_model\.": "language_model.",
+        r"^lm_head\.": "language_model.lm_head.",
+    }
+)
+"""Published names, and those of HF's module -> names in the tree; the first match decides."""
+
+
+class Molmo2ForConditionalGeneration(MultiModalModel):
+    """Served as HF's class of this name.
+
+    The tokens behind the vocabulary have embeddings and no logits: they are never sampled.
+    """
+
+    host_inputs = Molmo2HostInputs
+    has_bidirectional_spans = True
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        text, adapter = hf_config.text_config, hf_config.adapter_config
+        _check_widths(hf_config)
+        self.crop = CropShape.of(hf_config)
+        self.prompt_ids = tuple(read_prompt_ids(hf_config))
+        self.vocab_size = text.vocab_size
+        self.num_token_ids = text.vocab_size + text.additional_vocab_size
+        if not all(self.vocab_size <= one < self.num_token_ids for one in self.prompt_ids):
+            raise CheckpointError(
+                f"config.json gives the tokens of images the ids {list(self.prompt_ids)}; they "
+                f"must be those of the additional table, {self.vocab_size} and up"
+            )
+        layers = _read_layers(hf_config)
+        self.feature_layers = tuple(layer + 1 for layer in layers)
+        with self._mark_tower_model(hf_config, "image"):
+            self.vision_tower = ViT(_read_tower(hf_config), dtype=dtype)
+            self.image_pooling_2d = AttentionPooling(
+                len(layers) * adapter.hidden_size,
+                adapter.hidden_size,
+                num_heads=adapter.num_attention_heads,
+                dtype=dtype,
+            )
+            self.image_projector = GatedMLP(
+                adapter.hidden_size,
+                adapter.intermediate_size,
+                out_features=adapter.text_hidden_size,
+                activation=adapter.hidden_act,
+                dtype=dtype,
+            )
+        # A tied head could have no row for the tokens behind the vocabulary: HF's is its own, too.
+        self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=False)
+        self.new_embed_tokens = Embed(text.additional_vocab_size, text.hidden_size, dtype=dtype)
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        """Cut what is fused, map the names, and drop the blocks that nobody reads."""
+        text = hf_config.text_config
+        num_blocks = hf_config.vision_config.num_hidden_layers
+        # Of a published config, HF counts up to the last block that is read; files may have more.
+        last = max(_read_layers(hf_config))
+        unread = range(last + 1, max(num_blocks, last + 3))
+        widths = [
+            n * text.head_dim for n in (text.num_attention_heads, *[text.num_key_value_heads] * 2)
+        ]
+        return (
+            *(Rule(_VIT + rf"(?:transformer\.resblocks|layers)\.{n}\.", None) for n in unread),
+            Split(
+                _BLOCK + r"self_attn\.att_proj\.",
+                [f"{_LAYER}self_attn.{part}_proj." for part in "qkv"],
+                widths,
+            ),
+            Split(
+                _BLOCK + r"mlp\.ff_proj\.",
+                [f"{_LAYER}mlp.{part}_proj." for part in ("up", "gate")],
+                [text.intermediate_size] * 2,
+            ),
+            Split(
+                r"^model\.language_model\.embed_tokens\.weight$",
+                ["language_model.embed_tokens.weight", "new_embed_tokens.weight"],
+                [text.vocab_size, text.additional_vocab_size],
+            ),
+            *(Rule(pattern, name) for pattern, name in _NAMES.items()),
+        )
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up tokens, those behind the vocabulary in a table of their own."""
+        is_new = token_ids >= self.vocab_size
+        new = self.new_embed_tokens(token_ids - self.vocab_size)
+        return jnp.where(is_new[:, None], new, super().embed_input_ids(token_ids))
+
+    def extra_embeds(self) -> Float[Array, "_extra D"]:
+        """Return the embeddings of `MARKS`."""
+        return self._embed_marks()[1:]
+
+    def embed_multimodal(
+        self,
+        pixel_values: Float[Array, "P _pixels"],
+        pooling: Int[Array, "P _slots"],
+        segment_ids: Int[Array, " P"],
+    ) -> Float[Array, "_outputs D"]:
+        """Return the embedding of every window: its features, and the patch token's under them."""
+        with jax.named_scope("vision_tower"):
+            features = self._encode_crops(pixel_values)
+        windows = _number_windows(pooling, segment_ids, self.crop.rows_per_output)
+        with jax.named_scope("image_pooling_2d"):
+            patches = features.at[jnp.maximum(windows, 0)].get(mode="fill", fill_value=0)
+            pooled = self.image_pooling_2d(patches, windows >= 0)
+        with jax.named_scope("image_projector"):
+            projected = self.image_projector(pooled)
+        return projected + self._embed_marks()[:1]
+
+    def _embed_marks(self) -> Float[Array, "_ids D"]:
+        """Return the embeddings of the patch token and of `MARKS`, which no adapter changes."""
+        places = [token_id - self.vocab_size for token_id in self.prompt_ids]
+        return self.new_embed_tokens(jnp.array(places, jnp.int32))
+
+    def _encode_crops(
+        self, pixel_values: Float[Array, "P _pixels"]
+    ) -> Float[Array, "_rows _width"]:
+        """Return the states that are read, side by side, of each row of the crops of a pack."""
+        rows, patches = self.crop.rows, self.crop.side**2
+        crops = pixel_values.reshape(-1, rows, pixel_values.shape[-1])[:, :patches]
+        dtype = self.new_embed_tokens.weight.dtype
+        _, states = self.vision_tower(crops.astype(dtype), feature_layers=self.feature_layers)
+        features = jnp.concatenate(states, axis=-1)
+        padded = jnp.pad(features, ((0, 0), (0, rows - patches), (0, 0)))
+        return padded.reshape(len(pixel_values), -1)
+
+
+def _number_windows(
+    pooling: Int[Array, "P _slots"], segment_ids: Int[Array, " P"], rows_per_output: int
+) -> Int[Array, "_outputs _patches"]:
+    """Return each output's patches as rows of the pack: `pooling` counts from its item's first."""
+    places = jnp.arange(len(segment_ids), dtype=jnp.int32)
+    is_first = segment_ids != jnp.roll(segment_ids, 1)
+    first = jax.lax.cummax(jnp.where(is_first, places, 0))
+    rows = jnp.where(pooling < 0, pooling, pooling + first[:, None])
+    # Of padding, pooling is 0: its own rows, of which nothing reads the output.
+    return rows.reshape(len(pooling) // rows_per_output, -1)
+
+
+def _read_layers(hf_config: Any) -> list[int]:
+    """Return the blocks that are read, counted from 0."""
+    num_blocks = hf_config.vision_config.num_hidden_layers
+    return [layer % num_blocks for layer in hf_config.adapter_config.vision_feature_layer]
+
+
+def _check_widths(hf_config: Any) -> None:
+    """Refuse heads that would not fill a width, and what the published layers do not have."""
+    for key in ("vision_config", "adapter_config"):
+        part = getattr(hf_config, key)
+        heads = part.num_attention_heads
+        for name, expected in (
+            ("num_key_value_heads", heads),
+            ("head_dim", part.hidden_size // heads),
+            ("attention_bias", True),
+            ("mlp_bias", False),
+        ):
+            found = getattr(part, name, expected)
+            if found != expected:
+                raise CheckpointError(
+                    f"`{key}.{name}` is {found}; beside {heads} heads and a `hidden_size` of "
+                    f"{part.hidden_size}, mmjax's Molmo 2 takes {expected}"
+                )
+
+
+def _read_tower(hf_config: Any) -> ViTConfig:
+    vision = hf_config.vision_config
+    return ViTConfig(
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.intermediate_size,
+        num_hidden_layers=max(_read_layers(hf_config)) + 1,
+        num_attention_heads=vision.num_attention_heads,
+        num_channels=vision.num_channels,
+        image_size=vision.image_size[0],
+        patch_size=vision.patch_size,
+        layer_norm_eps=vision.layer_norm_eps,
+        hidden_act=vision.hidden_act,
+        has_final_norm=False,
+        takes_patches=True,
+    )

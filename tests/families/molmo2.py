@@ -1,0 +1,259 @@
+"""Tiny Molmo 2s: crops whose seams windows of patches reach over; Qwen3's and OLMo 3's decoders.
+
+HF's image processor needs torchvision: here its own functions run on torch's `interpolate`.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer, Molmo2Config
+from transformers import Molmo2ForConditionalGeneration as HFModel
+from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor as HFCutter
+from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
+
+from mmjax.models.molmo2.host_inputs import read_prompt_ids
+from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor
+from mmjax.models.molmo2.model import Molmo2ForConditionalGeneration
+from mmjax.parity.arrays import Sample
+from mmjax.parity.reference import make_reference_inputs
+from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
+from tests.families.family import CHATML, Family, HFInputs
+from tests.families.published import Published
+from tests.families.published_names import list_molmo2
+from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant, joined
+from tests.kit import draw
+
+SIDE, PATCH, MARGIN, MAX_CROPS, VOCAB = 70, 14, 1, 3, 600
+
+
+def make_cutter(side: int = SIDE) -> Molmo2ImageProcessor:
+    """Return ours, for crops of so many pixels a side."""
+    return Molmo2ImageProcessor(
+        crop_side=side, patch_size=PATCH, overlap_margins=(MARGIN, MARGIN), max_crops=MAX_CROPS
+    )
+
+
+SIZES = [(105, 175), (58, 40), (224, 70), (80, 154)]
+"""Width and height of drawn images, by turns."""
+TOKENS = (
+    *("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<low_res_im_start>", "<|image|>"),
+    *("<im_low>", "<frame_start>", "<frame_end>", "<|video|>", "<|im_start|>", "<|im_end|>"),
+)
+"""In the published order, and the turns' two, which published tokenizers have before them."""
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "attention_factor": 1.2},
+    **{"original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
+}
+
+
+def tiny_config(
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    adapter: Mapping[str, Any] | None = None,
+    first_id: int = VOCAB,
+) -> Molmo2Config:
+    """Return a config of width 32 and three blocks, and a tower of which two blocks are read."""
+    decoder = {
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        **{"intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": VOCAB},
+        **{"additional_vocab_size": 16, "max_position_embeddings": 1024},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    tower = {
+        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "image_size": [SIDE, SIDE]},
+        "patch_size": PATCH,
+    }
+    decoder |= text or {}
+    pooler = {
+        **{"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+        **{"intermediate_size": 40, "text_hidden_size": decoder["hidden_size"]},
+        "vision_feature_layer": [-1, 0],
+    }
+    return Molmo2Config(
+        text_config=decoder,
+        vision_config={**tower, **(vision or {})},
+        adapter_config={**pooler, **(adapter or {})},
+        image_start_token_id=first_id,
+        image_end_token_id=first_id + 1,
+        image_patch_id=first_id + 2,
+        low_res_image_start_token_id=first_id + 4,
+        frame_start_token_id=first_id + 7,
+        frame_end_token_id=first_id + 8,
+    )
+
+
+def draw_item(config: Any, media: Media) -> DrawnItem:
+    """Return a processed image."""
+    picture = draw(*SIZES[media.seed % len(SIZES)], media.seed)
+    tensors = make_cutter(config.vision_config.image_size[0])([picture])
+    patch, *marks = read_prompt_ids(config)
+    ids = [patch if row >= 0 else marks[-1 - row] for row in tensors["image_rows"]]
+    return DrawnItem({name: np.asarray(value) for name, value in tensors.items()}, ids)
+
+
+def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
+    """Return the sample as HF's processor would give it."""
+    taken = {"pixel_values", "image_token_pooling", "image_grids", "image_num_crops"}
+    data = joined(sample, colours_last=True)
+    kinds = torch.tensor(sample.is_embed, dtype=torch.long)[None]
+    tensors = {name: value for name, value in data.items() if name in taken}
+    return make_reference_inputs(sample.token_ids, tensors) | {"mm_token_type_ids": kinds}
+
+
+OLMO = {"qk_norm_type": "olmo", "norm_after": True, "num_key_value_heads": 4}
+TINY = TinyFamily(
+    name="molmo2",
+    model_class=Molmo2ForConditionalGeneration,
+    reference_class=HFModel,
+    make_config=tiny_config,
+    served={},
+    draw_item=draw_item,
+    torch_inputs=torch_inputs,
+    word_ids=range(5, 590),
+    published_head_dim=128,
+    max_embeds={"image": make_cutter().find_largest({})[1]},
+    longest_run=make_cutter().find_largest({})[1],
+    max_items=1,
+    variants={
+        "qwen3": Variant({}, 9),
+        "olmo3": Variant(
+            {"text": {**OLMO, "rope_parameters": YARN, "rope_scaling_layers": [2]}}, 9
+        ),
+        "biases and one block": Variant(
+            {"text": {"attention_bias": True}, "adapter": {"vision_feature_layer": [1]}}, 8
+        ),
+        "blocks of rows": Variant({"vision": {"image_size": [238, 238]}}, 9),
+    },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+def write_files(path: Path) -> Path:
+    """Write the files of a checkpoint without weights, in the published layout."""
+    tokenizer = make_tokenizer(TOKENS)
+    first = tokenizer.convert_tokens_to_ids(TOKENS[0])
+    config = tiny_config(text={"vocab_size": first, "num_key_value_heads": 4}, first_id=first)
+    config.architectures = [MOLMO2.architecture]
+    size = {"height": SIDE, "width": SIDE}
+    preprocessor = {
+        "image_processor_type": "Molmo2ImageProcessor",
+        **{"size": size, "patch_size": PATCH, "pooling_size": [2, 2], "max_crops": MAX_CROPS},
+        **{"overlap_margins": [MARGIN, MARGIN], "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        **{"do_convert_rgb": True, "resample": 2},
+    }
+    return write_directory(path, config, tokenizer, preprocessor_config=preprocessor)
+
+
+path = made_once(write_files)
+
+
+def write(folder: Path) -> Path:
+    """Write random weights, too, as published."""
+    with_weights(write_files)(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    # NOTE: HF's `save_pretrained` cuts the table of tokens in halves, not behind the vocabulary.
+    names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
+    table, place = np.concatenate([tensors[name] for name in names]), len(tensors["lm_head.weight"])
+    tensors |= dict(zip(names, np.split(table, [place]), strict=True))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+class WithoutTorchvision:
+    """What HF's image processor asks of torchvision, by torch alone."""
+
+    def resize(self, image: Any, size: Any, resample: Any, antialias: bool) -> Any:
+        assert not antialias
+        shape = (size.height, size.width)
+        return torch.nn.functional.interpolate(image, shape, mode="bilinear")
+
+    def rescale_and_normalize(
+        self, images: Any, do_rescale: bool, factor: float, do_normalize: bool, mean: Any, std: Any
+    ) -> Any:
+        mean, std = (torch.tensor(values)[None, :, None, None] for values in (mean, std))
+        return (images.float() * factor - mean) / std
+
+
+for name in ("_build_overlapping_crops", "_image_batch_to_patches_and_grids", "_preprocess"):
+    # NOTE: HF's class refuses to give any attribute by its name while torchvision is missing.
+    setattr(WithoutTorchvision, name, type.__getattribute__(HFCutter, name))
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(path())
+
+
+def cut(images: list[Any], max_crops: int) -> dict[str, Any]:
+    """Return the tensors that HF's image processor makes."""
+    pixels = [torch.from_numpy(np.array(one.convert("RGB"))).permute(2, 0, 1) for one in images]
+    return dict(
+        WithoutTorchvision()._preprocess(  # pyright: ignore[reportAttributeAccessIssue]
+            pixels,
+            do_resize=True,
+            size=SimpleNamespace(height=SIDE, width=SIDE),
+            resample=2,
+            do_rescale=True,
+            rescale_factor=1 / 255,
+            do_normalize=True,
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+            do_convert_rgb=True,
+            max_crops=max_crops,
+            overlap_margins=[MARGIN, MARGIN],
+            patch_size=PATCH,
+            pooling_size=[2, 2],
+            disable_grouping=False,
+            return_tensors="pt",
+        )
+    )
+
+
+def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+    """Return what HF's processor makes of a prompt, by its own functions."""
+    tensors = cut(images, kwargs.get("max_crops", MAX_CROPS)) if images else {}
+    settings = SimpleNamespace(
+        image_use_col_tokens=True, use_single_crop_col_tokens=None, use_single_crop_start_token=True
+    )
+    first, *others = prompt.split("<|image|>")
+    for number, text in enumerate(others):
+        first += Molmo2Processor.replace_image_token(settings, tensors, number) + text  # pyright: ignore[reportArgumentType]
+    bos = tokenizer().eos_token
+    ids = tokenizer().encode(first if first.startswith(bos) else bos + first)
+    marks = tokenizer().convert_tokens_to_ids(list(TOKENS[:5]))
+    tensors["mm_token_type_ids"] = torch.tensor(np.isin(ids, marks).astype(int))[None]
+    return HFInputs(ids, tensors)
+
+
+MOLMO2 = Family(
+    name="molmo2",
+    architecture="Molmo2ForConditionalGeneration",
+    tiny=TINY,
+    is_written=True,
+    path=path,
+    write=write,
+    published=Published(list_shapes=list_molmo2),
+    rendered="<|image|>" + CHATML.format(image=""),
+    with_system=("<|image|>", "<|image|><|im_start|>system\nbe short<|im_end|>\n"),
+    call_hf=call_hf,
+    embed_token_ids=lambda processor: list(read_prompt_ids(processor.info.get_hf_config())),
+    placeholder="<|image|>",
+    takes_embeds=False,
+    max_images=1,
+    extra_kwargs=({}, {"max_crops": 2}),
+    lowering_kwargs={"max_crops": 1},
+    tensors={"pixel_values": 1e-6, "image_token_pooling": 0.0, "image_grids": 0.0},
+    colours_last=True,
+    words=(*Family.words, "<|im_start|>", "<|im_end|>"),
+)

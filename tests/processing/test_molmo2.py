@@ -1,0 +1,143 @@
+"""Molmo 2's crops and points: where its own rules end, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.molmo2.answers import parse_points
+from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor, pool_grid, resize_bilinear
+from mmjax.models.registry import create_processor
+from mmjax.processing.items.items import ImageSize
+from tests.families.directories import edit_json
+from tests.families.molmo2 import MOLMO2, call_hf, cut, make_cutter, write_files
+from tests.kit import draw
+
+SIZES = [(37, 211), (90, 70), (300, 40), (14, 14), (500, 500), (84, 126), (3, 400)]
+ONE = [ImageSize(width=200, height=100)]
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return MOLMO2.make_processor()
+
+
+@pytest.mark.parametrize("max_crops", [1, 3, 7])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_pixels_windows_and_grids_are_hfs(width: int, height: int, max_crops: int):
+    picture = draw(width, height, 5)
+    found, expected = make_cutter()([picture], max_crops=max_crops), cut([picture], max_crops)
+    steps = found["pixel_values"] - (expected["pixel_values"].double() * 127.5 + 127.5).numpy()
+    assert np.abs(steps).max() < 1.01, "halves are rounded up or down"
+    assert (np.abs(steps) > 0.01).mean() < 0.01
+    for name in ("image_token_pooling", "image_grids", "image_num_crops"):
+        np.testing.assert_array_equal(found[name], expected[name].numpy())
+
+
+@pytest.mark.parametrize(("width", "height"), [(640, 480), (91, 1200), (378, 378), (757, 333)])
+def test_bytes_are_torchs_where_they_are_no_halves(width: int, height: int):
+    """Of a half, torch's own byte depends on how many threads it has."""
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
+    for size in ((378, 378), (644, 910)):
+        floats = torch.nn.functional.interpolate(planes, size, mode="bilinear")
+        expected = floats[0].permute(1, 2, 0).numpy()
+        differs = resize_bilinear(pixels, *size) != np.rint(expected)
+        assert differs.mean() < 1e-4
+        assert np.abs(expected[differs] % 1 - 0.5).max(initial=0) < 1e-4
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_token_ids_are_hfs(processor: Any, width: int, height: int):
+    text, images = "<|image|>what is it", [draw(width, height, 1)]
+    for prompt in (text, f"</s>{text}"):
+        inputs = processor.apply(prompt, {"image": images})
+        assert inputs.prompt_token_ids == call_hf(prompt, images, {}).input_ids
+    (place,) = inputs.mm_placeholders["image"]
+    assert place.get_longest_run() == place.length, "marks are seen with the image"
+
+
+def test_windows_at_an_edge_lack_patches():
+    windows, grid = pool_grid(np.arange(9).reshape(3, 3), 2, 2)
+    assert grid == (2, 2)
+    assert windows.tolist() == [[0, 1, 3, 4], [2, -1, 5, -1], [6, 7, -1, -1], [8, -1, -1, -1]]
+
+
+def test_the_largest_published_image():
+    size, most = Molmo2ImageProcessor().find_largest({})
+    (found,) = Molmo2ImageProcessor()([draw(*size)])["num_tokens"]
+    assert most == found
+
+
+@pytest.mark.parametrize(
+    ("text", "points", "labels", "ids"),
+    [
+        (
+            'See <points coords="1 1 500 250 2 010 1000">two boats</points>.',
+            [[100.0, 25.0], [2.0, 100.0]],
+            ["two boats"] * 2,
+            [1, 2],
+        ),
+        ('<points alt="a cat" coords="1 3 250 500"/>', [[50.0, 50.0]], ["a cat"], [3]),
+        ('<tracks coords="1 7 000 000">it</tracks>', [[0.0, 0.0]], ["it"], [7]),
+        ('<points coords="1 1 500 500', [], [], []),
+        ('<points coords="2 1 500 500">of no image</points>', [], [], []),
+        ('<points coords="1 1 1001 500">beyond</points>', [], [], []),
+        ("no points", [], [], []),
+    ],
+)
+def test_points_are_pixels(text: str, points: Any, labels: list[str], ids: list[int]):
+    found = parse_points(text, ONE)
+    expected = {"points": points, "labels": labels, "ids": ids, "images": [1] * len(ids)}
+    assert found == ({"points": expected} if points else {})
+
+
+def test_points_of_several_images_are_each_ones_pixels():
+    sizes = [*ONE, ImageSize(width=1000, height=10)]
+    text = '<points coords="1 1 500 500\t2 2 500 500 3 100 900">x</points>'
+    found = parse_points(text, sizes)["points"]
+    assert found["points"] == [[100.0, 50.0], [500.0, 5.0], [100.0, 9.0]]
+    assert (found["images"], found["ids"]) == ([1, 2, 2], [1, 2, 3])
+
+
+def test_an_answer_is_parsed_by_the_image_as_it_was_sent(processor: Any):
+    inputs = processor.prepare("<|image|>point", {"image": [draw(200, 100)]})
+    ids = processor.info.get_tokenizer().encode('<points coords="1 1 500 500">a</points>')
+    assert inputs.parse_answer(ids)["points"]["points"] == [[100.0, 50.0]]
+    assert processor.prepare("point", {}).parse_answer is None
+
+
+def test_a_second_image_is_refused(processor: Any):
+    with pytest.raises(RequestValueError, match="At most 1 image"):
+        processor.apply("<|image|><|image|>", {"image": [draw(20, 20), draw(20, 20)]})
+
+
+@pytest.mark.parametrize("max_crops", [0, -1, True, "3", 1000])
+def test_other_numbers_of_crops_are_refused(processor: Any, max_crops: Any):
+    with pytest.raises(RequestValueError, match="max_crops"):
+        processor.apply("<|image|>", {"image": [draw(20, 20)]}, {"max_crops": max_crops})
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("preprocessor_config", "size", {"height": 84, "width": 84}),
+        ("preprocessor_config", "patch_size", 7),
+        ("preprocessor_config", "resample", 3),
+        ("preprocessor_config", "pooling_size", [4, 4]),
+        ("preprocessor_config", "overlap_margins", [3, 2]),
+        ("config", "image_patch_id", 3),
+        ("config", "vision_config.num_position_embeddings", 24),
+    ],
+)
+def test_files_that_contradict_each_other_are_refused(
+    tmp_path: Path, file: str, key: str, value: Any
+):
+    path = write_files(tmp_path / "checkpoint")
+    edit_json(path / f"{file}.json", {key: value})
+    name = "<im_patch>" if key == "image_patch_id" else key.rpartition(".")[2]
+    with pytest.raises(CheckpointError, match=name):
+        create_processor(str(path)).apply("<|image|>", {"image": [draw(20, 20)]})
