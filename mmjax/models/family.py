@@ -202,6 +202,15 @@ class FamilyInfo(BaseProcessingInfo):
                 param="multi_modal_data",
             )
 
+    @staticmethod
+    def join_pixels(tensors: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+        """Return the tensors with the units of images and videos as one `pixel_values`.
+
+        `names`: of the pixels, in the order in which parity's prompts have their items.
+        """
+        found = [tensors[name] for name in names if name in tensors]
+        return {**tensors, "pixel_values": np.concatenate(found)} if found else tensors
+
     def scope_kwargs(
         self, mm_kwargs: Mapping[str, object], scope: str = "images_kwargs"
     ) -> dict[str, Any]:

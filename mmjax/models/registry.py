@@ -79,6 +79,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "GlmOcrForConditionalGeneration": ModelRow(
             "glm4v", "zai-org/GLM-OCR", factories="OCR_FACTORIES"
         ),
+        "Idefics3ForConditionalGeneration": ModelRow(
+            "idefics3", "HuggingFaceTB/SmolVLM-256M-Instruct"
+        ),
         "InternVLChatModel": ModelRow("internvl", "OpenGVLab/InternVL3-1B"),
         "InternVLForConditionalGeneration": ModelRow(
             "internvl", "OpenGVLab/InternVL3-1B-hf", factories="HF_FACTORIES"
@@ -106,6 +109,11 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Qwen3VLForConditionalGeneration": ModelRow("qwen3_vl", "Qwen/Qwen3-VL-2B-Instruct"),
         "Qwen3VLMoeForConditionalGeneration": ModelRow(
             "qwen3_vl", "Qwen/Qwen3-VL-30B-A3B-Instruct"
+        ),
+        "SmolVLMForConditionalGeneration": ModelRow(
+            "idefics3",
+            "HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
+            factories="SMOLVLM_FACTORIES",
         ),
     }
 )

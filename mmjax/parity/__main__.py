@@ -75,13 +75,21 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _make_cases(options: argparse.Namespace, parity: Parity) -> Iterator[Case]:
+    kwargs = options.mm_processor_kwargs
     for text in options.prompts:
         for num_images in options.num_images or [n for n in NUM_IMAGES if parity.takes_images(n)]:
             yield Case(
                 name=f"{text!r} + {num_images}",
                 prompt=parity.write_prompt(text, num_images),
                 images=[_draw(*SIZES[i % len(SIZES)], i) for i in range(num_images)],
-                mm_processor_kwargs=options.mm_processor_kwargs,
+                mm_processor_kwargs=kwargs,
+            )
+        if parity.takes_videos:
+            yield Case(
+                name=f"{text!r} + a video",
+                prompt=parity.write_prompt(text, 0, num_videos=1),
+                videos=[_draw_video()],
+                mm_processor_kwargs=kwargs,
             )
 
 
@@ -122,6 +130,12 @@ def _draw(width: int, height: int, seed: int) -> Image.Image:
     y, x = np.mgrid[0:height, 0:width]
     waves = [np.sin(0.05 * (k + 1) * x + 0.07 * (seed + 1) * y + k) for k in range(3)]
     return Image.fromarray(((np.stack(waves, -1) + 1) * 127.5).astype(np.uint8))
+
+
+def _draw_video() -> tuple[np.ndarray, dict[str, Any]]:
+    """Return a video of three frames, of ten seconds' thirty, with its metadata."""
+    frames = np.stack([np.asarray(_draw(64, 48, seed)) for seed in range(3)])
+    return frames, {"fps": 3.0, "total_num_frames": 30, "frames_indices": [0, 14, 29]}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run one prompt with mmjax and HF, from text and images to tokens."""
+"""Run one prompt with mmjax and HF, from text, images and videos to tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +32,13 @@ DEFAULT_MAX_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A prompt with its images."""
+    """A prompt with its images and videos."""
 
     name: str
     prompt: str | list[int]
     images: Sequence[Image.Image] = ()
+    videos: Sequence[tuple[np.ndarray, Mapping[str, Any]]] = ()
+    """Frames uint8[frames, height, width, 3], and their metadata."""
     mm_processor_kwargs: Mapping[str, Any] | None = None
 
 
@@ -90,14 +92,22 @@ class Parity:
         least = int(pixels is not None and pixels.default is pixels.empty)
         return least <= num_images and (limit is None or num_images <= limit)
 
-    def write_prompt(self, text: str, num_images: int) -> str:
-        """Return a user's turn, images before the text, by the chat template if there is one."""
+    @property
+    def takes_videos(self) -> bool:
+        """Whether a prompt may have a video."""
+        return self.processor.info.get_supported_mm_limits().get("video", 0) != 0
+
+    def write_prompt(self, text: str, num_images: int, num_videos: int = 0) -> str:
+        """Return a user's turn, media before the text, by the chat template if there is one."""
         tokenizer = self.processor.info.get_tokenizer()
         template = self._chat_template or tokenizer.chat_template
         if template is None:
-            mark = self.processor.info.find_placeholder_str("image", 1) or ""
-            return mark * num_images + text
-        content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
+            find, marks = self.processor.info.find_placeholder_str, ""
+            for modality, number in (("image", num_images), ("video", num_videos)):
+                marks += (find(modality, 1) or "") * number
+            return marks + text
+        media = [{"type": "image"}] * num_images + [{"type": "video"}] * num_videos
+        content = [*media, {"type": "text", "text": text}]
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
             chat_template=template,
@@ -112,18 +122,20 @@ class Parity:
         return make_sample(self._apply(case))
 
     def _apply(self, case: Case) -> Any:
+        media = {"image": list(case.images), "video": list(case.videos)}
         return self.processor.apply(
             case.prompt,
-            {"image": list(case.images)} if case.images else {},
+            {modality: items for modality, items in media.items() if items},
             hf_processor_mm_kwargs=dict(case.mm_processor_kwargs or {}),
         )
 
     def process_reference(self, case: Case) -> Any:
         """Return the outputs of HF's processor, which takes only text prompts.
 
-        Where there is none without torchvision, HF's model is given what mmjax's made.
+        Where there is none without torchvision, and for videos there is none, HF's model is given
+        what mmjax's made.
         """
-        if self.hf_processor is None:
+        if case.videos or self.hf_processor is None:
             return self._as_reference(self._apply(case))
         text = case.prompt
         if not isinstance(text, str):
@@ -139,9 +151,11 @@ class Parity:
         """Return what our processor gave, of it what HF's model takes."""
         shape, _ = self.ours.host_inputs.encoder_spec.inputs.get(AFFINE, ((3, 3, 1), ""))
         data = make_pixels(inputs.mm_kwargs.get_data(), colours_last=shape[-1] > 1)
+        token_ids = inputs.prompt_token_ids
+        data = self.processor.info.reference_inputs(token_ids, data)
         known = signature(self.reference.forward).parameters
         has_sizes = "image_sizes" in known
-        tensors = make_reference_inputs(inputs.prompt_token_ids, data, has_sizes=has_sizes)
+        tensors = make_reference_inputs(token_ids, data, has_sizes=has_sizes)
         if "mm_token_type_ids" in known:
             kinds = tensors["input_ids"] * 0
             for number, modality in enumerate(("image", "video"), 1):
@@ -176,6 +190,7 @@ class Parity:
             name=case.name,
             num_prompt_tokens=sample.num_tokens,
             num_images=len(case.images),
+            num_videos=len(case.videos),
             differences=differences,
             token_ids=self.ours.generate(sample, max_tokens),
             reference_token_ids=generate_reference(self.reference, inputs, max_tokens),

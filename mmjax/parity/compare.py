@@ -44,6 +44,7 @@ class CaseReport:
     token_ids: tuple[int, ...]
     """mmjax's greedy output."""
     reference_token_ids: tuple[int, ...]
+    num_videos: int = 0
     is_prompt_equal: bool = True
     """Whether both processors gave the same token ids."""
 
@@ -86,7 +87,8 @@ def format_case(report: CaseReport, tolerance: float) -> str:
     """Return a case's table, with a line per module, and its failures."""
     width = max(len(d.name) for d in report.differences)
     lines = [
-        f"{report.name}: {report.num_prompt_tokens} prompt tokens, {report.num_images} images",
+        f"{report.name}: {report.num_prompt_tokens} prompt tokens, {report.num_images} images"
+        + f", {report.num_videos} videos" * (report.num_videos > 0),
         f"  {'module':<{width}}  {'max abs':>9}  {'mean abs':>9}  {'peak':>9}  shape",
     ]
     for d in report.differences:

@@ -21,7 +21,7 @@ from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
     r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|(\w+_)?merger(_list\.\d+)?"
-    r"|\w*projector|language_projection|norm)$"
+    r"|connector|\w*projector|language_projection|norm)$"
 )
 """Modules whose outputs are compared, by HF's names, which both models have."""
 

@@ -241,6 +241,16 @@ class BaseProcessingInfo(ABC):
         """Load the HF processor; families whose AutoProcessor needs more than we have override."""
         return self.ctx.get_hf_processor()
 
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return a prompt's tensors as HF's model takes them, for `mmjax.parity`.
+
+        `tensors`: of all items, as the processor makes them, with float32 pixels. What HF's model
+        does not know by name is dropped afterwards.
+        """
+        return tensors
+
     def get_known_mm_kwargs(self, hf_processor: Any) -> KnownKwargs | None:
         """Return the kwargs that have an effect, by scope; others are refused. None: any name."""
         return list_known_kwargs(hf_processor)

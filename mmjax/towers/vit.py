@@ -1,7 +1,8 @@
 """Vision transformers over images of one size, which differ by their configuration alone.
 
 CLIP's (arXiv 2103.00020), SigLIP's (arXiv 2303.15343), OpenCLIP's as Qwen-VL has it (arXiv
-2308.12966), BLIP-2's, which is EVA's (arXiv 2211.07636), and InternViT (arXiv 2312.14238).
+2308.12966), BLIP-2's, which is EVA's (arXiv 2211.07636), InternViT (arXiv 2312.14238), and the
+SigLIP of Idefics3 (arXiv 2408.12637).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,10 @@ _KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "siglip_vision_model": {},
         "blip_2_vision_model": {"has_class_token": True, "num_channels": 3},
+        # NOTE: HF finds a patch's position by its float32 place in the image, which of a whole tile
+        # is the patch's own at all published sides (26, 27 and 32 patches).
+        "idefics3_vision": {},
+        "smolvlm_vision": {},
     }
 )
 """By `model_type`, what HF's config does not say."""

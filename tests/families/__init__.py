@@ -13,6 +13,7 @@ from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
 from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
+from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
@@ -38,6 +39,7 @@ _ROWS = (
     GLM4V_MOE,
     GLM46V,
     GLM_OCR,
+    IDEFICS3,
     INTERNVL,
     INTERNVL_ORIGINAL,
     LLAVA,
@@ -53,6 +55,7 @@ _ROWS = (
     QWEN3_VL,
     QWEN3_VL_MOE,
     QWEN_VL,
+    SMOLVLM,
 )
 FAMILIES = {row.name: row for row in _ROWS}
 TINY_FAMILIES = {row.name: row.tiny for row in _ROWS if row.tiny is not None}

@@ -6,7 +6,7 @@ video is a sequence of `Frame1: <img> <IMG_CONTEXT>*N </img>`.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -210,6 +210,12 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
     @property
     def tile_size(self) -> int:
         return only_side(self.get_hf_config().vision_config.image_size, "image_size")
+
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Give frames as tiles: HF's model does not tell them apart."""
+        return self.join_pixels(tensors, *self.pixel_keys.values())
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""

@@ -1,0 +1,264 @@
+r"""Idefics3's and SmolVLM's prompt side: tiles of a picture and the whole of it, frames of a video.
+
+Before: `look <image>`. After, of a picture of one row and two columns: `look
+<fake_token_around_image> <row_1_col_1> <image>*N <fake_token_around_image> <row_1_col_2>
+<image>*N \n \n <fake_token_around_image> <global-img> <image>*N <fake_token_around_image>`;
+of one that is not split, the last four alone. A frame of a video is such a picture, behind its
+time. Only the N take embeddings.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mmjax.errors import CheckpointError
+from mmjax.models.family import (
+    FamilyInfo,
+    FamilyProcessor,
+    Target,
+    check_settings,
+    item_fields,
+    make_factories,
+)
+from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
+from mmjax.models.idefics3.image_processor import FrameCutter, TileCutter, write_number
+from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.image_processors.parts import (
+    ProcessorOfParts,
+    load_video_settings,
+    read_json,
+)
+from mmjax.processing.items.parse import (
+    ImageSize,
+    ImagesOnlyDataParser,
+    ModalityDataItems,
+    VideoProcessorItems,
+)
+from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
+from mmjax.processing.prompt_updates.updates import (
+    MultiModalPromptUpdates,
+    PlaceholderFeaturesInfo,
+    PromptUpdateDetails,
+    ResolvedPromptUpdate,
+    as_ids,
+)
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+
+IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
+
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {{- '<|im_start|>' if loop.first -}}
+    {{- message.role | capitalize + (':' if message.content[0].type == 'image' else ': ') -}}
+    {%- for part in message.content -%}
+        {{- part.text if part.type == 'text' else '<' + part.type + '>' -}}
+    {%- endfor -%}
+    {{- '<end_of_utterance>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- 'Assistant:' -}}
+{%- endif -%}
+"""
+"""SmolVLM's turns (HF: `DEFAULT_CHAT_TEMPLATE` of processing_smolvlm.py)."""
+
+
+class SmolVLMDataParser(ImagesOnlyDataParser):
+    """Takes a video's metadata, `(frames, metadata)`, where they are given."""
+
+    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
+        items = super()._parse_video_data(data)
+        if not isinstance(items, VideoProcessorItems):
+            return items
+        pairs = zip(items.data, items.metadata, strict=True)
+        videos = [one if known is None else (one, known) for one, known in pairs]
+        return VideoProcessorItems(videos, items.metadata, has_pairs=True)
+
+
+class Idefics3ProcessingInfo(FamilyInfo):
+    chat_template = CHAT_TEMPLATE
+    data_parser = ImagesOnlyDataParser
+    host_inputs = Idefics3HostInputs
+    placeholders: ClassVar = {"image": IMAGE}
+    embed_token = IMAGE
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        """Assemble the parts: HF's processor of SmolVLM needs torchvision and num2words."""
+        # Imported here: it imports torch if it is installed.
+        from transformers.models.idefics3.image_processing_pil_idefics3 import (
+            Idefics3ImageProcessorPil,
+        )
+
+        path, side = self.ctx.model_config.path, self.encoder_spec.inputs["pixel_values"][0][-1]
+        facts = {"image_seq_len": self.num_unit_tokens}
+        check_settings(read_json(path / "processor_config.json"), facts)
+        self.check_token(IMAGE)
+        hf_class = keep_bytes(Idefics3ImageProcessorPil)
+        images, frames = hf_class.from_pretrained(path), None
+        if "video" in self.limits:
+            frames = FrameCutter(hf_class, load_video_settings(path))
+        parts = ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=TileCutter(images),
+            video_processor=frames,
+        )
+        for part in (images, *([] if frames is None else [frames.hf])):
+            if part.max_image_size["longest_edge"] != side:
+                raise CheckpointError(
+                    f"`max_image_size` of preprocessor_config.json is {part.max_image_size}, and "
+                    f"`vision_config.image_size` of config.json {side}; make them equal"
+                )
+        return parts
+
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Give HF's model `[prompts, units, C, Y, X]`, of videos as of images."""
+        joined = self.join_pixels(tensors, *Idefics3HostInputs.pixel_keys)
+        pixels = joined.get("pixel_values")
+        return joined if pixels is None else {**joined, "pixel_values": pixels[None]}
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the larger `size` of the checkpoint's and the operator's, split into tiles."""
+        cutter: TileCutter = self.get_hf_processor().image_processor
+        most = max(cutter.find_longest(kwargs) for kwargs in ({}, self.scope_kwargs({})))
+        return {"do_image_splitting": True, "size": {"longest_edge": most}}
+
+    def get_largest_grid(self) -> tuple[int, int]:
+        """Return the rows and columns of a picture with the most tiles, which is a square."""
+        cutter: TileCutter = self.get_hf_processor().image_processor
+        return cutter.find_largest_grid(self.scope_kwargs(self.get_planned_mm_kwargs()))
+
+    def get_largest_image(self) -> ImageSize:
+        side = self.encoder_spec.inputs["pixel_values"][0][-1]
+        rows, columns = self.get_largest_grid()
+        return ImageSize(width=max(columns, 1) * side, height=max(rows, 1) * side)
+
+    def get_max_image_tokens(self) -> int:
+        rows, columns = self.get_largest_grid()
+        return (rows * columns + 1) * self.num_unit_tokens
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        grids = np.asarray(outputs.get("image_grid", np.empty((0, 2), int)))
+        tiles = grids.prod(-1) + 1
+        return item_fields("image", units=["pixel_values"], counts=tiles, on_host=["image_grid"])
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(tensors["image_grid"].tolist())
+
+    def write_item(self, modality: str, size: tuple[int, ...]) -> list[int]:
+        """Write a picture of (rows, columns) of tiles, (0, 0) where it is not split."""
+        rows, columns = size
+        lines = [
+            "".join(self.write_unit(f"<row_{row}_col_{column}>") for column in _count(columns))
+            for row in _count(rows)
+        ]
+        text = "\n".join([*lines, "", ""]) if lines else ""
+        return as_ids(text + self.write_unit(WHOLE) + FAKE, self.get_tokenizer())
+
+    def write_unit(self, name: str) -> str:
+        """Return the text of a tile or of a whole picture."""
+        return FAKE + name + IMAGE * self.num_unit_tokens
+
+
+class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
+    data_parser = SmolVLMDataParser
+    limits: ClassVar = {"image": None, "video": None}
+    placeholders: ClassVar = {"image": IMAGE, "video": "<video>"}
+
+    def get_target(self, modality: str) -> Target:
+        return as_ids(self.placeholders[modality], self.get_tokenizer())
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        side = self.encoder_spec.inputs["pixel_values"][0][-1]
+        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
+
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
+        num_tokens = seq_len or self.ctx.model_config.max_model_len
+        num_videos = max((mm_counts or {}).get("video", 0), 1)
+        num_frames = num_tokens // self.num_unit_tokens // num_videos
+        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        num_frames = self.get_max_frames(seq_len, mm_counts)
+        return {"image": self.get_max_image_tokens(), "video": num_frames * self.num_unit_tokens}
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        counts = np.asarray(outputs.get("num_frames", ()), int)
+        seconds = MultiModalFieldConfig.flat_from_sizes("video", counts + 1, keep_on_cpu=True)
+        videos = item_fields(
+            "video", units=["pixel_values_videos"], counts=counts, on_host=["num_frames"]
+        )
+        return {**super().get_fields(outputs), **videos, "video_seconds": seconds}
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+        if modality == "image":
+            return super().measure_item(modality, tensors)
+        return tuple(tensors["video_seconds"].tolist())
+
+    def write_item(self, modality: str, size: tuple[int, ...]) -> list[int]:
+        """Write a video of (its seconds, those of each frame), or an image."""
+        if modality == "image":
+            return super().write_item(modality, size)
+        duration, *times = size
+        frames = "".join(
+            f"\nFrame from {time // 60:02d}:{time % 60:02d}:{self.write_unit(WHOLE)}{FAKE}"
+            for time in times
+        )
+        text = (
+            f"You are provided the following series of {write_number(len(times))} frames from a "
+            f"{timedelta(seconds=duration)} [H:MM:SS] video.\n{frames}\n\n"
+        )
+        return as_ids(text, self.get_tokenizer())
+
+
+class SmolVLMMultiModalProcessor(FamilyProcessor[SmolVLMProcessingInfo]):
+    def _apply_token_matches(
+        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
+        """Replace videos in the text, as HF does: theirs may merge with the user's at its ends.
+
+        Token ids that do not round-trip through text are replaced as they are.
+        """
+        tokenizer = self.info.get_tokenizer()
+        text = tokenizer.decode(prompt) if mm_prompt_updates.get("video") else ""
+        if not text or as_ids(text, tokenizer) != prompt:
+            return super()._apply_token_matches(prompt, mm_prompt_updates)
+        new_text, result = self._apply_text_matches(text, mm_prompt_updates)
+        return as_ids(new_text, tokenizer), result
+
+    def _find_mm_placeholders(
+        self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> Mapping[str, list[PlaceholderFeaturesInfo]]:
+        """Find videos from their first frame to their last: what stands around them is text."""
+        inner = {
+            modality: [[self._cut_text(update) for update in one] for one in items]
+            for modality, items in mm_prompt_updates.items()
+        }
+        return super()._find_mm_placeholders(token_ids, inner)
+
+    def _cut_text(self, update: ResolvedPromptUpdate) -> ResolvedPromptUpdate:
+        tokens = update.content.full
+        if update.modality != "video" or not isinstance(tokens, list):
+            return update
+        fake = self.info.get_token_id(FAKE)
+        end = len(tokens) - tokens[::-1].index(fake)
+        embed_token_id = self.info.get_embed_token_id("video")
+        content = PromptUpdateDetails.select_token_id(
+            tokens[tokens.index(fake) : end], embed_token_id
+        )
+        return update.with_content(content)
+
+
+def _count(number: int) -> range:
+    return range(1, number + 1)
+
+
+FACTORIES = make_factories(Idefics3ProcessingInfo)
+SMOLVLM_FACTORIES = make_factories(SmolVLMProcessingInfo, SmolVLMMultiModalProcessor)
