@@ -70,7 +70,12 @@ class FamilyInfo(BaseProcessingInfo):
     @cached_property
     def encoder_spec(self) -> Any:
         """The units that the model's encoder takes."""
-        return self.host_inputs(self.get_hf_config()).encoder_spec
+        return self._own_host_inputs.encoder_spec
+
+    @cached_property
+    def _own_host_inputs(self) -> HostInputs:
+        # Once: a family's may read files.
+        return self.host_inputs(self.get_hf_config())
 
     @property
     def num_unit_tokens(self) -> int:
@@ -140,8 +145,7 @@ class FamilyInfo(BaseProcessingInfo):
 
     def get_expected_hidden_size(self) -> int | None:
         width = super().get_expected_hidden_size()
-        num_fed_layers = self.host_inputs(self.get_hf_config()).num_fed_layers
-        return None if width is None else width * (1 + num_fed_layers)
+        return None if width is None else width * (1 + self._own_host_inputs.num_fed_layers)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return self.limits

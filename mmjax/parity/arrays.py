@@ -276,12 +276,15 @@ class PagedModel:
             places = self._calls.allocate(item, self._rows)
             is_unit = isinstance(self.host_inputs.encoder_spec, EncoderSpec)
             size = 1 if is_unit else len(next(iter(item.units.values())))
+            of_item: list[dict[str, np.ndarray]] = []
+            num_outputs = 0
             for call in self._calls.fill([item], [places], [size]):
                 arrays = {"inputs": call.inputs, "dst_rows": call.dst_rows}
                 (pool, _), outputs = self._encode(params=self.params, pool=pool, **arrays)
-                recorded.append(_leave_out(jax.device_get(outputs), item, len(call.dst_rows)))
-        names = recorded[0] if recorded else ()
-        encoded = {name: np.concatenate([one[name] for one in recorded]) for name in names}
+                of_item.append(jax.device_get(outputs))
+                num_outputs += len(call.dst_rows)
+            recorded.append(_leave_out(_join(of_item), item, num_outputs))
+        encoded = _join(recorded)
         if request.encoder is not None:
             self._rows.allocate(request.encoder.identifier, request.encoder_len)
             (call,) = self._prompt_calls.fill([request.encoder], self._rows.get, [1])
@@ -328,10 +331,16 @@ class PagedModel:
         return state, np.asarray(logits)[: end - start], jax.device_get(outputs)
 
 
+def _join(outputs: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the outputs of several calls as those of one."""
+    names = outputs[0] if outputs else ()
+    return {name: np.concatenate([one[name] for one in outputs]) for name in names}
+
+
 def _leave_out(
     outputs: dict[str, np.ndarray], item: EncoderItem, num_outputs: int
 ) -> dict[str, np.ndarray]:
-    """Return a call's outputs without the encoder's rows that are none of the item's embeddings."""
+    """Return an item's outputs without the encoder's rows that are no embedding of it."""
     if item.rows is None:
         return outputs
     kept = np.unique(item.rows[item.rows >= 0])

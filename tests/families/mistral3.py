@@ -110,7 +110,7 @@ TINY = TinyFamily(
     served={"decoder": "ministral3"},
     max_embeds={"image": 12},
     variants={
-        "mistral": Variant({}, 9),
+        "mistral": Variant({}, 10),
         "ministral 3, another state, biases, squares of 3": Variant(
             {
                 "decoder": "ministral3",
@@ -119,9 +119,9 @@ TINY = TinyFamily(
                 "projector_hidden_act": "gelu_pytorch_tanh",
                 "spatial_merge_size": 3,
             },
-            8,
+            9,
         ),
-        "tied": Variant({"tie_word_embeddings": True}, 9),
+        "tied": Variant({"tie_word_embeddings": True}, 10),
     },
 )
 TINY_LIGHTON = replace(
@@ -132,8 +132,8 @@ TINY_LIGHTON = replace(
     resize=partial(resize, "qwen3"),
     served={"decoder": "qwen3"},
     variants={
-        "plain": Variant({"decoder": "qwen3"}, 9),
-        "tied": Variant({"decoder": "qwen3", "tie_word_embeddings": True}, 9),
+        "plain": Variant({"decoder": "qwen3"}, 10),
+        "tied": Variant({"decoder": "qwen3", "tie_word_embeddings": True}, 10),
     },
 )
 

@@ -149,8 +149,10 @@ def test_an_item_is_a_quarter_of_its_float_pixels(family: Any):
     """896 x 896 pixels, or what the family makes of them."""
     inputs = family.make_processor().apply(family.placeholder, {"image": draw(896, 896)})
     item = inputs.mm_kwargs.get_item("image", 0)
-    sent = item.get_data()
+    sent = dict(item.get_data())
     floats = make_pixels(sent, colours_last=family.colours_last)
+    for name in [name for name in floats if floats[name] is sent.get(name)]:
+        del floats[name], sent[name]  # places, which are no pixels
     num_bytes, num_before = (
         sum(np.asarray(tensor).nbytes for tensor in tensors.values()) for tensors in (sent, floats)
     )

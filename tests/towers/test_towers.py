@@ -275,7 +275,7 @@ def test_davits_grids_that_fill_no_window_are_hfs(height: int, width: int):
             PackedViTConfig.from_hf,
             PixtralVisionConfig(**PIXTRAL),
             {"patch_size": [16, 14]},
-            r"`vision_config.patch_size` is \[16, 14\]; .* square",
+            r"`vision_config.patch_size` is \[16, 14\]; .* one number",
         ),
         (
             DavitConfig.from_hf,
