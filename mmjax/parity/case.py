@@ -99,21 +99,22 @@ class Parity:
 
     def write_prompt(self, text: str, num_images: int, num_videos: int = 0) -> str:
         """Return a user's turn, media before the text, by the chat template if there is one."""
-        tokenizer = self.processor.info.get_tokenizer()
+        tokenizer, find = (
+            self.processor.info.get_tokenizer(),
+            self.processor.info.find_placeholder_str,
+        )
+        images, videos = (
+            (find(modality, 1) or "") * number
+            for modality, number in (("image", num_images), ("video", num_videos))
+        )
         template = self._chat_template or tokenizer.chat_template
         if template is None:
-            find, marks = self.processor.info.find_placeholder_str, ""
-            for modality, number in (("image", num_images), ("video", num_videos)):
-                marks += (find(modality, 1) or "") * number
-            return marks + text
+            return images + videos + text
         media = [{"type": "image"}] * num_images + [{"type": "video"}] * num_videos
-        content = [*media, {"type": "text", "text": text}]
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        prompt = _render(tokenizer, template, media, text)
+        if videos not in prompt:
+            # Templates of checkpoints before videos leave such parts out.
+            prompt = _render(tokenizer, template, media, videos + text)
         # The tokenizer adds BOS itself.
         return prompt.removeprefix(tokenizer.bos_token or "")
 
@@ -196,3 +197,13 @@ class Parity:
             reference_token_ids=generate_reference(self.reference, inputs, max_tokens),
             is_prompt_equal=is_equal,
         )
+
+
+def _render(tokenizer: Any, template: str, media: list[dict[str, Any]], text: str) -> str:
+    content = [*media, {"type": "text", "text": text}]
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}],
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
