@@ -124,20 +124,22 @@ class Gemma4ProcessingInfo(FamilyInfo):
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
         largest = self.get_hf_processor().video_processor.find_largest(self.get_budget("video"))
-        return self.get_max_frames(seq_len, mm_counts), largest
+        return self.get_max_frames(mm_counts), largest
 
-    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the number of frames that are sampled, or that fit if videos share `seq_len`."""
+    def get_max_frames(self, mm_counts: Mapping[str, int] | None) -> int:
+        """Return the number of frames that are sampled, or that fit if videos share a prompt.
+
+        Not those of a step: every video of 32 seconds and more has all that are sampled.
+        """
         part: TokenBudgetVideoPatcher = self.get_hf_processor().video_processor
         most = part.resolve(self.scope_kwargs({}, "videos_kwargs"))["num_frames"]
-        num_videos = max((mm_counts or {}).get("video", 0), 1)
-        share = (seq_len or most * self.get_budget("video")) // num_videos
+        share = self.ctx.model_config.max_model_len // max((mm_counts or {}).get("video", 0), 1)
         return max(min(share // self.get_budget("video"), most), 1)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        num_frames = self.get_max_frames(seq_len, mm_counts)
+        num_frames = self.get_max_frames(mm_counts)
         return {
             "image": self.get_budget("image"),
             "video": num_frames * self.get_budget("video"),
