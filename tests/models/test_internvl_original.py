@@ -19,7 +19,7 @@ from mmjax.models.internvl.model import (
 )
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference
-from tests.families.internvl import TINY, tiny_config
+from tests.families.internvl import GPT_OSS, PHI3, QWEN3_MOE, TINY, tiny_config
 from tests.families.tiny import Media, Words
 from tests.models.original_internvl import original_config, to_original
 from tests.oracle import assert_close, params_of
@@ -33,6 +33,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_feature_layer": -2,
         "vision": {"attention_bias": True},
     },
+    "qwen3_moe": {"text": QWEN3_MOE},
+    "gpt_oss": {"text": GPT_OSS},
+    "phi3": {"text": PHI3},
+    "internlm3": {"text": {"model_type": "internlm3", "head_dim": 16}},
 }
 
 
@@ -88,8 +92,7 @@ def test_columns_first_is_the_transpose():
         ({"select_layer": 9}, "select_layer.*9"),
         ({"force_image_size": 64}, "force_image_size.*64"),
         ({"downsample_ratio": 0.4}, "downsample_ratio.*0.4"),
-        ({"llm_config": {"model_type": "phi3"}}, "`llm_config.model_type` is `phi3`"),
-        ({"llm_config": {"model_type": "internlm3"}}, "`llm_config.model_type` is `internlm3`"),
+        ({"llm_config": {"model_type": "gemma2"}}, "`llm_config.model_type` is `gemma2`"),
         (
             {"llm_config": {"model_type": "internlm2", "rope_pos_id_version": "v2pe"}},
             "rope_pos_id_version.*v2pe",

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float
 from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
 from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
 from mmjax.towers.vit import ViT, ViTConfig
-from mmjax.weights.rules import Rule, Split, Squeeze
+from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze
 
 _PROJECTOR_EPS = 1e-5
 """Of the projector's norm, which no configuration names: torch's own."""
@@ -175,7 +175,7 @@ class InternVLForConditionalGeneration(InternVLModel):
         )
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, save_pretrained's, and the module's own names."""
         vision = _read_vision(hf_config)
         tower = r"^(?:model\.)?vision_tower\."
@@ -187,6 +187,7 @@ class InternVLForConditionalGeneration(InternVLModel):
         return (
             *(Rule(pattern, None) for pattern in dropped),
             *rename_tower(tower),
+            *text_rules(hf_config),
             *WRAPPER_RULES,
         )
 
@@ -210,7 +211,7 @@ class InternVLChatModel(InternVLModel):
         )
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Cut what is fused (InternLM2's by groups of a key head), and map the published names."""
         vision, text = _read_original_vision(hf_config), hf_config.get_text_config()
         unread = range(vision.num_hidden_layers, _read_original(hf_config)["num_hidden_layers"])
@@ -232,6 +233,7 @@ class InternVLChatModel(InternVLModel):
                 Rule(rf"^vision_model\.embeddings\.{name}$", *target)
                 for name, target in _EMBEDDINGS.items()
             ),
+            *text_rules(hf_config),
             *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
         )
 
