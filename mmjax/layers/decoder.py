@@ -194,30 +194,36 @@ class PostNormLayer(PreNormLayer):
             return x + self.post_attention_layernorm(self.mlp(x)), cache
 
 
-class SandwichNormLayer(PreNormLayer):
-    """A block that norms what attention and MLP read and what they give; GLM-4's names."""
+class SandwichNormLayer(nnx.Module):
+    """A block that norms what attention and MLP read and what they give; Gemma's names."""
 
     def __init__(
         self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
     ) -> None:
-        super().__init__(self_attn, mlp, make_norm)
-        self.post_self_attn_layernorm = make_norm()
-        self.post_mlp_layernorm = make_norm()
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = make_norm()
+        self.post_attention_layernorm = make_norm()
+        self.pre_feedforward_layernorm = make_norm()
+        self.post_feedforward_layernorm = make_norm()
 
     def __call__(
         self,
         x: Float[Array, "T D"],
         layer_input: Any,
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Return the residual stream after this block, and its cache."""
         with jax.named_scope("attn"):
             out, cache = self.self_attn(self.input_layernorm(x), layer_input, cache, metadata)
-            x = x + self.post_self_attn_layernorm(out)
+            x = x + self.post_attention_layernorm(out)
         with jax.named_scope("mlp"):
-            out = self.mlp(self.post_attention_layernorm(x))
-            return x + self.post_mlp_layernorm(out), cache
+            return x + self.post_feedforward_layernorm(self.feed_forward(x)), cache
+
+    def feed_forward(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return what is added to the stream behind attention, before its norm."""
+        return self.mlp(self.pre_feedforward_layernorm(x))
 
 
 class Decoder(nnx.Module):

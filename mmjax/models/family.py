@@ -138,8 +138,17 @@ class FamilyInfo(BaseProcessingInfo):
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
-        """Return the frames of a video with the most embeddings, and their size."""
-        raise NotImplementedError(f"{type(self).__name__} takes no videos")
+        """Return the frames of a video with the most embeddings, and their size: each is a unit."""
+        size = self.get_unit_size()
+        assert size is not None, "frames of any size: a family says which are largest"
+        return self.get_max_frames(seq_len, mm_counts), size
+
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
+        num_tokens = seq_len or self.ctx.model_config.max_model_len
+        num_videos = max((mm_counts or {}).get("video", 0), 1)
+        num_frames = num_tokens // self.num_unit_tokens // num_videos
+        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
 
     # ---- the seeds' hooks, by the row ------------------------------------------------------------
 
@@ -163,7 +172,10 @@ class FamilyInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        return {"image": self.get_max_image_tokens()}
+        most = {"image": self.get_max_image_tokens()}
+        if "video" in self.supported_mm_limits:
+            most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_unit_tokens
+        return most
 
     # ---- what rows are written with --------------------------------------------------------------
 

@@ -89,6 +89,19 @@ def _list_fused_mlp(text_config: Any) -> tuple[RuleTypes, ...]:
     return (Split(_LAYER + r"mlp\.)gate_up_proj\.", [f"{_GATE}.", f"{_UP}."], halves),)
 
 
+def _list_glm(text_config: Any) -> tuple[RuleTypes, ...]:
+    names = {
+        "post_self_attn": "post_attention",
+        "post_attention": "pre_feedforward",
+        "post_mlp": "post_feedforward",
+    }
+    norms = [
+        Rule(rf"{_LAYER}){old}_layernorm\.", rf"language_model.\1{new}_layernorm.")
+        for old, new in names.items()
+    ]
+    return (*norms, *_list_fused_mlp(text_config))
+
+
 def _list_phi3(text_config: Any) -> tuple[RuleTypes, ...]:
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
@@ -104,7 +117,8 @@ def _list_experts(text_config: Any) -> tuple[RuleTypes, ...]:
     Matrices of the latter are `[in, out]` in Qwen3-VL's files, and `[out, in]` in what HF's
     modules save.
     """
-    experts, inner = _LAYER + r"mlp\.experts\.)", text_config.moe_intermediate_size
+    experts = _LAYER + r"(?:mlp\.)?experts\.)"
+    inner = getattr(text_config, "moe_intermediate_size", 0) or 0  # there may be none
     return (
         Stack(experts + r"(?P<index>\d+)\.(\w+_proj)\.weight$", r"language_model.\1\3"),
         Split(experts + "gate_up_proj$", [_GATE, _UP], (inner, inner), of_stack=True),
@@ -128,9 +142,11 @@ def _list_gpt_oss(text_config: Any) -> tuple[RuleTypes, ...]:
 
 _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
     {
+        "gemma4_text": _list_experts,
+        "gemma4_unified_text": _list_experts,
         "glm4v_moe_text": _list_experts,
-        "glm4v_text": _list_fused_mlp,
-        "glm_ocr_text": _list_fused_mlp,
+        "glm4v_text": _list_glm,
+        "glm_ocr_text": _list_glm,
         "gpt_oss": _list_gpt_oss,
         "phi3": _list_phi3,
         "qwen3_moe": _list_experts,

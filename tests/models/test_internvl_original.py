@@ -11,12 +11,9 @@ import pytest
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract
+from mmjax.layers.vision import join_squares
 from mmjax.models.host_inputs import PromptItem
-from mmjax.models.internvl.model import (
-    InternVLChatModel,
-    InternVLForConditionalGeneration,
-    pixel_shuffle,
-)
+from mmjax.models.internvl.model import InternVLChatModel, InternVLForConditionalGeneration
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference
 from tests.families.internvl import GPT_OSS, PHI3, QWEN3_MOE, TINY, tiny_config
@@ -78,7 +75,7 @@ def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
 def test_columns_first_is_the_transpose():
     states = np.random.default_rng(0).normal(size=(2, 16, 3)).astype(np.float32)
     rows, columns = (
-        np.asarray(pixel_shuffle(jnp.asarray(states), 2, is_transposed=is_transposed))
+        np.asarray(join_squares(jnp.asarray(states), 2, is_transposed=is_transposed))
         for is_transposed in (False, True)
     )
     np.testing.assert_array_equal(rows[:, [0, 2, 1, 3]], columns)

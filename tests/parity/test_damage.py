@@ -29,14 +29,14 @@ def make_case(parity: Parity, media: str) -> Case:
 def test_right_weights_are_within_tolerance(parity: Parity, media: str):
     report = parity.run(make_case(parity, media), max_tokens=8)
     assert report.is_within(TOLERANCE), report
-    assert "connector" in [one.name for one in report.differences]
+    assert "multi_modal_projector" in [one.name for one in report.differences]
 
 
 @pytest.mark.parametrize("media", ["image", "video"])
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("vision_model.encoder.layers.1", ("self_attn.q_proj", "self_attn.k_proj")),
+        ("vision_tower.encoder.layers.1", ("self_attn.q_proj", "self_attn.k_proj")),
         ("language_model.layers.1", ("mlp.gate_proj", "mlp.up_proj")),
     ],
 )
