@@ -89,7 +89,7 @@ def test_columns_first_is_the_transpose():
         ({"select_layer": 9}, "select_layer.*9"),
         ({"force_image_size": 64}, "force_image_size.*64"),
         ({"downsample_ratio": 0.4}, "downsample_ratio.*0.4"),
-        ({"llm_config": {"model_type": "gemma2"}}, "`llm_config.model_type` is `gemma2`"),
+        ({"llm_config": {"model_type": "mixtral"}}, "`llm_config.model_type` is `mixtral`"),
         (
             {"llm_config": {"model_type": "internlm2", "rope_pos_id_version": "v2pe"}},
             "rope_pos_id_version.*v2pe",
