@@ -1,6 +1,7 @@
 """Which decoder a checkpoint's `text_config` asks for: one table for every model around it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
     {
         "chameleon": (LlamaConfig.from_hf, LlamaTextModel),
         "bart": (BartConfig.from_hf, BartDecoder),
+        "deepseek_ocr2_text": (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "gemma4_text": (Gemma4Config.from_hf, Gemma4TextModel),
