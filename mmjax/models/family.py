@@ -22,6 +22,7 @@ from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptio
 from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
 from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import (
     ImageEmbedsDataParser,
     ImageSize,
@@ -344,6 +345,26 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
         if size is not None:
             check_pixel_size(outputs["pixel_values"], size.height, size.width)
         return outputs
+
+    def find_image_sizes(self, mm_items: MultiModalDataItems) -> list[ImageSize] | None:
+        """Return the sizes of a prompt's images as they were sent, in pixels.
+
+        None where there is no image, and where one came as its embeddings or as its id alone.
+        """
+        number = mm_items.get_count("image", strict=False)
+        images = mm_items["image"] if number else None
+        if not isinstance(images, ImageProcessorItems):
+            return None
+        if any(images.get_item_for_hash(index) is None for index in range(number)):
+            return None
+        sizes = []
+        for index in range(number):
+            # Nothing of an image that the processor's cache has was decoded so far.
+            num_bytes = images.count_bytes_to_decode(index)
+            cancellation = mm_items.cancellation
+            with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
+                sizes.append(images.get_image_size(index))
+        return sizes
 
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]

@@ -61,6 +61,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "ChameleonForConditionalGeneration": ModelRow(
             "chameleon", "facebook/chameleon-7b", has_one_unit_items=True
         ),
+        "DeepseekOcr2ForConditionalGeneration": ModelRow(
+            "deepseek_ocr2", "deepseek-ai/DeepSeek-OCR-2"
+        ),
         "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2", "deepseek-ai/deepseek-vl2-tiny"),
         "Florence2ForConditionalGeneration": ModelRow(
             "florence2", "florence-community/Florence-2-base-ft"

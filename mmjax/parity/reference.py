@@ -167,6 +167,8 @@ def make_pixels(tensors: Mapping[str, Any], *, colours_last: bool = False) -> di
             return [restore(name, one) for one in data]
         if data.dtype != np.uint8:
             return data
+        if not data.size:  # no picture has a tile
+            return data.astype(np.float32)
         affine = tensors[AFFINE_KEYS["video" if "video" in name else "image"]]
         # `[..., C, height, width]`, or a row for each patch.
         units = data.reshape(-1, *data.shape[-3:]) if data.ndim > 2 else data

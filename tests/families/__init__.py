@@ -7,6 +7,7 @@ from functools import cache
 
 from tests.families.blip2 import BLIP2
 from tests.families.chameleon import CHAMELEON
+from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
@@ -29,6 +30,7 @@ from tests.families.tiny import TinyModel
 _ROWS = (
     BLIP2,
     CHAMELEON,
+    DEEPSEEK_OCR2,
     DEEPSEEK_VL2,
     FLORENCE2,
     FUYU,
