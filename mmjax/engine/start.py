@@ -286,7 +286,7 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     schedule, module = config.scheduler, bind(model.graphdef, model.params)
     host_inputs: HostInputs = model.model_class.host_inputs(config.model.hf_config)
     has_tower, takes_embeds = not model.left_out, config.model.mm.enable_mm_embeds
-    has_spans = (has_tower or takes_embeds) and module.has_bidirectional_spans
+    has_spans = (has_tower or takes_embeds) and module.sees != "past"
     keeps_runs_whole = has_spans or schedule.disable_chunked_mm_input
     if has_spans and not schedule.disable_chunked_mm_input:
         logger.info("a picture's embeddings go in one step: they see each other both ways")
