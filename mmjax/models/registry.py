@@ -55,6 +55,7 @@ class ModelRow:
 
 MODELS: Mapping[str, ModelRow] = MappingProxyType(
     {
+        "AyaVisionForConditionalGeneration": ModelRow("aya_vision", "CohereLabs/aya-vision-8b"),
         "Blip2ForConditionalGeneration": ModelRow(
             "blip2", "Salesforce/blip2-opt-2.7b", has_one_unit_items=True
         ),

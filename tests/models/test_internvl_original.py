@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmjax.connectors.shuffle import pixel_shuffle
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract
 from mmjax.models.host_inputs import PromptItem
 from mmjax.models.internvl.model import (
     InternVLChatModel,
     InternVLForConditionalGeneration,
-    pixel_shuffle,
 )
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference

@@ -31,7 +31,7 @@ pytestmark = [
         "ignore:Adapter 'default'.*invalid shape:UserWarning",
     )
 ]
-NAMES = ("llava", "gemma3", "molmo2", "qwen2_vl", "qwen3_vl", "internvl")
+NAMES = ("llava", "gemma3", "molmo2", "qwen2_vl", "qwen3_vl", "internvl", "aya_vision")
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     # Scaled as the others are; eight times as loud (states of Qwen2-VL reach 300), it magnifies

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.connectors.shuffle import pixel_shuffle
 from mmjax.layers.linear import Linear
 from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
 from mmjax.models.interface import MultiModalModel
@@ -34,12 +35,7 @@ class Idefics3Connector(nnx.Module):
 
     def __call__(self, patches: Float[Array, "I P D"]) -> Float[Array, "I _tokens F"]:
         """Return the embeddings of every unit; the patches of a square lie row by row."""
-        units, num_patches, width = patches.shape
-        factor = self.factor
-        side = round(num_patches**0.5) // factor
-        grid = patches.reshape(units, side, factor, side, factor, width)
-        squares = grid.transpose(0, 1, 3, 2, 4, 5).reshape(units, side**2, -1)
-        return self.modality_projection.proj(squares)
+        return self.modality_projection.proj(pixel_shuffle(patches, self.factor))
 
 
 class Idefics3ForConditionalGeneration(MultiModalModel):

@@ -11,6 +11,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from mmjax.connectors.mlp import MLPProjector
+from mmjax.connectors.shuffle import pixel_shuffle
 from mmjax.errors import CheckpointError
 from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
 from mmjax.models.text_model import build_text_model
@@ -104,21 +105,6 @@ def count_blocks(feature_layer: Any, num_hidden_layers: int, *, name: str) -> in
             f"tower, from {-num_states} to {num_hidden_layers}"
         )
     return feature_layer % num_states
-
-
-def pixel_shuffle(
-    states: Float[Array, "I P D"], factor: int, *, is_transposed: bool = False
-) -> Float[Array, "I _tokens _width"]:
-    """Join each square of `factor` by `factor` patches into one state, row by row.
-
-    `is_transposed`: the squares stand column by column (`ps_version` v1, as models before 2024 saw
-    them).
-    """
-    images, num_patches, width = states.shape
-    side = round(num_patches**0.5) // factor
-    squares = states.reshape(images, side, factor, side, factor, width)
-    order = (0, 3, 1, 2, 4, 5) if is_transposed else (0, 1, 3, 2, 4, 5)
-    return squares.transpose(order).reshape(images, side * side, factor**2 * width)
 
 
 class InternVLModel(TowerModel):
