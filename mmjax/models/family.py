@@ -30,7 +30,13 @@ from mmjax.processing.items.parse import (
     MultiModalDataItems,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates.matching import (
+    MultiModalPromptUpdatesApplyResult,
+    has_long_target,
+    splice_in_text,
+)
 from mmjax.processing.prompt_updates.updates import (
+    MultiModalPromptUpdates,
     PromptIndex,
     PromptInsertion,
     PromptReplacement,
@@ -63,6 +69,9 @@ class FamilyInfo(BaseProcessingInfo):
     own (`extra_embeds`): they see the item, and are seen, as its embeddings are."""
     reserves_embed_token: ClassVar[bool] = False
     """Whether only updates may write it: a prompt that has it is refused."""
+    item_bounds: ClassVar[tuple[str, str] | None] = None
+    """The special tokens that an item's tokens begin and end with, of a family whose placeholder
+    may be several tokens (`<`, `image`, `>`): such a one is replaced in the text, as HF does."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
 
@@ -382,6 +391,19 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
             kind(modality, self.info.get_target(modality), self._describe(modality, out_mm_kwargs))
             for modality in self.info.supported_mm_limits
         ]
+
+    def _apply_token_matches(
+        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
+        """Replace; a target of several tokens may have merged with the words beside it."""
+        bounds = self.info.item_bounds
+        if bounds is not None and has_long_target(mm_prompt_updates):
+            start, end = bounds
+            tokenizer = self.info.get_tokenizer()
+            spliced = splice_in_text(prompt, mm_prompt_updates, tokenizer, before=end, after=start)
+            if spliced is not None:
+                return spliced
+        return super()._apply_token_matches(prompt, mm_prompt_updates)
 
     def _describe(self, modality: str, kwargs: MultiModalKwargsItems) -> Any:
         """Return what gives an item's tokens, and which of them take embeddings."""

@@ -5,6 +5,7 @@
 
 from functools import cache
 
+from tests.families.aya_vision import AYA_VISION
 from tests.families.blip2 import BLIP2
 from tests.families.chameleon import CHAMELEON
 from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
@@ -28,6 +29,7 @@ from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
 
 _ROWS = (
+    AYA_VISION,
     BLIP2,
     CHAMELEON,
     DEEPSEEK_OCR2,
