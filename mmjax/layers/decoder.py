@@ -39,10 +39,10 @@ def attend_by_heads(
 ) -> tuple[Float[Array, "T _query"], LayerCache | None]:
     """Cut projections into heads, norm and rotate them, and attend.
 
-    `angles` None: positions are in the hidden states already. `is_interleaved`: whether neighbours
-    are a pair that is rotated, and not the halves of a head. `norms`: of each head's queries and
-    keys, before they are rotated. `scale`: what scores are multiplied by; None:
-    `head_dim ** -0.5`. `sinks` are as in `attention`.
+    `angles` None: nothing is rotated; positions are in the hidden states, or the layer has none.
+    `is_interleaved`: whether neighbours are a pair that is rotated, and not the halves of a head.
+    `norms`: of each head's queries and keys, before they are rotated. `scale`: what scores are
+    multiplied by; None: `head_dim ** -0.5`. `sinks` are as in `attention`.
     """
     query, key, value = (x.reshape(x.shape[0], -1, head_dim) for x in (query, key, value))
     query, key = (
@@ -103,7 +103,7 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        angles: Angles,
+        angles: Angles | None,
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
@@ -114,7 +114,7 @@ class GroupedQueryAttention(nnx.Module):
         self,
         query: Float[Array, "T _query"],
         x: Float[Array, "T D"],
-        angles: Angles,
+        angles: Angles | None,
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
@@ -224,6 +224,34 @@ class SandwichNormLayer(nnx.Module):
     def feed_forward(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return what is added to the stream behind attention, before its norm."""
         return self.mlp(self.pre_feedforward_layernorm(x))
+
+
+class ParallelLayer(nnx.Module):
+    """A block whose attention and MLP read the same normed states, as GPT-J's and Cohere's.
+
+    Parameters bear the names of `PreNormLayer`, without the second norm.
+    """
+
+    def __init__(
+        self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
+    ) -> None:
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = make_norm()
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        layer_input: Any,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Return the residual stream after this block, and its cache."""
+        normed = self.input_layernorm(x)
+        with jax.named_scope("attn"):
+            out, cache = self.self_attn(normed, layer_input, cache, metadata)
+        with jax.named_scope("mlp"):
+            return x + out + self.mlp(normed), cache
 
 
 class Decoder(nnx.Module):

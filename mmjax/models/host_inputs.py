@@ -18,6 +18,9 @@ from mmjax.processing.tensors.inputs import PlaceholderRange
 
 AFFINE = "affine"
 """The input of `encode` that makes float32 pixels of bytes; no input of `embed_multimodal`."""
+Sees = Literal["past", "items", "all_items", "prompt"]
+"""What a prompt's tokens see beside those before them: nothing more; all of their own run of an
+item's embeddings; all embeddings of all items; all of the prompt."""
 _NUM_COLOURS = 3
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmjax.config.engine_config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
 from mmjax.errors import CheckpointError, ConfigError
+from mmjax.models.original_config import DEEPSEEK_OCR2, build_deepseek_ocr2_config
 
 DEFAULT_MODEL = "tiny_scenes"
 """The checkpoint that is part of mmjax."""
@@ -361,6 +362,8 @@ def _load_hf_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
+        if raw.get("architectures") == [DEEPSEEK_OCR2]:
+            return build_deepseek_ocr2_config(raw)
         if raw.get("model_type") in _LANGUAGE_PARTS:
             return _build_hf_config(raw)
         vision = raw.get("vision_config")

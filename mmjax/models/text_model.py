@@ -5,6 +5,7 @@ has.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,9 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
     {
         "chameleon": (LlamaConfig.from_hf, LlamaTextModel),
         "bart": (BartConfig.from_hf, BartDecoder),
+        "deepseek_ocr2_text": (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
+        "cohere": (LlamaConfig.from_hf, LlamaTextModel),
+        "cohere2": (LlamaConfig.from_hf, LlamaTextModel),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "gemma4_text": (Gemma4Config.from_hf, Gemma4TextModel),

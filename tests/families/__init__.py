@@ -5,8 +5,10 @@
 
 from functools import cache
 
+from tests.families.aya_vision import AYA_VISION
 from tests.families.blip2 import BLIP2
 from tests.families.chameleon import CHAMELEON
+from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
@@ -27,8 +29,10 @@ from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
 
 _ROWS = (
+    AYA_VISION,
     BLIP2,
     CHAMELEON,
+    DEEPSEEK_OCR2,
     DEEPSEEK_VL2,
     FLORENCE2,
     FUYU,

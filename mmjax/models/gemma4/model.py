@@ -72,7 +72,7 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
             self._build_tower(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
         text = hf_config.get_text_config()
-        self.has_bidirectional_spans = text.use_bidirectional_attention == "vision"
+        self.sees = "items" if text.use_bidirectional_attention == "vision" else "past"
         names = ("image_token_id", "video_token_id", "audio_token_id")
         marks = (getattr(hf_config, name) for name in names)
         self.mark_ids = tuple(mark for mark in marks if mark is not None)

@@ -76,12 +76,25 @@ class SmolVLMDataParser(ImagesOnlyDataParser):
         return VideoProcessorItems(videos, items.metadata, has_pairs=True)
 
 
+DOCTAG = "<doctag>"
+"""Granite-Docling's tokenizer alone has it, of all that are served as Idefics3."""
+DOCLING_TASKS = {
+    "Page to DocTags": "Convert this page to docling.",
+    "Chart to a table": "Convert chart to OTSL.",
+    "Code to text": "Convert code to text.",
+}
+
+
 class Idefics3ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = Idefics3HostInputs
     placeholders: ClassVar = {"image": IMAGE}
     embed_token = IMAGE
+
+    def get_tasks(self) -> Mapping[str, str]:
+        """Return Granite-Docling's; others are asked in words of one's own."""
+        return DOCLING_TASKS if DOCTAG in self.get_tokenizer().get_vocab() else self.tasks
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the parts: HF's processor of SmolVLM needs torchvision and num2words."""

@@ -14,9 +14,10 @@ import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, item_fields, make_factories
+from mmjax.models.family import FamilyProcessor, Target, item_fields, make_factories
 from mmjax.models.internvl.chat_formats import find_chat_template
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
+from mmjax.models.tiles import TiledInfo
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import (
@@ -24,21 +25,12 @@ from mmjax.processing.image_processors.tiling import (
     HFTileCutter,
     OriginalFrameCutter,
     OriginalTileCutter,
-    find_largest_picture,
 )
 from mmjax.processing.items.parse import (
     ImageSize,
     MultiModalDataParser,
 )
-from mmjax.processing.prompt_updates.matching import (
-    MultiModalPromptUpdatesApplyResult,
-    has_long_target,
-    splice_in_text,
-)
-from mmjax.processing.prompt_updates.updates import (
-    MultiModalPromptUpdates,
-    as_ids,
-)
+from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
@@ -58,7 +50,7 @@ class InternVLDataParser(MultiModalDataParser):
     }
 
 
-class BaseInternVLProcessingInfo(FamilyInfo):
+class BaseInternVLProcessingInfo(TiledInfo):
     """Common to both formats."""
 
     chat_template = find_chat_template(None)
@@ -66,9 +58,8 @@ class BaseInternVLProcessingInfo(FamilyInfo):
     host_inputs = InternVLHostInputs
     limits: ClassVar = {"image": None, "video": None}
     embed_token = CONTEXT
+    item_bounds = (START, END)
     frame_separator: ClassVar[str]
-    tile_kwargs: ClassVar[tuple[str, str]]
-    """Names of the kwargs that enable tiles, and limit their number."""
     pixel_keys: ClassVar[Mapping[str, str]]
     """Modality -> name of its pixel values."""
 
@@ -97,30 +88,8 @@ class BaseInternVLProcessingInfo(FamilyInfo):
             param="multi_modal_data",
         )
 
-    def get_unit_size(self) -> ImageSize:
+    def get_unit_size(self) -> ImageSize:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ImageSize(width=self.tile_size, height=self.tile_size)
-
-    def get_largest_picture(self) -> tuple[ImageSize, int]:
-        """Return the size of an image with the most tiles, and their number."""
-        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return find_largest_picture(self.get_image_processor(), kwargs)
-
-    def get_largest_image(self) -> ImageSize:
-        return self.get_largest_picture()[0]
-
-    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return kwargs with the larger number of tiles of the checkpoint's and the operator's."""
-        switch, name = self.tile_kwargs
-        parts = self.get_hf_processor()
-        levels = [parts.scope_kwargs(kwargs) for kwargs in ({}, self.ctx.merge_mm_kwargs({}))]
-        limits = [
-            parts.image_processor.get_limits({**level["images_kwargs"], switch: True})
-            for level in levels
-        ]
-        return {switch: True, name: max(most for _, most in limits)}
-
-    def get_max_image_tokens(self) -> int:
-        return self.get_largest_picture()[1] * self.num_unit_tokens
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         fields: dict[str, MultiModalFieldConfig] = {}
@@ -133,9 +102,6 @@ class BaseInternVLProcessingInfo(FamilyInfo):
 
     def get_target(self, modality: str) -> Target:
         return as_ids(self.find_placeholder_str(modality, 1) or "", self.get_tokenizer())
-
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
-        return int(tensors[f"{modality}_num_patches"]) * self.num_unit_tokens
 
     def write_item(self, modality: str, size: int) -> list[int]:
         if modality == "image":
@@ -184,7 +150,6 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
     """HF's format (InternVLForConditionalGeneration)."""
 
     frame_separator = "\n"
-    tile_kwargs = ("crop_to_patches", "max_patches")
     pixel_keys = PIXEL_KEYS["hf"]
     placeholders: ClassVar = {"image": CONTEXT, "video": "<video>"}
 
@@ -230,17 +195,6 @@ class InternVLMultiModalProcessor(FamilyProcessor[BaseInternVLProcessingInfo]):
         for modality in ("image", "video"):
             outputs[f"{modality}_token_id"] = np.array(self.info.get_token_id(CONTEXT))
         return outputs
-
-    def _apply_token_matches(
-        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
-    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
-        """Replace; a target of several tokens is replaced in the text, as the original does."""
-        if has_long_target(mm_prompt_updates):
-            tokenizer = self.info.get_tokenizer()
-            spliced = splice_in_text(prompt, mm_prompt_updates, tokenizer, before=END, after=START)
-            if spliced is not None:
-                return spliced
-        return super()._apply_token_matches(prompt, mm_prompt_updates)
 
 
 FACTORIES = make_factories(InternVLProcessingInfo, InternVLMultiModalProcessor)
