@@ -5,7 +5,7 @@
 
 from functools import cache
 
-from tests.families.aya_vision import AYA_VISION
+from tests.families.aya_vision import AYA_VISION, COHERE2_VISION
 from tests.families.blip2 import BLIP2
 from tests.families.chameleon import CHAMELEON
 from tests.families.deepseek_vl2 import DEEPSEEK_VL2
@@ -31,6 +31,7 @@ _ROWS = (
     AYA_VISION,
     BLIP2,
     CHAMELEON,
+    COHERE2_VISION,
     DEEPSEEK_VL2,
     FLORENCE2,
     FUYU,
