@@ -8,9 +8,11 @@ arXiv 2505.09388), Qwen3-VL's (both; its larger ones have experts; arXiv 2511.21
 OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3 (queries that grow with their
 positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's, without biases; arXiv
 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours rotated as pairs, a part of
-each head; its larger ones have experts, and neither of both; arXiv 2507.01006), Command R and R7B
-(attention and MLP side by side behind one layer norm, neighbours rotated as pairs, logits scaled;
-of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795).
+each head; its larger ones have experts, and neither of both; arXiv 2507.01006), Phi-3 (angles that
+longer prompts than the trained ones have of their own; arXiv 2404.14219), InternLM3 (Llama's by
+another name), gpt-oss (sinks, and experts with biases and a gate of their own; arXiv 2508.10925),
+Command R and R7B (attention and MLP side by side behind one layer norm, neighbours rotated as
+pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +38,7 @@ from mmjax.layers.decoder import (
     SandwichNormLayer,
 )
 from mmjax.layers.mlp import GatedMLP
-from mmjax.layers.moe import MixtureOfExperts, RouterConfig
+from mmjax.layers.moe import ClampedGate, MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import LayerNorm, RMSNorm
 from mmjax.layers.rope import text_angles
 
@@ -86,6 +88,9 @@ class LlamaConfig:
     """Width inside of an expert."""
     num_shared_experts: int = 0
     """Experts that every token has, beside the routed ones."""
+    clamped_gate: ClampedGate | None = None
+    """How experts gate, where not by `hidden_act`."""
+    has_expert_bias: bool = False
     dense_layers: tuple[int, ...] = ()
     """The layers without experts, where others have them."""
     rope_parameters: dict[str, Any]
@@ -93,6 +98,8 @@ class LlamaConfig:
     """Those whose queries and keys have no positions."""
     unscaled_layers: frozenset[int] = frozenset()
     """Those whose angles are of `rope_theta` alone, and not of what else `rope_parameters` says."""
+    has_sinks: bool = False
+    """Whether each head has the learned score of a key without a value, which all tokens see."""
     query_scales: tuple[int, tuple[float, ...]] | None = None
     """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
     logit_scale: float = 1.0
@@ -142,7 +149,6 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         "qk_norm": "head" if kind.startswith("qwen3") else None,
         "windows": _read_windows(hf_config),
         "rope_parameters": sections | given,
-        **(_read_experts(hf_config) if kind == "qwen3_vl_moe_text" else {}),
     }
 
 
@@ -158,21 +164,49 @@ def _read_windows(hf_config: Any) -> tuple[int | None, ...]:
     return tuple(window if one == "sliding_attention" else None for one in types)
 
 
-def _read_experts(hf_config: Any) -> dict[str, Any]:
-    """Return what is particular to Qwen3-VL's mixtures of experts."""
+def _read_qwen3_moe(hf_config: Any) -> dict[str, Any]:
     step, without = hf_config.decoder_sparse_step, set(hf_config.mlp_only_layers or ())
     numbers = range(hf_config.num_hidden_layers)
+    is_qwen3 = hf_config.model_type == "qwen3_moe"
     return {
+        **_read_llama(hf_config),
         "router": RouterConfig(
             num_experts=hf_config.num_experts,
             top_k=hf_config.num_experts_per_tok,
             has_sigmoid=False,
             has_correction_bias=False,
-            is_normalized=True,
+            is_normalized=hf_config.norm_topk_prob if is_qwen3 else True,  # HF's, whatever it says
         ),
         "moe_intermediate_size": hf_config.moe_intermediate_size,
         "dense_layers": tuple(n for n in numbers if n in without or (n + 1) % step),
     }
+
+
+def _read_gpt_oss(hf_config: Any) -> dict[str, Any]:
+    return {
+        **_read_llama(hf_config),
+        "has_sinks": True,
+        "router": RouterConfig(
+            num_experts=hf_config.num_local_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=False,
+            has_correction_bias=False,
+            has_logit_bias=True,
+            is_normalized=True,
+        ),
+        "moe_intermediate_size": hf_config.intermediate_size,
+        "clamped_gate": ClampedGate(alpha=hf_config.swiglu_alpha, limit=hf_config.swiglu_limit),
+        "has_expert_bias": True,
+    }
+
+
+def _read_phi3(hf_config: Any) -> dict[str, Any]:
+    rope = dict(hf_config.rope_parameters)
+    if rope.get("rope_type") == "longrope" and rope.get("factor") is None:
+        # As HF: the keys of the decoder say it where those of the angles do not.
+        trained = rope["original_max_position_embeddings"]
+        rope["factor"] = hf_config.max_position_embeddings / trained
+    return {**_read_llama(hf_config), "rope_parameters": rope}
 
 
 def _read_chameleon(hf_config: Any) -> dict[str, Any]:
@@ -310,10 +344,14 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "glm4v_moe_text": _read_glm_moe,
         "glm4v_text": _read_glm,
         "glm_ocr_text": _read_glm,
+        "gpt_oss": _read_gpt_oss,
         "ministral3": _read_ministral3,
         "molmo": _read_molmo,
         "molmo2_text": _read_molmo2,
         "paddleocr_vl_text": _read_paddleocr_vl,
+        "phi3": _read_phi3,
+        "qwen3_moe": _read_qwen3_moe,
+        "qwen3_vl_moe_text": _read_qwen3_moe,
     }
 )
 """By `model_type`, where it is not as Llama's."""
@@ -424,6 +462,8 @@ def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
             config.router,
             num_shared=config.num_shared_experts,
             activation=config.hidden_act,
+            clamped_gate=config.clamped_gate,
+            use_bias=config.has_expert_bias,
             dtype=dtype,
         )
     return GatedMLP(
@@ -451,6 +491,7 @@ def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
         norms_are_wide=config.qk_norm == "wide",
         is_interleaved=config.is_interleaved,
         window=config.windows[number],
+        has_sinks=config.has_sinks,
         dtype=dtype,
     )
     mlp = _build_mlp(config, number, dtype=dtype)

@@ -67,6 +67,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "CohereLabs/command-a-vision-07-2025",
             factories="COHERE2_FACTORIES",
         ),
+        "DeepseekOcr2ForConditionalGeneration": ModelRow(
+            "deepseek_ocr2", "deepseek-ai/DeepSeek-OCR-2"
+        ),
         "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2", "deepseek-ai/deepseek-vl2-tiny"),
         "Florence2ForConditionalGeneration": ModelRow(
             "florence2", "florence-community/Florence-2-base-ft"

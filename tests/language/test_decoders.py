@@ -365,7 +365,17 @@ REFUSED = [
     (
         LLAMA_ROW,
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        "is `longrope`",
+        "is `longrope`, and 'short_factor' is not given",
+    ),
+    (
+        LLAMA_ROW,
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]}},
+        "has 1 numbers; it must have 4",
+    ),
+    (
+        LLAMA_ROW,
+        {"rope_parameters": {"rope_type": "hadamard", "rope_theta": 1e4}},
+        "`rope_type` is `hadamard`; mmjax knows `default`",
     ),
     (
         LLAMA_ROW,

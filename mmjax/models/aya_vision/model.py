@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.connectors.shuffle import pixel_shuffle
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
+from mmjax.layers.vision import join_squares
 from mmjax.models.aya_vision.host_inputs import AyaVisionHostInputs
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import FeatureLayersModel, TowerModel
@@ -67,7 +67,7 @@ class AyaVisionForConditionalGeneration(FeatureLayersModel):
         self, pixel_values: Float[Array, "I C _y _x"], **packed: Array
     ) -> Float[Array, "I _tokens _width"]:
         """Return the squares of patches of every tile."""
-        return pixel_shuffle(super().encode_units(pixel_values, **packed), self.factor)
+        return join_squares(super().encode_units(pixel_values, **packed), self.factor)
 
 
 class Cohere2VisionForConditionalGeneration(TowerModel):
@@ -87,7 +87,7 @@ class Cohere2VisionForConditionalGeneration(TowerModel):
     ) -> Float[Array, "I _tokens _width"]:
         """Return the squares of patches of every tile."""
         states, _ = self.vision_tower(pixel_values)
-        return pixel_shuffle(states, self.factor)
+        return join_squares(states, self.factor)
 
 
 def _read_vision(hf_config: Any, **changes: Any) -> ViTConfig:

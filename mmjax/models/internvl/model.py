@@ -11,13 +11,13 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from mmjax.connectors.mlp import MLPProjector
-from mmjax.connectors.shuffle import pixel_shuffle
 from mmjax.errors import CheckpointError
+from mmjax.layers.vision import join_squares
 from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
 from mmjax.towers.vit import ViT, ViTConfig
-from mmjax.weights.rules import Rule, Split, Squeeze
+from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze
 
 _PROJECTOR_EPS = 1e-5
 """Of the projector's norm, which no configuration names: torch's own."""
@@ -137,9 +137,12 @@ class InternVLModel(TowerModel):
     def encode_units(
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens _width"]:
-        """Return the squares of patches of every tile or frame."""
+        """Return the squares of patches of every tile or frame.
+
+        They stand column by column with `ps_version` v1, as models before 2024 saw them.
+        """
         states, _ = self.vision_tower(pixel_values)
-        return pixel_shuffle(states[:, 1:], self.factor, is_transposed=self.is_transposed)
+        return join_squares(states[:, 1:], self.factor, is_transposed=self.is_transposed)
 
 
 class InternVLForConditionalGeneration(InternVLModel):
@@ -161,7 +164,7 @@ class InternVLForConditionalGeneration(InternVLModel):
         )
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, save_pretrained's, and the module's own names."""
         vision = _read_vision(hf_config)
         tower = r"^(?:model\.)?vision_tower\."
@@ -173,6 +176,7 @@ class InternVLForConditionalGeneration(InternVLModel):
         return (
             *(Rule(pattern, None) for pattern in dropped),
             *rename_tower(tower),
+            *text_rules(hf_config),
             *WRAPPER_RULES,
         )
 
@@ -196,7 +200,7 @@ class InternVLChatModel(InternVLModel):
         )
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Cut what is fused (InternLM2's by groups of a key head), and map the published names."""
         vision, text = _read_original_vision(hf_config), hf_config.get_text_config()
         unread = range(vision.num_hidden_layers, _read_original(hf_config)["num_hidden_layers"])
@@ -218,6 +222,7 @@ class InternVLChatModel(InternVLModel):
                 Rule(rf"^vision_model\.embeddings\.{name}$", *target)
                 for name, target in _EMBEDDINGS.items()
             ),
+            *text_rules(hf_config),
             *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
         )
 

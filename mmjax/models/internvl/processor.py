@@ -69,8 +69,8 @@ class BaseInternVLProcessingInfo(TiledInfo):
         """Side of a tile, in pixels."""
 
     @cached_property
-    def num_tile_tokens(self) -> int:
-        """Number of embeddings of a tile."""
+    def num_unit_tokens(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Number of embeddings of a tile, also where the encoder's are refused for their size."""
         hf_config = self.get_hf_config()
         patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
         return int((self.tile_size // patch_size) ** 2 * hf_config.downsample_ratio**2)
@@ -78,35 +78,18 @@ class BaseInternVLProcessingInfo(TiledInfo):
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of whole tiles, thumbnail included, or of whole frames."""
         part = {"image": "tile", "video": "frame"}[modality]
-        most = self.get_mm_max_tokens_per_item()[modality] if modality == "image" else num_embeds
-        if 0 < num_embeds <= most and num_embeds % self.num_tile_tokens == 0:
+        most = self.get_max_image_tokens() if modality == "image" else num_embeds
+        if 0 < num_embeds <= most and num_embeds % self.num_unit_tokens == 0:
             return
         many = f", {most} rows at most" * (modality == "image")
         raise RequestValueError(
-            f"{modality} embeddings have {num_embeds} rows; a {part} has {self.num_tile_tokens}: "
+            f"{modality} embeddings have {num_embeds} rows; a {part} has {self.num_unit_tokens}: "
             f"give those of whole {part}s{many}",
             param="multi_modal_data",
         )
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        side = self.tile_size
-        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
-
-    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
-        num_tokens = seq_len or self.ctx.model_config.max_model_len
-        num_videos = max((mm_counts or {}).get("video", 0), 1)
-        num_frames = num_tokens // self.num_tile_tokens // num_videos
-        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        num_frames = self.get_max_frames(seq_len, mm_counts)
-        most = {"image": self.get_max_image_tokens(), "video": num_frames * self.num_tile_tokens}
-        return {modality: most[modality] for modality in self.supported_mm_limits}
+    def get_unit_size(self) -> ImageSize:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ImageSize(width=self.tile_size, height=self.tile_size)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         fields: dict[str, MultiModalFieldConfig] = {}
@@ -124,8 +107,8 @@ class BaseInternVLProcessingInfo(TiledInfo):
         if modality == "image":
             tokens = super().write_item(modality, size)
             return [self.get_token_id(START), *tokens, self.get_token_id(END)]
-        tile = START + CONTEXT * self.num_tile_tokens + END
-        numbers = range(1, size // self.num_tile_tokens + 1)
+        tile = START + CONTEXT * self.num_unit_tokens + END
+        numbers = range(1, size // self.num_unit_tokens + 1)
         text = self.frame_separator.join(f"Frame{number}: {tile}" for number in numbers)
         return as_ids(text, self.get_tokenizer())
 
@@ -185,7 +168,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
         path, hf_config = self.ctx.model_config.path, self.get_hf_config()
         for name, found, wanted in (
             ("image_token_id", self.get_token_id(CONTEXT), hf_config.image_token_id),
-            ("image_seq_length", self.num_tile_tokens, hf_config.image_seq_length),
+            ("image_seq_length", self.num_unit_tokens, hf_config.image_seq_length),
         ):
             if found != wanted:
                 raise CheckpointError(
