@@ -23,7 +23,7 @@ from tests.families.tiny import Media, TinyModel, Words
 from tests.kit import fill_by_name, tiny_gemma3_checkpoint
 from tests.oracle import TOLERANCE, assert_close, params_of
 
-RULES = Gemma3ForConditionalGeneration.rules(None)
+RULES = Gemma3ForConditionalGeneration.rules(tiny_config())
 
 
 @pytest.mark.parametrize("window", [3, 16])
