@@ -30,6 +30,10 @@ VIDEOS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
         draw_video(5, 90, 60),
         {"fps": 5.0, "total_num_frames": 500, "frames_indices": [3, 31, 64, 300, 499]},
     ),
+    "few": (
+        draw_video(3, 90, 60),
+        {"fps": 5.0, "total_num_frames": 500, "frames_indices": [3, 31, 499]},
+    ),
     "whole": (draw_video(7, 40, 130), {"fps": 2.0, "duration": 3.5}),
     "slow": (draw_video(5, 70, 50), {"fps": 0.25}),
 }
@@ -90,7 +94,7 @@ def test_prompts_with_pictures_and_videos_are_hfs(family: Family):
 def write_cases(family: Family) -> list[Case]:
     """Return prompts of one video, of two, and of a picture and a video."""
     start = "here are the picture and some crops to help you see better how many red shapes "
-    one, two = VIDEOS["sampled"], VIDEOS["slow"]
+    one, two = VIDEOS["few"], VIDEOS["slow"]
     return [
         Case(name="one", prompt=f"{start}{family.video} what is it", videos=[one]),
         Case(name="two", prompt=f"{start}{family.video}{family.video} which", videos=[one, two]),
