@@ -1,5 +1,6 @@
 """Models of grids: a transformer over packed patches before a decoder with M-RoPE."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -8,19 +9,22 @@ from jaxtyping import Array, Float, Int
 from mmjax.layers.attention.segments import refine_segments
 from mmjax.models.grid_inputs import GridHostInputs
 from mmjax.models.interface import MultiModalModel
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
-from mmjax.weights.rules import Rule
+from mmjax.weights.rules import Rule, RuleTypes
 
-GRID_RULES = (
-    Rule(r"^(model\.)?visual\.patch_embed\.proj\.", "visual.patch_embed."),
-    Rule(r"^(model\.)?visual\.merger\.mlp\.0\.", "visual.merger.fc1."),
-    Rule(r"^(model\.)?visual\.merger\.mlp\.2\.", "visual.merger.fc2."),
-    Rule(r"^(model\.)?visual\.", "visual."),
-    Rule(r"^lm_head\.", "language_model.lm_head."),
-    Rule(r"^model\.(language_model\.)?", "language_model."),
-)
-"""Of the hub's layout since Qwen2-VL, which is also save_pretrained's, and the module's own."""
+
+def grid_rules(hf_config: Any) -> Sequence[RuleTypes]:
+    """Map the hub's layout since Qwen2-VL, also save_pretrained's, and the module's own names."""
+    return (
+        Rule(r"^(model\.)?visual\.patch_embed\.proj\.", "visual.patch_embed."),
+        Rule(r"^(model\.)?visual\.merger\.mlp\.0\.", "visual.merger.fc1."),
+        Rule(r"^(model\.)?visual\.merger\.mlp\.2\.", "visual.merger.fc2."),
+        Rule(r"^(model\.)?visual\.", "visual."),
+        *text_rules(hf_config),
+        Rule(r"^lm_head\.", "language_model.lm_head."),
+        Rule(r"^model\.(language_model\.)?", "language_model."),
+    )
 
 
 class GridModel(MultiModalModel):

@@ -123,7 +123,7 @@ class PagedModel:
         self.cache_spec = structure.kv_cache_spec
         self.max_len = round_up(max_len, BLOCK_SIZE)
         self.max_encoder_len = structure.max_encoder_len
-        self.has_spans: bool = structure.has_bidirectional_spans
+        self.has_spans: bool = structure.sees != "past"
         self._num_blocks = self.max_len // BLOCK_SIZE
         self._num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self._rows = EncoderRows(
@@ -404,7 +404,9 @@ def _recording(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if id(self) in names:
-            outputs[names[id(self)][0]] = result[0] if isinstance(result, tuple) else result
+            # The first call's, as of HF's module: of DeepSeek-OCR 2's tower, that of the views.
+            first = result[0] if isinstance(result, tuple) else result
+            outputs.setdefault(names[id(self)][0], first)
         return result
 
     return call

@@ -110,9 +110,9 @@ class Gemma4ProcessingInfo(FamilyInfo):
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
         largest = self.get_hf_processor().video_processor.find_largest(self.get_budget("video"))
-        return self.get_max_frames(mm_counts), largest
+        return self.get_max_frames(seq_len, mm_counts), largest
 
-    def get_max_frames(self, mm_counts: Mapping[str, int] | None) -> int:
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
         """Return the number of frames that are sampled, or that fit if videos share a prompt."""
         part: TokenBudgetVideoPatcher = self.get_hf_processor().video_processor
         sampling = part.sampling.asked(self.scope_kwargs({}, "videos_kwargs"))
@@ -124,7 +124,7 @@ class Gemma4ProcessingInfo(FamilyInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        num_frames = self.get_max_frames(mm_counts)
+        num_frames = self.get_max_frames(seq_len, mm_counts)
         return {
             "image": self.get_budget("image"),
             "video": num_frames * self.get_budget("video"),

@@ -41,6 +41,11 @@ _IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
 
 class GlmOcrProcessingInfo(GridInfo):
     chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Read text": "Text Recognition:",
+        "Table": "Table Recognition:",
+        "Formula": "Formula Recognition:",
+    }
     host_inputs = GridHostInputs
     image_processors: ClassVar = {"Glm4v": "glm4v"}
     image_patcher = GlmImagePatcher
@@ -87,5 +92,14 @@ class Glm4vProcessingInfo(StampedGridInfo):
         return f"{second:.1f} seconds" if is_4_6 else f"{int(second)}"
 
 
+class GlmGroundingProcessingInfo(Glm4vProcessingInfo):
+    """GLM-4.5V's and 4.6V's, which were trained to find what is described."""
+
+    tasks: ClassVar = {
+        "Boxes": "Help me to locate {the red cup} in the image and give me its bounding boxes."
+    }
+
+
 FACTORIES = make_factories(Glm4vProcessingInfo)
+GROUNDING_FACTORIES = make_factories(GlmGroundingProcessingInfo)
 OCR_FACTORIES = make_factories(GlmOcrProcessingInfo)

@@ -35,6 +35,12 @@ CHAT_TEMPLATE = r"""
 
 class PaddleOCRVLProcessingInfo(GridInfo):
     chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Read text": "OCR:",
+        "Table": "Table Recognition:",
+        "Formula": "Formula Recognition:",
+        "Chart": "Chart Recognition:",
+    }
     host_inputs = PaddleOCRVLHostInputs
     image_processors: ClassVar = {"PaddleOCRVL": "paddleocr_vl"}
     keep_bytes = keep_bytes_row_by_row

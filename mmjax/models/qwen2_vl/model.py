@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mmjax.models.grid_model import GRID_RULES, GridModel
+from mmjax.models.grid_model import GridModel, grid_rules
 from mmjax.models.qwen2_vl.host_inputs import Qwen25VLHostInputs
 from mmjax.weights.rules import RuleTypes
 
@@ -13,7 +13,7 @@ class Qwen2VLForConditionalGeneration(GridModel):
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
-        return GRID_RULES
+        return grid_rules(hf_config)
 
 
 class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):

@@ -14,6 +14,17 @@ from mmjax.models.qwen3_vl.host_inputs import Qwen3VLHostInputs
 
 class Qwen3VLProcessingInfo(StampedGridInfo):
     chat_template = CHATML_TURNS
+    tasks: ClassVar = {
+        "Boxes": (
+            'Locate every instance that belongs to the following categories: "{head, hand}". '
+            "Report bbox coordinates in JSON format."
+        ),
+        "Text with places": (
+            "Spotting all the text in the image with line-level, and output in JSON format."
+        ),
+        "Page to HTML": "qwenvl html",
+        "Page to Markdown": "qwenvl markdown",
+    }
     host_inputs = Qwen3VLHostInputs
     box_unit = "thousandths"
     video_defaults: ClassVar = {
