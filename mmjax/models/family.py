@@ -106,8 +106,14 @@ class FamilyInfo(BaseProcessingInfo):
         path = self.ctx.model_config.path
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
-            image_processor=load_image_processor(path, self.image_processors),
+            image_processor=self.wrap_image_processor(
+                load_image_processor(path, self.image_processors)
+            ),
         )
+
+    def wrap_image_processor(self, hf_processor: Any) -> Any:
+        """Return the part for images, of HF's image processor."""
+        return hf_processor
 
     def get_embed_token_id(self, modality: str) -> int:
         """Return the token at whose places the embeddings of an item go."""
@@ -312,13 +318,19 @@ class FamilyDummyInputs(BaseDummyInputsBuilder[FamilyInfo]):
             )
         if mm_counts.get("video"):
             num_frames, size = self.info.get_largest_video(seq_len, mm_counts)
-            data["video"] = self._get_dummy_videos(
+            videos = self._get_dummy_videos(
                 size=size,
                 num_frames=num_frames,
                 num_videos=mm_counts["video"],
                 overrides=options.get("video"),
             )
+            data["video"] = [(frames, _mark_sampled(len(frames))) for frames in videos]
         return data
+
+
+def _mark_sampled(num_frames: int) -> dict[str, Any]:
+    """Return the metadata of frames that were sampled already: all of them are seen."""
+    return {"total_num_frames": num_frames + 1, "frames_indices": list(range(num_frames))}
 
 
 InfoT = TypeVar("InfoT", bound=FamilyInfo)

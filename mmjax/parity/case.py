@@ -17,6 +17,7 @@ from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
 from mmjax.parity.departures import find_settings, obeying
 from mmjax.parity.reference import (
+    calls_by_modality,
     generate_reference,
     load_reference,
     load_reference_adapter,
@@ -187,7 +188,8 @@ class Parity:
         token_ids = sample.token_ids if encoder_ids is None else encoder_ids
         is_equal = np.array_equal(token_ids, inputs["input_ids"][0].numpy())
         differences = compare(
-            self.ours.run(sample), run_reference(self.reference, inputs, self.rules)
+            self.ours.run(sample, by_modality=calls_by_modality(inputs)),
+            run_reference(self.reference, inputs, self.rules),
         )
         return CaseReport(
             name=case.name,

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, InternVLConfig
 from transformers import InternVLForConditionalGeneration as HFModel
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.models.internvl.model import InternVLForConditionalGeneration
@@ -33,6 +34,7 @@ from tests.families.directories import (
     with_weights,
 )
 from tests.families.family import CHATML, Family, HFInputs, assemble, call_processor
+from tests.families.hf_videos import HFVideos
 from tests.families.published import MODULE, Published
 from tests.families.tiny import (
     AFFINE,
@@ -225,6 +227,21 @@ def hf_processor() -> Any:
     return assemble(*parts, has_videos=True, image_seq_length=4)
 
 
+def load_hf_videos() -> Any:
+    """Return HF's processor, whose frames are squares; it samples nothing."""
+
+    def cut(videos: HFVideos, seen: Any) -> dict[str, Any]:
+        frames = [videos.resize(one, (56, 56)) for one in seen]
+        return {"pixel_values_videos": torch.stack(frames)}
+
+    images = GotOcr2ImageProcessorPil.from_pretrained(PATH)
+    videos = HFVideos(images, None, cut, normalized=(OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    parts = (InternVLProcessor, GotOcr2ImageProcessorPil, PATH)
+    hf = assemble(*parts, video_processor=videos, has_videos=True, image_seq_length=4)
+    # It takes no arrays of numpy from a processor of videos.
+    return lambda **inputs: hf(**{**inputs, "return_tensors": "pt"})
+
+
 def write(folder: Path) -> Path:
     heads = {"text_config.num_attention_heads": 4}
     return save_weights(edit_golden("internvl", folder, config=heads))
@@ -256,6 +273,8 @@ INTERNVL = Family(
     call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
     video=VIDEO,
+    video_pixels="pixel_values",
+    load_hf_videos=load_hf_videos,
     lowering_kwargs={"images_kwargs": {"max_patches": 2}},
     extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
     mm_configs=(

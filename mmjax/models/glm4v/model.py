@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mmjax.models.glm4v.host_inputs import Glm4vHostInputs, GlmOcrHostInputs
-from mmjax.models.qwen2_vl.model import Qwen2VLForConditionalGeneration
+from mmjax.models.glm4v.host_inputs import Glm4vHostInputs
+from mmjax.models.grid_model import GridModel
 from mmjax.models.text_model import text_rules
 from mmjax.weights.rules import Rule, RuleTypes
 
 
-class GlmOcrForConditionalGeneration(Qwen2VLForConditionalGeneration):
+class GlmOcrForConditionalGeneration(GridModel):
     """Served as HF's class of this name."""
-
-    host_inputs = GlmOcrHostInputs
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:

@@ -30,12 +30,7 @@ from mmjax.processing.image_processors.parts import (
     load_video_settings,
     read_json,
 )
-from mmjax.processing.items.parse import (
-    ImageSize,
-    ImagesOnlyDataParser,
-    ModalityDataItems,
-    VideoProcessorItems,
-)
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
@@ -65,15 +60,7 @@ CHAT_TEMPLATE = r"""
 
 
 class SmolVLMDataParser(ImagesOnlyDataParser):
-    """Takes a video's metadata, `(frames, metadata)`, where they are given."""
-
-    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
-        items = super()._parse_video_data(data)
-        if not isinstance(items, VideoProcessorItems):
-            return items
-        pairs = zip(items.data, items.metadata, strict=True)
-        videos = [one if known is None else (one, known) for one, known in pairs]
-        return VideoProcessorItems(videos, items.metadata, has_pairs=True)
+    keeps_metadata = True
 
 
 DOCTAG = "<doctag>"
