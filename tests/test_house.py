@@ -1,7 +1,9 @@
 """The laws of the house, on the tree as it is: floors, sizes, names, words, what P0 may load."""
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
+from mmjax.layers.cpu.library import library_path
 from mmjax.models.model_source import ADAPTER_FILES
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +47,7 @@ TOP_LEVEL = {
     "constraints",
     "docs",
     "examples",
+    "hatch_build.py",
     "mmjax",
     "pyproject.toml",
     "tests",
@@ -369,4 +373,17 @@ def test_the_wheel_carries_the_default(tmp_path: Path, default_checkpoint: Path)
     files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "server" / "page").iterdir()]
     source = {str(file.relative_to(ROOT)) for file in files}
     assert source <= names
+    assert wheel.name.endswith("-py3-none-any.whl")
     assert np.all([archive.getinfo(name).file_size < 16 * 2**20 for name in carried])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="this machine has no C++ compiler")
+def test_a_releases_wheel_has_the_kernels_compiled(tmp_path: Path):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    environment = {**os.environ, "MMJAX_BUILD_KERNELS": "1"}
+    command = [*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, env=environment)
+    (wheel,) = tmp_path.glob("mmjax-*-py3-none-linux_*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert f"mmjax/layers/cpu/kernels/{library_path().name}" in archive.namelist()

@@ -123,7 +123,7 @@ class PagedModel:
         self.cache_spec = structure.kv_cache_spec
         self.max_len = round_up(max_len, BLOCK_SIZE)
         self.max_encoder_len = structure.max_encoder_len
-        self.has_spans: bool = structure.has_bidirectional_spans
+        self.has_spans: bool = structure.sees != "past"
         self._num_blocks = self.max_len // BLOCK_SIZE
         self._num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self._rows = EncoderRows(
@@ -196,11 +196,18 @@ class PagedModel:
         self.graphdef, self.params = graphdef, unflatten_params(leaves)
         self._jit()
 
-    def run(self, sample: Sample) -> dict[str, np.ndarray]:
-        """Return every probed module's output and the logits at every prompt position."""
+    def run(self, sample: Sample, *, by_modality: bool = False) -> dict[str, np.ndarray]:
+        """Return every probed module's output and the logits at every prompt position.
+
+        The encoder's are in the order of the prompt; or of images, then of videos.
+        """
         request = self._make_request(sample, max_tokens=1)
+        is_video = [any("video" in name for name in item.tensors) for item in sample.items]
+        order = list(range(len(is_video)))
+        if by_modality:
+            order.sort(key=is_video.__getitem__)
         with jax.default_matmul_precision("highest"):
-            pool, encoded = self._run_encoder(request)
+            pool, encoded = self._run_encoder(request, order)
             _, logits, outputs = self._run_step(request, pool, self._new_state())
         cut = {name: value[: sample.num_tokens] for name, value in outputs.items()}
         return encoded | cut | {LOGITS: logits}
@@ -264,8 +271,13 @@ class PagedModel:
         num_rows = round_up(self.max_len, TILE)
         return StepState(kv_cache, jnp.zeros((num_rows, self.shape.hidden_size), self.dtype))
 
-    def _run_encoder(self, request: Request) -> tuple[Any, dict[str, np.ndarray]]:
-        """Encode items one by one, and an encoder-decoder's prompt, into a pool; return both."""
+    def _run_encoder(
+        self, request: Request, order: Sequence[int] = ()
+    ) -> tuple[Any, dict[str, np.ndarray]]:
+        """Encode items one by one, and an encoder-decoder's prompt, into a pool.
+
+        Returns the pool, and what every probed module gave; of the items, in this `order`.
+        """
         self._rows.reset()
         num_rows = self._rows.num_rows + self.host_inputs.num_extra_rows
         pool = jnp.zeros((num_rows, self.shape.embed_width), self.dtype)
@@ -284,7 +296,7 @@ class PagedModel:
                 of_item.append(jax.device_get(outputs))
                 num_outputs += len(call.dst_rows)
             recorded.append(_leave_out(_join(of_item), item, num_outputs))
-        encoded = _join(recorded)
+        encoded = _join([recorded[place] for place in order])
         if request.encoder is not None:
             self._rows.allocate(request.encoder.identifier, request.encoder_len)
             (call,) = self._prompt_calls.fill([request.encoder], self._rows.get, [1])
@@ -392,7 +404,9 @@ def _recording(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if id(self) in names:
-            outputs[names[id(self)][0]] = result[0] if isinstance(result, tuple) else result
+            # The first call's, as of HF's module: of DeepSeek-OCR 2's tower, that of the views.
+            first = result[0] if isinstance(result, tuple) else result
+            outputs.setdefault(names[id(self)][0], first)
         return result
 
     return call

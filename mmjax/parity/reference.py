@@ -96,29 +96,44 @@ def map_name(name: str, rules: Sequence[RuleTypes]) -> str | None:
 def run_reference(model: Any, inputs: Any, rules: Sequence[RuleTypes]) -> dict[str, np.ndarray]:
     """Return the outputs of all probed modules, by our names, and the logits, of one prompt.
 
+    Of a tower that is called once for images and once for videos, both outputs as one.
+
     Args:
         model: From `load_reference`.
         inputs: Torch tensors by name, of a batch of one.
         rules: The model's `rules`.
     """
     torch = import_torch()
-    outputs: dict[str, np.ndarray] = {}
+    calls: dict[str, list[np.ndarray]] = {}
     hooks = []
     for name, module in model.named_modules():
         mapped = map_name(name, rules)
         if mapped is not None and PROBED.search(mapped):
-            hooks.append(module.register_forward_hook(_keep(outputs, mapped)))
+            hooks.append(module.register_forward_hook(_keep(calls, mapped)))
     try:
         with torch.no_grad():
             logits = model(**inputs).logits
     finally:
         for hook in hooks:
             hook.remove()
+    is_joined = calls_by_modality(inputs)
+    outputs = {name: _join(outputs) if is_joined else outputs[0] for name, outputs in calls.items()}
     outputs[LOGITS] = logits[0].numpy()
     return {
         name: value[0] if name.startswith("language_model.") else value
         for name, value in outputs.items()
     }
+
+
+def calls_by_modality(inputs: Any) -> bool:
+    """Return whether HF's model calls its tower for images, and then for videos."""
+    return {"pixel_values", "pixel_values_videos"} <= {*inputs}
+
+
+def _join(outputs: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the outputs of several calls, rows of units or patches, as those of one."""
+    first, *others = outputs
+    return np.concatenate([first, *(one for one in others if one.shape[1:] == first.shape[1:])])
 
 
 def load_reference_processor(path: Path, model_type: str, ours: Any) -> Any:
@@ -167,6 +182,8 @@ def make_pixels(tensors: Mapping[str, Any], *, colours_last: bool = False) -> di
             return [restore(name, one) for one in data]
         if data.dtype != np.uint8:
             return data
+        if not data.size:  # no picture has a tile
+            return data.astype(np.float32)
         affine = tensors[AFFINE_KEYS["video" if "video" in name else "image"]]
         # `[..., C, height, width]`, or a row for each patch.
         units = data.reshape(-1, *data.shape[-3:]) if data.ndim > 2 else data
@@ -215,12 +232,12 @@ def run_reference_logits(model: Any, inputs: Any) -> np.ndarray:
         return model(**cast).logits[0].float().numpy()
 
 
-def _keep(outputs: dict[str, np.ndarray], name: str) -> Any:
+def _keep(calls: dict[str, list[np.ndarray]], name: str) -> Any:
     def hook(module: Any, arguments: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         if hasattr(tensor, "numpy"):
-            # The first call's: BLIP-2 norms its pooled row with `post_layernorm` once more.
-            outputs.setdefault(name, tensor.detach().numpy())
+            # Most models call a module once; BLIP-2 norms its pooled row once more.
+            calls.setdefault(name, []).append(tensor.detach().numpy())
 
     return hook
 

@@ -129,6 +129,10 @@ class BaseProcessingInfo(ABC):
     `{...}` in a text stands for the words of whoever asks.
     """
 
+    box_unit: ClassVar[Literal["pixels", "thousandths"] | None] = None
+    """What the model's answers count the corners of boxes in (`bbox_2d`): pixels of the image as it
+    was resized, or thousandths of its sides; None: it was trained on no such answers."""
+
     data_parser: type[MultiModalDataParser] = MultiModalDataParser
     """What `get_data_parser` makes."""
 
@@ -138,6 +142,10 @@ class BaseProcessingInfo(ABC):
     @property
     def model_id(self) -> str:
         return self.ctx.model_config.model
+
+    def get_tasks(self) -> Mapping[str, str]:
+        """Return `tasks`; those of this checkpoint, where a family's differ."""
+        return self.tasks
 
     @abstractmethod
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:

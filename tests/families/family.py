@@ -86,6 +86,10 @@ class Family:
     """What a text prompt has for each image; empty where it has nothing."""
     video: str = ""
     """What a text prompt has for each video; empty where it takes none."""
+    video_pixels: str = "pixel_values_videos"
+    """What HF calls the pixels of a prompt with a video alone."""
+    load_hf_videos: Callable[[], Any] | None = None
+    """HF's processor, whose video processor is a stand-in (`hf_videos.py`); None: HF has none."""
     video_kwargs: tuple[dict[str, Any], ...] = ({},)
     """Processor kwargs under which dummy videos have the declared maximum."""
     takes_embeds: bool = True
@@ -191,6 +195,20 @@ def assemble(
     if has_videos:
         parts["video_processor"] = video_processor or VideoProcessorMixin()
     return WithoutTorchvision(**parts, **settings)
+
+
+def call_with_videos(
+    processor: Any, prompt: str, images: list[Any], videos: Sequence[Any]
+) -> HFInputs:
+    """Call HF's processor; `videos` are pairs of frames and metadata."""
+    outputs = processor(
+        text=[prompt],
+        images=images or None,
+        videos=[frames for frames, _ in videos],
+        video_metadata=[metadata for _, metadata in videos],
+        return_tensors="np",
+    )
+    return HFInputs([int(token_id) for token_id in outputs["input_ids"][0]], outputs)
 
 
 def call_processor(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import (
     Gemma4Config,
     Gemma4UnifiedConfig,
@@ -21,6 +22,7 @@ from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeat
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
+from transformers.video_utils import default_sample_indices_fn
 
 from mmjax.models.gemma4.model import (
     Gemma4ForConditionalGeneration,
@@ -30,6 +32,7 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, assemble, call_processor
+from tests.families.hf_videos import HFVideos
 from tests.families.published import Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.kit import fill_by_name
@@ -336,6 +339,29 @@ def hf_processor(video_processor: Any = None) -> Any:
     )
 
 
+def cut_frames(videos: HFVideos, seen: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Return what HF's image processor makes of the frames, as its class for videos would."""
+    outputs = [
+        videos.images(
+            [Image.fromarray(frame) for frame in frames], max_soft_tokens=70, return_tensors="np"
+        )
+        for frames in seen
+    ]
+    counts = [int((one["image_position_ids"][0, :, 0] >= 0).sum()) // 9 for one in outputs]
+    return {
+        "pixel_values_videos": np.concatenate([one["pixel_values"] for one in outputs]),
+        "video_position_ids": np.concatenate([one["image_position_ids"] for one in outputs]),
+        "num_soft_tokens_per_video": counts,
+    }
+
+
+def load_hf_videos() -> Any:
+    """Return HF's processor with its rule for frames, of which four are seen."""
+    sample = partial(default_sample_indices_fn, num_frames=4)
+    images = Gemma4ImageProcessorPil.from_pretrained(directory())
+    return hf_processor(HFVideos(images, sample, cut_frames))
+
+
 GEMMA4 = Family(
     name="gemma4",
     architecture="Gemma4ForConditionalGeneration",
@@ -366,6 +392,7 @@ GEMMA4 = Family(
     call_hf=partial(call_processor, hf_processor),
     placeholder="<|image|>",
     video="<|video|>",
+    load_hf_videos=load_hf_videos,
     video_kwargs=({}, {"num_frames": 2}, {"do_sample_frames": False}),
     extra_kwargs=({}, {"max_soft_tokens": 70}),
     lowering_kwargs={"max_soft_tokens": 70},
@@ -431,4 +458,5 @@ GEMMA4_UNIFIED = replace(
     path=unified_directory,
     write=with_weights(write_unified, fill),
     call_hf=partial(call_processor, hf_unified),
+    load_hf_videos=None,  # as the other one's, of squares
 )

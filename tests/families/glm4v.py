@@ -1,4 +1,4 @@
-"""Tiny GLM-4.1Vs, GLM-4.6Vs and GLM-OCRs: pictures of any grid, merged by a convolution."""
+"""Tiny GLM-4.1Vs, GLM-4.6Vs and GLM-OCRs: grids, merged by a convolution; videos but of OCR."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,6 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     Glm4vConfig,
@@ -19,6 +20,7 @@ from transformers import (
 )
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 
 from mmjax.models.glm4v import model as ours
 from mmjax.parity.arrays import Sample
@@ -26,6 +28,7 @@ from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, assemble, call_processor
+from tests.families.hf_videos import make_grid_videos
 from tests.families.published import Published
 from tests.families.qwen2_vl import (
     GRIDS,
@@ -94,18 +97,51 @@ def tiny_config(
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
-    """Return a processed image."""
-    grid, seconds = GRIDS["image"][media.seed % 3]
-    return draw_grid(config, "image", media.seed, grid, seconds)
+    """Return a processed image, or a video, of whose steps each has its second behind it."""
+    grid, _ = GRIDS[media.modality][media.seed % 3]
+    item = draw_grid(config, media.modality, media.seed, grid, 0.0)
+    if media.modality == "image":
+        return item
+    steps, rows, columns = grid
+    step = [VISION_START, *[IMAGE_TOKEN] * (rows * columns // 4), VISION_END]
+    ids = [token_id for number in range(steps) for token_id in (*step, 5 + number)]
+    return item._replace(
+        token_ids=ids,
+        is_embed=np.equal(ids, IMAGE_TOKEN),
+        before=[MARKS["video_start"]],
+        after=[MARKS["video_end"]],
+    )
 
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
     """Return the sample as HF's processor would give it."""
     data = joined(sample)
-    if data:
-        data["image_grid_thw"] = data["image_grid_thw"].reshape(-1, 3)
+    for name in data.keys() & {"image_grid_thw", "video_grid_thw"}:
+        data[name] = data[name].reshape(-1, 3)
     inputs = make_reference_inputs(sample.token_ids, data)
-    return inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE_TOKEN).int()}
+    ids = inputs["input_ids"]
+    kinds = (ids == IMAGE_TOKEN).int() * (1 + is_in_video(reference.config, ids).int())
+    return inputs | {"mm_token_type_ids": kinds}
+
+
+def is_in_video(config: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return where a video's tokens stand, by the marks around it (HF: of its processor)."""
+    starts, ends = (
+        (ids == getattr(config, f"video_{name}_token_id")).cumsum(-1) for name in ("start", "end")
+    )
+    return starts > ends
+
+
+def tell_videos_from_images(model: Any) -> None:
+    """Let HF's model take both in one prompt: it counts the same token for each, and refuses."""
+    inner = model.model
+
+    def get_placeholder_mask(input_ids: Any, inputs_embeds: Any, **features: Any) -> Any:
+        found = input_ids == inner.config.image_token_id
+        is_video = is_in_video(inner.config, input_ids)
+        return tuple(mask[..., None] for mask in (found & ~is_video, found & is_video))
+
+    inner.get_placeholder_mask = get_placeholder_mask
 
 
 def resize(kind: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
@@ -181,8 +217,9 @@ def make_row(kind: str) -> TinyFamily:
         torch_inputs=torch_inputs,
         word_ids=range(5, 90),
         published_head_dim=128,
-        max_embeds={"image": 15},
+        max_embeds={"image": 15} if kind == "glm_ocr" else {"image": 15, "video": 18},
         fill=fill,
+        mend=tell_videos_from_images,
         variants=VARIANTS[kind],
     )
 
@@ -200,7 +237,15 @@ SPECIAL = {
     "video_end_token_id": "<|end_of_video|>",
 }
 ROLES = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
+VIDEO = "<|begin_of_video|><|video|><|end_of_video|>"
 SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 40_000}}
+VIDEO_SIZE = {"shortest_edge": 6272, "longest_edge": 200_000}
+PROCESSORS: Mapping[str, tuple[Any, str]] = {
+    "glm46v": (Glm46VProcessor, "Glm46V"),
+    # Of the published 4.6V, whose config.json is 4.5V's.
+    "glm4v_moe": (Glm46VProcessor, "Glm46V"),
+}
+"""HF's class, and how names of the files' classes begin; of others, GLM-4.1V's."""
 
 
 def write_files(kind: str, path: Path) -> Path:
@@ -221,6 +266,10 @@ def write_files(kind: str, path: Path) -> Path:
             "image_processor_type": "Glm4vImageProcessor",
             "size": {"shortest_edge": 6272, "longest_edge": 320_000},
         },
+        video_preprocessor_config={
+            "video_processor_type": f"{PROCESSORS.get(kind, (None, 'Glm4v'))[1]}VideoProcessor",
+            "size": VIDEO_SIZE,
+        },
     )
 
 
@@ -228,9 +277,20 @@ paths = {kind: made_once(partial(write_files, kind)) for kind in CLASSES}
 
 
 @cache
-def hf_processor(kind: str) -> Any:
-    """HF's own processor, built apart from ours; it processes no videos."""
-    return assemble(Glm4vProcessor, Glm4vImageProcessorPil, paths[kind](), has_videos=True)
+def hf_processor(kind: str, with_videos: bool = False) -> Any:
+    """HF's own processor, built apart from ours, with its rules for videos or without any."""
+    processor_class, name = PROCESSORS.get(kind, (Glm4vProcessor, "Glm4v"))
+    images = Glm4vImageProcessorPil.from_pretrained(paths[kind]())
+    sampling: dict[str, Any] = {"fps": 2, "max_duration": 300}
+    return assemble(
+        processor_class,
+        Glm4vImageProcessorPil,
+        paths[kind](),
+        video_processor=make_grid_videos(name.lower(), images, VIDEO_SIZE, **sampling)
+        if with_videos
+        else None,
+        has_videos=True,
+    )
 
 
 GLM4V = Family(
@@ -240,7 +300,7 @@ GLM4V = Family(
     is_written=True,
     path=paths["glm4v"],
     write=with_weights(partial(write_files, "glm4v"), fill),
-    needless_files=frozenset({"tokenizer_config.json"}),
+    needless_files=frozenset({"tokenizer_config.json", "video_preprocessor_config.json"}),
     rendered=f"[gMASK]<sop><|user|>\n{IMAGE}what is it<|assistant|>\na car"
     "<|user|>\nwhich color<|assistant|>\n",
     with_system=("<|user|>\n<", "<|system|>\nbe short<|user|>\n<"),
@@ -248,6 +308,9 @@ GLM4V = Family(
     takes_embeds=False,  # grids beside them
     call_hf=partial(call_processor, partial(hf_processor, "glm4v")),
     placeholder=IMAGE,
+    video=VIDEO,
+    video_kwargs=({}, {"videos_kwargs": {"max_pixels": 90_000}}),
+    load_hf_videos=partial(hf_processor, "glm4v", with_videos=True),
     has_pixel_counts=True,
     extra_kwargs=({}, SMALLER),
     mm_configs=(
@@ -272,6 +335,7 @@ def like_glm4v(kind: str, architecture: str, unread: tuple[str, ...] = ()) -> Fa
         path=paths[kind],
         write=with_weights(partial(write_files, kind), fill),
         call_hf=partial(call_processor, partial(hf_processor, kind)),
+        load_hf_videos=partial(hf_processor, kind, with_videos=True),
         published=Published(unread=unread),
     )
 
@@ -305,8 +369,12 @@ GLM4V_MOE = replace(
         unread=("model.language_model.layers.46.mlp.experts.0.up_proj.weight",),
     ),
 )
-GLM_OCR = like_glm4v(
-    "glm_ocr",
-    "GlmOcrForConditionalGeneration",
-    unread=("model.language_model.layers.16.eh_proj.weight",),
+GLM_OCR = replace(
+    like_glm4v(
+        "glm_ocr",
+        "GlmOcrForConditionalGeneration",
+        unread=("model.language_model.layers.16.eh_proj.weight",),
+    ),
+    video="",
+    load_hf_videos=None,
 )

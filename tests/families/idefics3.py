@@ -1,6 +1,6 @@
 """Tiny Idefics3s and SmolVLMs: tiles of a picture and the whole of it, frames of a video."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -16,6 +17,7 @@ from transformers import (
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.smolvlm import processing_smolvlm
 
 from mmjax.models.idefics3 import model as ours
 from mmjax.parity.arrays import Sample
@@ -23,6 +25,7 @@ from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, assemble, call_processor
+from tests.families.hf_videos import HFVideos, take_functions
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.oracle import fill_with_unit_norms
 
@@ -192,6 +195,36 @@ def hf_processor() -> Any:
     return assemble(Idefics3Processor, Idefics3ImageProcessorPil, path(), image_seq_len=4)
 
 
+def cut_frames(videos: HFVideos, seen: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Return frames scaled as HF's processor of videos: by the longer side, then to a square."""
+    functions = take_functions("smolvlm", "get_resize_output_image_size")
+    # `size` of preprocessor_config.json comes before `video_size` there.
+    sizes = [
+        functions.get_resize_output_image_size(torch.from_numpy(one).movedim(-1, 1), 3 * SIDE)
+        for one in seen
+    ]
+    frames = [
+        videos.resize(one, size, (SIDE, SIDE), resample=Image.Resampling.LANCZOS)
+        for one, size in zip(seen, sizes, strict=True)
+    ]
+    return {"pixel_values": torch.stack(frames).numpy()}
+
+
+def load_hf_videos() -> Any:
+    """Return HF's processor, for which a table stands in for `num2words`; it samples nothing."""
+    words = {3: "three", 5: "five", 7: "seven"}
+    setattr(processing_smolvlm, "num2words", words.__getitem__)  # noqa: B010 (not HF's to export)
+    images = Idefics3ImageProcessorPil.from_pretrained(smolvlm_path())
+    return assemble(
+        processing_smolvlm.SmolVLMProcessor,
+        Idefics3ImageProcessorPil,
+        smolvlm_path(),
+        video_processor=HFVideos(images, None, cut_frames),
+        has_videos=True,
+        image_seq_len=4,
+    )
+
+
 _SHARED: dict[str, Any] = {
     "is_written": True,
     "needless_files": frozenset({"tokenizer_config.json", "processor_config.json"}),
@@ -204,7 +237,7 @@ _SHARED: dict[str, Any] = {
         f"<|im_start|>User:{IMAGE}",
         f"<|im_start|>System: be short<end_of_utterance>\nUser:{IMAGE}",
     ),
-    "probed": ("vision_model.post_layernorm", "connector"),
+    "probed": ("vision_tower.post_layernorm", "multi_modal_projector"),
     "call_hf": partial(call_processor, hf_processor),
     "placeholder": IMAGE,
     "extra_kwargs": ({}, WHOLE, SMALLER),
@@ -231,5 +264,7 @@ SMOLVLM = Family(
     path=smolvlm_path,
     write=with_weights(write_smolvlm, fill),
     video="<video>",
+    video_pixels="pixel_values",
+    load_hf_videos=load_hf_videos,
     **_SHARED,
 )

@@ -1,6 +1,6 @@
 """Tiny Qwen2-VLs and Qwen2.5-VLs: images and videos of any grid, positions of three axes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
@@ -32,6 +32,7 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.hf_videos import make_grid_videos
 from tests.families.published import MODULE, Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.oracle import fill_with_unit_norms
@@ -221,6 +222,8 @@ PATH = GOLDEN / "qwen2_vl"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 20_000}}
+VIDEO_SIZE = {"shortest_edge": 3136, "longest_edge": 50_176}
+"""Of the directory's videos."""
 QWEN2_5: Mapping[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "model_type": "qwen2_5_vl",
@@ -248,6 +251,14 @@ def hf_processor() -> Any:
     return assemble(Qwen2VLProcessor, Qwen2VLImageProcessorPil, PATH, has_videos=True)
 
 
+def load_hf_videos(processor_class: Any, load_path: Callable[[], Path]) -> Any:
+    """Return HF's processor of a kind with its rules for videos, which sample nothing."""
+    images = Qwen2VLImageProcessorPil.from_pretrained(load_path())
+    videos = make_grid_videos("qwen2_vl", images, VIDEO_SIZE, samples=False)
+    parts = (processor_class, Qwen2VLImageProcessorPil, load_path())
+    return assemble(*parts, video_processor=videos, has_videos=True)
+
+
 def write(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
     config = {**HEADS, **MROPE, **(changes or {})}
     return save_weights(edit_golden("qwen2_vl", folder, config=config), TINY.fill)
@@ -272,6 +283,7 @@ QWEN2_VL = Family(
     call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
     video=VIDEO,
+    load_hf_videos=partial(load_hf_videos, Qwen2VLProcessor, partial(golden_path, "qwen2_vl")),
     video_kwargs=(
         {},
         {"max_pixels": 30_000},
@@ -320,4 +332,5 @@ QWEN2_5_VL = replace(
     write=partial(write, changes=QWEN2_5),
     probed=("visual.blocks.1",),
     call_hf=partial(call_processor, hf_qwen2_5),
+    load_hf_videos=partial(load_hf_videos, Qwen2_5_VLProcessor, write_2_5),
 )

@@ -20,6 +20,7 @@ from mmjax.models.qwen3_vl import model as ours
 from tests.families import published_names, qwen2_vl
 from tests.families.directories import edit_golden, made_once, with_weights
 from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.hf_videos import make_grid_videos
 from tests.families.published import Published
 from tests.families.qwen2_vl import GRIDS, QWEN2_VL, VIDEO_TOKEN, VISION_END, VISION_START
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
@@ -224,6 +225,14 @@ def hf_processor(kind: str = "qwen3_vl", video_processor: Any = None) -> Any:
     )
 
 
+def load_hf_videos(kind: str) -> Any:
+    """Return HF's processor with its rules for videos, and its settings of them."""
+    images = Qwen2VLImageProcessorPil.from_pretrained(DIRECTORIES[kind]())
+    sampling = {"fps": 2, "num_frames": None, "min_frames": 4, "max_frames": 768}
+    videos = make_grid_videos("qwen3_vl", images, VIDEO_SETTINGS["size"], **sampling)
+    return hf_processor(kind, videos)
+
+
 DIRECTORIES = {kind: made_once(partial(write_files, kind)) for kind in CLASSES}
 
 
@@ -245,6 +254,7 @@ def make_family(kind: str, tiny: TinyFamily) -> Family:
             "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\n",
         ),
         call_hf=partial(call_processor, partial(hf_processor, kind)),
+        load_hf_videos=partial(load_hf_videos, kind),
         published=Published(
             list_shapes=published_names.list_qwen3_vl_moe if tiny is TINY_MOE else None
         ),

@@ -135,6 +135,8 @@ class TinyFamily:
     """Of engines."""
     fill: Callable[[Any], None] = fill_with_unit_norms
     """Gives HF's model random values, loud enough that every input changes the answer."""
+    mend: Callable[[Any], None] = lambda model: None
+    """Lets HF's model take a prompt that it refuses."""
 
     def make_reference(self, *, config: Any = None, **settings: Any) -> Any:
         """Return HF's model of a config, random, whose `generate` never ends a text."""
@@ -142,6 +144,7 @@ class TinyFamily:
 
         model = self.reference_class(config or self.make_config(**settings)).eval()
         self.fill(model)
+        self.mend(model)
         # BLIP-2 generates by its inner model's.
         for module in model.modules():
             if hasattr(module, "generation_config"):
@@ -221,7 +224,7 @@ class TinyModel:
     @cached_property
     def paged(self) -> PagedModel:
         """Our model, for one request at a time."""
-        return self.make_paged(self.params)
+        return self.make_paged(self.params, max(256, self.family.max_model_len))
 
     def make_paged(self, params: Any, max_len: int = 256) -> PagedModel:
         """Return our model with parameters of your own."""

@@ -23,7 +23,7 @@ from tests.families.tiny import Media, TinyModel, Words
 from tests.kit import fill_by_name, tiny_gemma3_checkpoint
 from tests.oracle import TOLERANCE, assert_close, params_of
 
-RULES = Gemma3ForConditionalGeneration.rules(None)
+RULES = Gemma3ForConditionalGeneration.rules(tiny_config())
 
 
 @pytest.mark.parametrize("window", [3, 16])
@@ -111,6 +111,6 @@ def test_what_the_engine_must_know_is_said():
     assert host_inputs.encoder_spec == EncoderSpec(
         inputs=byte_pixels("pixel_values", (3, 56, 56)), tokens_per_unit=16
     )
-    assert model.has_bidirectional_spans
+    assert model.sees == "items"
     units = host_inputs.units({"pixel_values": np.zeros((2, 3, 56, 56), np.float32)})
     assert units["pixel_values"].shape == (2, 3, 56, 56)

@@ -76,8 +76,8 @@ def test_each_feature_moves_its_own_layer():
     kept = model.paged._run_encoder
 
     def without(index: int) -> Any:
-        def run(request: Any) -> Any:
-            pool, outputs = kept(request)
+        def run(*args: Any) -> Any:
+            pool, outputs = kept(*args)
             cut = slice(width * (1 + index), width * (2 + index))
             return pool.at[:, cut].set(0), outputs
 

@@ -1,24 +1,19 @@
 """Gemma 4's own: videos as HF's processor writes them, budgets of images, no sounds."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
-    Gemma4ImageProcessorPil,
     get_aspect_ratio_preserving_size,
 )
-from transformers.video_processing_utils import VideoProcessorMixin
-from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
 from mmjax.parity.reference import make_pixels
 from mmjax.processing.image_processors.token_budget import BUDGETS
 from mmjax.processing.items.items import ImageSize
-from tests.families.gemma4 import GEMMA4, directory, hf_processor
+from tests.families.gemma4 import GEMMA4, load_hf_videos
 from tests.kit import draw
 
 VIDEO = "<|video|>"
@@ -29,35 +24,6 @@ def processor() -> Any:
     return GEMMA4.make_processor(processor_cache=MultiModalProcessorOnlyCache(2**26))
 
 
-class Stub(VideoProcessorMixin):
-    """Stands for torchvision's video processor: HF's rule for frames, its PIL class on each."""
-
-    model_input_names = ("pixel_values_videos", "video_position_ids")
-
-    def __init__(self, metadata: Sequence[dict[str, Any]], *, num_frames: int) -> None:
-        self.metadata, self.num_frames = metadata, num_frames
-        self.images: Any = Gemma4ImageProcessorPil.from_pretrained(directory())
-
-    def __call__(self, videos: Any, **kwargs: Any) -> Any:
-        known, outputs = [], []
-        for video, given in zip(videos, self.metadata, strict=True):
-            metadata = VideoMetadata(**{"total_num_frames": len(video), **given})
-            if metadata.total_num_frames == len(video):
-                places = default_sample_indices_fn(metadata, num_frames=self.num_frames)
-                metadata.frames_indices, video = places.tolist(), video[places]
-            frames = [Image.fromarray(frame) for frame in video]
-            outputs.append(self.images(frames, max_soft_tokens=70, return_tensors="np"))
-            known.append(metadata)
-        return {
-            "pixel_values_videos": np.concatenate([one["pixel_values"] for one in outputs]),
-            "video_position_ids": np.concatenate([one["image_position_ids"] for one in outputs]),
-            "num_soft_tokens_per_video": [
-                int((one["image_position_ids"][0, :, 0] >= 0).sum()) // 9 for one in outputs
-            ],
-            "video_metadata": known,
-        }
-
-
 METADATA: list[dict[str, Any]] = [
     {},
     {"fps": 2.0},
@@ -66,12 +32,18 @@ METADATA: list[dict[str, Any]] = [
 
 
 def test_prompts_places_and_pixels_of_videos_are_hfs(processor: Any):
-    hf = hf_processor(Stub(METADATA, num_frames=4))
+    hf = load_hf_videos()
     rng = np.random.default_rng(3)
     sizes = ((9, 40, 60), (5, 90, 31), (3, 64, 64))
     videos = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
     prompt = f"a {VIDEO}<|image|> b{VIDEO}\n\n{VIDEO}!"
-    wanted = hf(text=prompt, images=[[draw(90, 60)]], videos=videos, return_tensors="np")
+    wanted = hf(
+        text=prompt,
+        images=[[draw(90, 60)]],
+        videos=videos,
+        video_metadata=METADATA,
+        return_tensors="np",
+    )
     given = [
         (frames, metadata) if metadata else frames
         for frames, metadata in zip(videos, METADATA, strict=True)

@@ -20,7 +20,7 @@ from mmjax.models.registry import create_processor
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import MultiModalInputs
 from mmjax.processing.image_processors.parts import load_video_settings
-from mmjax.processing.image_processors.patches import VideoPatcher
+from mmjax.processing.image_processors.patches import VideoPatcher, find_grid
 from tests.families import FAMILIES, qwen2_vl
 from tests.families.qwen2_vl import IMAGE, VIDEO
 from tests.kit import draw, draw_video
@@ -168,12 +168,19 @@ def test_a_list_of_frames_is_one_video(processor: Any):
 def test_published_sizes_give_the_published_maximum():
     """1280 patches of 28x28 at most, as the model's card advises: 1280 tokens a picture."""
     processor = qwen2_vl.make_processor(mm_processor_kwargs={"max_pixels": 1280 * 28 * 28})
-    size, num_tokens = processor.info.get_largest_frame("image")
-    assert num_tokens == 1280
+    size = processor.info.get_largest_image()
     assert size.width * size.height == 1280 * 28 * 28
     assert size.width / size.height == 40 / 32
+    assert processor.info.get_mm_max_tokens_per_item()["image"] == 1280
     largest_prime = qwen2_vl.make_processor(mm_processor_kwargs={"max_pixels": 1279 * 28 * 28})
-    assert largest_prime.info.get_largest_frame("image")[1] == 1278  # 1279 x 1 is too long
+    assert largest_prime.info.get_mm_max_tokens_per_item()["image"] == 1278  # 1279 x 1 is too long
+
+
+@pytest.mark.parametrize(
+    ("num_units", "expected"), [(64, (8, 8)), (199, (18, 11)), (17, (4, 4)), (13, (13, 1))]
+)
+def test_no_sliver_is_planned_for(num_units: int, expected: tuple[int, int]):
+    assert find_grid(num_units) == expected
 
 
 def num_image_tokens(processor: Any, kwargs: dict[str, Any]) -> int:

@@ -1,14 +1,10 @@
 """Qwen3-VL's own beside Qwen2-VL's: frames sampled by time, their seconds as text, sizes by volume.
 
-HF's video processor needs torchvision. Its two functions that decide frames and sizes do not: they
-are taken out of its source, and are the reference.
+What HF's video processor decides by is taken out of its source, and is the reference.
 """
 
-import ast
-import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,67 +13,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers.utils import logging
-from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.items.items import ImageSize
+from tests.families.hf_videos import take_functions
 from tests.families.qwen2_vl import IMAGE, VIDEO
-from tests.families.qwen3_vl import QWEN3_VL, VIDEO_SETTINGS, hf_processor
+from tests.families.qwen3_vl import QWEN3_VL, VIDEO_SETTINGS, hf_processor, load_hf_videos
 from tests.kit import draw
 
 UNIT = 32
 LIMITS: Mapping[str, int] = VIDEO_SETTINGS["size"]
 
 
-def take_hfs() -> Mapping[str, Callable[..., Any]]:
-    """Return HF's `smart_resize` and `sample_frames`, of the source of its video processor."""
-    spec = importlib.util.find_spec("transformers.models.qwen3_vl")
-    assert spec is not None
-    assert spec.origin is not None
-    source = Path(spec.origin).with_name("video_processing_qwen3_vl.py").read_text()
-    wanted = ("smart_resize", "sample_frames")
-    functions: list[ast.stmt] = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name in wanted
-    ]
-    assert len(functions) == 2
-    names = {"np": np, "math": math, "VideoMetadata": VideoMetadata}
-    names["logger"] = logging.get_logger("transformers")
-    exec(compile(ast.Module(functions, []), source[:40], "exec"), names)
-    return {name: names[name] for name in wanted}  # pyright: ignore[reportReturnType]
-
-
-HF = take_hfs()
+HF = take_functions("qwen3_vl", "smart_resize", "sample_frames")
 SAMPLING = SimpleNamespace(fps=2, num_frames=None, min_frames=4, max_frames=768)
 """Of HF's class, where a checkpoint says nothing."""
-
-
-class Stub(VideoProcessorMixin):
-    """Stands for torchvision's video processor: grids and metadata, by HF's own functions."""
-
-    merge_size = temporal_patch_size = 2
-    model_input_names = ("pixel_values_videos", "video_grid_thw")
-
-    def __call__(self, videos: Any, video_metadata: Any = None, **kwargs: Any) -> Any:
-        grids, metadatas = [], []
-        for video, known in zip(videos, video_metadata, strict=True):
-            metadata = VideoMetadata(**{"total_num_frames": len(video), **known})
-            count = len(video)
-            if metadata.total_num_frames == count:
-                places = metadata.frames_indices = HF["sample_frames"](SAMPLING, metadata)
-                count = len(places)
-            shape = video.shape[1:3]
-            size = HF["smart_resize"](
-                count, *shape, 2, UNIT, LIMITS["shortest_edge"], LIMITS["longest_edge"]
-            )
-            grids.append([-(-count // 2), size[0] // 16, size[1] // 16])
-            metadatas.append(metadata)
-        return {"video_grid_thw": np.array(grids), "video_metadata": metadatas}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +58,7 @@ METADATA: list[dict[str, Any]] = [
 
 
 def test_prompts_and_grids_of_videos_are_hfs(processor: Any):
-    hf = hf_processor(video_processor=Stub())
+    hf = load_hf_videos("qwen3_vl")
     sizes = [(6, 90, 60), (7, 70, 50), (3, 40, 130), (60, 33, 20)]
     videos = [draw_video(*size) for size in sizes]
     prompt = f"a {VIDEO}{IMAGE} b {VIDEO}\n{VIDEO}! {VIDEO}"
@@ -162,7 +115,7 @@ def test_sizes_are_hfs(count: int, width: int, height: int, limits: tuple[int, i
     bounds = dict(zip(("shortest_edge", "longest_edge"), limits, strict=True))
     given = ImageSize(width=width, height=height)
     try:
-        wanted = HF["smart_resize"](count, height, width, 2, UNIT, *limits)
+        wanted = HF.smart_resize(count, height, width, 2, UNIT, *limits)
     except ValueError:  # too long a side
         with pytest.raises(RequestError, match="at most 200 times"):
             patcher([draw_video(count, width, height)], size=bounds)
@@ -176,9 +129,11 @@ def test_sizes_are_hfs(count: int, width: int, height: int, limits: tuple[int, i
 @pytest.mark.parametrize("asked", [{}, {"fps": 1}, {"fps": 4.5}, {"num_frames": 7}])
 def test_sampled_frames_are_hfs(patcher: Any, total: int, fps: float | None, asked: dict[str, Any]):
     metadata = VideoMetadata(total_num_frames=total, fps=fps)
-    wanted = HF["sample_frames"](SAMPLING, metadata, **asked) if total >= 7 or not asked else None
+    wanted = HF.sample_frames(SAMPLING, metadata, **asked) if total >= 7 or not asked else None
     frames = np.arange(total).reshape(-1, 1, 1, 1)
-    found, seconds = patcher._sample(frames, {} if fps is None else {"fps": fps}, asked)
+    sampling = patcher.sampling.asked(asked)
+    found, timing = sampling.select(frames, {} if fps is None else {"fps": fps})
+    seconds = patcher.find_seconds(timing)
     if wanted is not None:
         assert found.reshape(-1).tolist() == wanted.tolist()
         hf = hf_processor()._calculate_timestamps(wanted.tolist(), fps or 24, 2)
@@ -210,7 +165,7 @@ def test_a_capped_video_shares_its_pixels_among_its_frames(patcher: Any):
         video = draw_video(count, 400, 300)
         out = patcher([video], do_sample_frames=False, cap_pixels_per_frame=True)
         share = max(min(768 * 1024, LIMITS["longest_edge"] // count), int(4096 * 1.05))
-        size = HF["smart_resize"](count, 300, 400, 2, UNIT, 4096, share * count)
+        size = HF.smart_resize(count, 300, 400, 2, UNIT, 4096, share * count)
         assert out["video_grid_thw"][0].tolist() == [-(-count // 2), size[0] // 16, size[1] // 16]
 
 
@@ -261,8 +216,25 @@ def test_embeddings_bring_the_features_for_the_first_layers(processor: Any):
         processor.apply(f"{VIDEO} {VIDEO}", {"video": late})
 
 
-def test_the_dummy_inputs_have_the_declared_maximum(processor: Any):
-    counts = {"image": 1, "video": 1}
-    declared = processor.info.get_mm_max_tokens_per_item(448, counts)
-    assert declared == {"image": 64, "video": 2 * 36}
-    assert MultiModalProfiler(processor).measure_mm_max_tokens_per_item(448, counts) == declared
+@pytest.mark.parametrize("kwargs", [{}, {"cap_pixels_per_frame": True}, {"max_pixels": 31_000}])
+@pytest.mark.parametrize("num_tokens", [60, 120, 448, 4096])
+def test_the_largest_video_is_planned_for(kwargs: dict[str, Any], num_tokens: int):
+    """Of all numbers of frames: HF rounds them, and five of them count as four."""
+    processor = QWEN3_VL.make_processor(mm_processor_kwargs={"videos_kwargs": kwargs})
+    patcher = processor.info.get_hf_processor().video_processor
+    num_frames, grid = patcher.find_largest_video(kwargs, num_tokens)
+    planned = -(-num_frames // 2) * math.prod(grid)
+    found = []
+    for count in (*range(1, 33), 767, 768):
+        limits = patcher._limit(kwargs, count)
+        for width, height in ((192, 192), (640, 480), (90, 200)):
+            size = patcher.find_size(ImageSize(width=width, height=height), count, limits)
+            found.append(-(-count // 2) * math.prod(size) // UNIT**2)
+    assert max(number for number in found if number <= num_tokens) <= planned <= num_tokens
+    assert patcher.find_largest_video({"max_pixels": 4_096_000}, 4096) == (5, (40, 25))
+    if num_tokens == 4096:
+        counts = {"image": 1, "video": 1}
+        declared = processor.info.get_mm_max_tokens_per_item(32, counts)
+        assert declared == {"image": 64, "video": planned}
+        profiler = MultiModalProfiler(processor)
+        assert profiler.measure_mm_max_tokens_per_item(32, counts) == declared

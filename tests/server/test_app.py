@@ -147,6 +147,7 @@ def test_models(server: Server) -> None:
     assert raw["max_model_len"] == 256
     assert raw["capabilities"]["input_modalities"] == ["text", "image"]
     assert raw["capabilities"]["chat_template_content_format"] == "openai"
+    assert raw["capabilities"]["box_unit"] is None
     assert server.openai().models.retrieve("tiny").id == "tiny"
 
 

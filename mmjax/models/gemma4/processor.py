@@ -18,7 +18,6 @@ from mmjax.processing.image_processors.parts import (
     load_image_settings,
     load_video_settings,
 )
-from mmjax.processing.image_processors.patches import find_sampled_fps
 from mmjax.processing.image_processors.token_budget import (
     TokenBudgetPatcher,
     TokenBudgetVideoPatcher,
@@ -26,9 +25,7 @@ from mmjax.processing.image_processors.token_budget import (
 from mmjax.processing.items.parse import (
     ImageEmbedsDataParser,
     ImageSize,
-    ModalityDataItems,
     MultiModalDataItems,
-    VideoProcessorItems,
 )
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -51,18 +48,7 @@ Frames = tuple[tuple[str, ...], int]
 
 
 class Gemma4DataParser(ImageEmbedsDataParser):
-    """Takes a video's metadata, `(frames, metadata)`, where they are given."""
-
-    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
-        items = super()._parse_video_data(data)
-        if not isinstance(items, VideoProcessorItems):
-            return items
-        videos = list(items.data)
-        for index, metadata in enumerate(items.metadata):
-            if metadata is not None and videos[index] is not None:
-                find_sampled_fps(metadata)  # refuses what says no speed
-                videos[index] = (videos[index], metadata)
-        return VideoProcessorItems(videos, items.metadata, has_pairs=True)
+    keeps_metadata = True
 
 
 class Gemma4ProcessingInfo(FamilyInfo):
@@ -124,22 +110,21 @@ class Gemma4ProcessingInfo(FamilyInfo):
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
         largest = self.get_hf_processor().video_processor.find_largest(self.get_budget("video"))
-        return self.get_max_frames(mm_counts), largest
+        return self.get_max_frames(seq_len, mm_counts), largest
 
-    def get_max_frames(self, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the number of frames that are sampled, or that fit if videos share a prompt.
-
-        Not those of a step: every video of 32 seconds and more has all that are sampled.
-        """
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return the number of frames that are sampled, or that fit if videos share a prompt."""
         part: TokenBudgetVideoPatcher = self.get_hf_processor().video_processor
-        most = part.resolve(self.scope_kwargs({}, "videos_kwargs"))["num_frames"]
-        share = self.ctx.model_config.max_model_len // max((mm_counts or {}).get("video", 0), 1)
+        sampling = part.sampling.asked(self.scope_kwargs({}, "videos_kwargs"))
+        most = sampling.num_frames or self.get_media_limits().max_video_frames
+        num_videos = max((mm_counts or {}).get("video", 0), 1)
+        share = self.ctx.model_config.max_model_len // num_videos
         return max(min(share // self.get_budget("video"), most), 1)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        num_frames = self.get_max_frames(mm_counts)
+        num_frames = self.get_max_frames(seq_len, mm_counts)
         return {
             "image": self.get_budget("image"),
             "video": num_frames * self.get_budget("video"),

@@ -1,17 +1,22 @@
-"""The prompt side of GLM-4.1V, 4.6V and GLM-OCR: each `<|image|>` becomes one for each square.
+"""The prompt side of GLM-4.1V, 4.5V, 4.6V and GLM-OCR: grids, whose steps have seconds behind them.
 
 Before: `<|begin_of_image|> <|image|> <|end_of_image|>`. After: `<|begin_of_image|> <|image|>*N
-<|end_of_image|>`, all N take embeddings; N is the item's grid over merge_size^2.
+<|end_of_image|>`, all N take embeddings; N is the item's grid over merge_size^2. A video's
+`<|video|>` becomes such an image for each step, and its second: `12`, GLM-4.6V's `12.5 seconds`.
 """
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mmjax.models.family import make_factories
-from mmjax.models.glm4v.host_inputs import Glm4vHostInputs, GlmOcrHostInputs
-from mmjax.models.qwen2_vl.processor import Qwen2VLProcessingInfo, check_patches
-from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.patches import ImagePatcher, keep_bytes_of_patches
+from mmjax.models.glm4v.host_inputs import Glm4vHostInputs
+from mmjax.models.glm4v.image_processor import (
+    Glm4vVideoPatcher,
+    Glm46VVideoPatcher,
+    GlmImagePatcher,
+)
+from mmjax.models.grid_family import GridInfo, StampedGridInfo
+from mmjax.models.grid_inputs import GridHostInputs
 
 CHAT_TEMPLATE = r"""
 {{- '[gMASK]<sop>' -}}
@@ -20,6 +25,8 @@ CHAT_TEMPLATE = r"""
     {%- for part in message.content -%}
         {%- if part.type == 'image' -%}
             {{- '<|begin_of_image|><|image|><|end_of_image|>' -}}
+        {%- elif part.type == 'video' -%}
+            {{- '<|begin_of_video|><|video|><|end_of_video|>' -}}
         {%- else -%}
             {{- part.text -}}
         {%- endif -%}
@@ -29,50 +36,70 @@ CHAT_TEMPLATE = r"""
     {{- '<|assistant|>\n' -}}
 {%- endif -%}
 """
+_IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
 
 
-class GlmImagePatcher(ImagePatcher):
-    """HF's image processor, whose numbers of pixels are of all frames of a patch together."""
+class GlmOcrProcessingInfo(GridInfo):
+    chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Read text": "Text Recognition:",
+        "Table": "Table Recognition:",
+        "Formula": "Formula Recognition:",
+    }
+    host_inputs = GridHostInputs
+    image_processors: ClassVar = {"Glm4v": "glm4v"}
+    image_patcher = GlmImagePatcher
+    limits: ClassVar = {"image": None}
+    placeholders: ClassVar = {"image": _IMAGE}
 
-    @property
-    def valid_kwargs(self) -> frozenset[str]:
-        return super().valid_kwargs | {"min_pixels", "max_pixels"}
 
-    def get_frame_pixels(self, kwargs: Mapping[str, Any]) -> int:
-        """Return the largest number of pixels of an image."""
-        return self.get_pixel_limits(kwargs)[1] // self.hf.temporal_patch_size
-
-
-class Glm4vProcessingInfo(Qwen2VLProcessingInfo):
+class Glm4vProcessingInfo(StampedGridInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = Glm4vHostInputs
-    limits: ClassVar = {"image": None}
-    placeholders: ClassVar = {"image": "<|begin_of_image|><|image|><|end_of_image|>"}
+    box_unit = "thousandths"
+    image_processors = GlmOcrProcessingInfo.image_processors
+    image_patcher = GlmImagePatcher
+    video_defaults: ClassVar = {
+        "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30_000}
+    }
+    placeholders: ClassVar = {
+        "image": _IMAGE,
+        "video": "<|begin_of_video|><|video|><|end_of_video|>",
+    }
+    marks = ("image_start_token_id", "image_end_token_id")
+    has_time_behind = True
 
-    def load_hf_processor(self) -> ProcessorOfParts:
-        """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    def get_embed_token_id(self, modality: str) -> int:
+        """Return `<|image|>`, at whose places videos go, too."""
+        return self.get_hf_config().image_token_id
 
-        processor_class = keep_bytes_of_patches(Glm4vImageProcessorPil)
-        patcher = GlmImagePatcher(
-            processor_class.from_pretrained(self.ctx.model_config.path),
-            max_pixels_resized=self.ctx.model_config.mm.max_image_pixels,
-        )
-        vision = self.get_hf_config().vision_config
-        sizes = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-        check_patches(patcher, sizes)
-        return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=patcher)
+    def get_target(self, modality: str) -> list[int]:
+        return [getattr(self.get_hf_config(), f"{modality}_token_id")]
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"image": self.get_largest_frame("image")[1]}
+    def choose_video_patcher(self, settings: Mapping[str, Any]) -> type[Glm4vVideoPatcher]:
+        """Return GLM-4.6V's where the files name its processors: its config.json may be 4.5V's."""
+        named = [settings.get("video_processor_type"), settings.get("processor_class")]
+        named += [self.processor_settings.get("processor_class"), self._architecture]
+        name = next(filter(None, named))
+        return Glm46VVideoPatcher if name.startswith("Glm46V") else Glm4vVideoPatcher
+
+    @property
+    def _architecture(self) -> str:
+        return self.ctx.model_config.architecture
+
+    def write_time(self, second: float) -> str:
+        is_4_6 = isinstance(self.get_hf_processor().video_processor, Glm46VVideoPatcher)
+        return f"{second:.1f} seconds" if is_4_6 else f"{int(second)}"
 
 
-class GlmOcrProcessingInfo(Glm4vProcessingInfo):
-    host_inputs = GlmOcrHostInputs
+class GlmGroundingProcessingInfo(Glm4vProcessingInfo):
+    """GLM-4.5V's and 4.6V's, which were trained to find what is described."""
+
+    tasks: ClassVar = {
+        "Boxes": "Help me to locate {the red cup} in the image and give me its bounding boxes."
+    }
 
 
 FACTORIES = make_factories(Glm4vProcessingInfo)
+GROUNDING_FACTORIES = make_factories(GlmGroundingProcessingInfo)
 OCR_FACTORIES = make_factories(GlmOcrProcessingInfo)

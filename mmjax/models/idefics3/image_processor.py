@@ -8,12 +8,10 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError
+from mmjax.processing.image_processors.frames import Timing, read_timing, split_pairs
 
 _MOST_SIDE = 4096
 """HF scales no side beyond it, whatever `size` says (`MAX_IMAGE_SIZE`)."""
-_MOST_SECONDS = 10**9
-_DEFAULT_FPS = 24
-"""Of a video whose metadata do not say it (HF: `SmolVLMProcessor.replace_video_token`)."""
 _SMALL = (
     *("zero one two three four five six seven eight nine ten eleven twelve thirteen".split()),
     *("fourteen fifteen sixteen seventeen eighteen nineteen".split()),
@@ -108,14 +106,14 @@ class FrameCutter:
             `pixel_values_videos` uint8[frames, C, Y, X], `num_frames` int64[videos], and
             `video_seconds` int64[videos + frames]: of each video its length, then its frames'.
         """
-        pairs = [video if isinstance(video, tuple) else (video, {}) for video in videos]
+        pairs = split_pairs(videos)
         kwargs["do_image_splitting"] = False
         cut = [
             self._tiles.cut(Image.fromarray(frame), kwargs)
             for frames, _ in pairs
             for frame in frames
         ]
-        seconds = [find_seconds(len(frames), metadata) for frames, metadata in pairs]
+        seconds = [find_seconds(read_timing(len(frames), known)) for frames, known in pairs]
         return {
             "pixel_values_videos": np.concatenate([pixels for pixels, _, _ in cut]),
             "num_frames": np.array([len(frames) for frames, _ in pairs], np.int64),
@@ -124,26 +122,11 @@ class FrameCutter:
         }
 
 
-def find_seconds(num_frames: int, metadata: Mapping[str, Any]) -> np.ndarray:
+def find_seconds(timing: Timing) -> np.ndarray:
     """Return int64[1 + frames]: a video's whole seconds, and those at which its frames stand."""
-    fps = metadata.get("fps")
-    indices = metadata.get("frames_indices")
-    try:
-        places = np.asarray(range(num_frames) if indices is None else indices, np.float64)
-        times = places / float(_DEFAULT_FPS if fps is None else fps)
-        duration = metadata.get("duration")
-        found = np.array([times[-1] if duration is None else float(duration), *times])
-        is_known = places.shape == (num_frames,) and ((found >= 0) & (found < _MOST_SECONDS)).all()
-    except (TypeError, ValueError, ZeroDivisionError, IndexError):
-        found, is_known = np.zeros(0), False
-    if not is_known:
-        raise RequestValueError(
-            f"a video of {num_frames} frames has the metadata `fps` {str(fps)[:40]}, `duration` "
-            f"{str(metadata.get('duration'))[:40]} and `frames_indices` {str(indices)[:40]}; "
-            "expected positive numbers, and a place for each frame",
-            param="multi_modal_data",
-        )
-    return found.astype(np.int64)
+    seconds = timing.seconds
+    whole = seconds[-1] if timing.duration is None else timing.duration
+    return np.array([whole, *seconds]).astype(np.int64)
 
 
 def write_number(number: int) -> str:

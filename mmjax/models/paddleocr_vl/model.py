@@ -4,13 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
-from jaxtyping import Array, Float, Int
-
-from mmjax.models.interface import MultiModalModel
+from mmjax.models.grid_model import GridModel
 from mmjax.models.paddleocr_vl.host_inputs import PaddleOCRVLHostInputs
-from mmjax.models.text_model import build_text_model
-from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.towers.packed_vit import PackedViTConfig
 from mmjax.weights.rules import Rule
 
 _TOWER = r"^(?:model\.)?visual\.(?:vision_model\.)?"
@@ -35,39 +31,18 @@ _NAMES: dict[str, str | None] = {
 """Names of the hub's file, of save_pretrained's and of the module -> ours; the first decides."""
 
 
-class PaddleOCRVLForConditionalGeneration(MultiModalModel):
+class PaddleOCRVLForConditionalGeneration(GridModel):
     """Served as HF's class of this name."""
 
     host_inputs = PaddleOCRVLHostInputs
+    modality_names = ("image",)
 
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        vision = PackedViTConfig.from_hf(hf_config.vision_config)
-        width = hf_config.text_config.hidden_size
-        with self._mark_tower_model(hf_config, "image"):
-            self.visual = PackedViT(replace(vision, merged_width=width), dtype=dtype)
-        self.language_model = build_text_model(hf_config, dtype=dtype)
+    @staticmethod
+    def read_tower(hf_config: Any) -> PackedViTConfig:
+        tower = GridModel.read_tower(hf_config)
+        return replace(tower, merged_width=hf_config.text_config.hidden_size)
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[Rule]:
         """Map the hub's layout, save_pretrained's, and the module's own names."""
         return [Rule(pattern, name) for pattern, name in _NAMES.items()]
-
-    def embed_multimodal(
-        self,
-        pixel_values: Float[Array, "P C _ _"],
-        places: Int[Array, "P 2"],
-        segment_ids: Int[Array, " P"],
-        position_ids: Int[Array, "P 4"],
-        position_weights: Float[Array, "P 4"],
-        square_offsets: Int[Array, " P"],
-    ) -> Float[Array, "_rows D"]:
-        """Return the embeddings of packed pictures, in the order of their squares."""
-        with jax.named_scope("visual"):
-            embeds, _ = self.visual(
-                pixel_values.reshape(len(pixel_values), -1),
-                places=places,
-                segment_ids=segment_ids,
-                positions=(position_ids, position_weights),
-                square_offsets=square_offsets,
-            )
-            return embeds

@@ -17,7 +17,6 @@ from mmjax.models.pixtral.host_inputs import (
     read_merge_size,
 )
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.rounding import cdiv
 
@@ -128,6 +127,7 @@ class PixtralProcessingInfo(FamilyInfo):
     data_parser = ImagesOnlyDataParser
     """Nothing says how many embeddings are a row."""
     host_inputs = PixtralHostInputs
+    image_processors: ClassVar = {"Pixtral": "pixtral"}
     placeholders: ClassVar = {"image": IMAGE_TOKEN}
 
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
@@ -157,11 +157,10 @@ class PixtralProcessingInfo(FamilyInfo):
         }
         check_settings(self.processor_settings, expected)
         _ = self.token_ids
-        own = load_image_processor(self.ctx.model_config.path, {"Pixtral": "pixtral"})
-        return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=PixtralImageScaler(own, self.unit),
-        )
+        return super().load_hf_processor()
+
+    def wrap_image_processor(self, hf_processor: Any) -> PixtralImageScaler:
+        return PixtralImageScaler(hf_processor, self.unit)
 
     def get_longest_edge(self, mm_kwargs: Mapping[str, object]) -> int:
         """Return the pixels of an image's longer side under kwargs over the operator's."""

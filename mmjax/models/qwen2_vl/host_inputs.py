@@ -1,104 +1,16 @@
-"""Qwen2-VL's and Qwen2.5-VL's host inputs: patches, where they stand, and positions of the prompt.
+"""Qwen2.5-VL's host inputs: Qwen2-VL's, which are those of all grids, in the order of windows."""
 
-A grid is (time, rows, columns) of patches. The patches of a frame come square by square of
-`spatial_merge_size` patches a side, which is one embedding, a cell.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, RequestRuntimeError
-from mmjax.models.host_inputs import (
-    HostInputs,
-    PackedEncoderSpec,
-    PromptItem,
-    RotaryPositions,
-    byte_pixels,
-    find_places,
-)
-
-Grid = tuple[int, int, int]
-"""Time, rows, columns."""
+from mmjax.errors import CheckpointError
+from mmjax.models.grid_inputs import Grid, GridHostInputs, read_grid
+from mmjax.models.host_inputs import PackedEncoderSpec
 
 
-class Qwen2VLHostInputs(HostInputs):
-    """Patches with their row and column in a frame; a frame's see each other."""
-
-    def __init__(self, hf_config: Any) -> None:
-        super().__init__(hf_config)
-        self.merge_size: int = hf_config.vision_config.spatial_merge_size
-        self.encoder_spec = PackedEncoderSpec(
-            inputs=self.read_inputs(hf_config.vision_config),
-            patches_per_token=self.merge_size**2,
-        )
-
-    def read_inputs(self, vision: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the encoder's inputs: the shape and dtype of a patch's row."""
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return {
-            **byte_pixels("pixel_values", (width,)),
-            "places": ((2,), "int32"),
-            "frame_ids": ((), "int32"),
-        }
-
-    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the patches of a picture or a video, their places and their frames."""
-        time, rows, columns = read_grid(item)
-        name = "pixel_values" if "image_grid_thw" in item else "pixel_values_videos"
-        return {
-            "pixel_values": item[name],
-            "places": np.tile(find_places(rows, columns, self.merge_size), (time, 1)),
-            "frame_ids": np.repeat(np.arange(time), rows * columns),
-        }
-
-    def rotary_positions(
-        self, num_tokens: int, items: Sequence[PromptItem]
-    ) -> RotaryPositions | None:
-        """Return a cell's time, row and column; text goes on behind the larger side of a frame.
-
-        As HF's `get_rope_index`, and its `generate` behind the prompt: both leave a video's time
-        out of where the text goes on. (The paper, section 2.1, has it go on behind all three.)
-        A video whose frames have text between them (Qwen3-VL) is as many pictures.
-        """
-        if not items:
-            return None
-        parts, index, place = [], 0, 0
-        for item in items:
-            runs = item.position.extract_embeds_range()
-            time, rows, columns = self._find_run_grid(item, len(runs))
-            cells = np.indices((time, rows, columns)).reshape(3, -1)
-            cells[0] = self.times(item.tensors, time)[cells[0]]
-            for first, last in runs:
-                parts.append(np.tile(np.arange(first - index) + place, (3, 1)))
-                place += first - index
-                parts.append(cells + place)
-                place += max(rows, columns)
-                index = last + 1
-        parts.append(np.tile(np.arange(num_tokens - index) + place, (3, 1)))
-        prompt = np.concatenate(parts, axis=1).astype(np.int32)
-        return RotaryPositions(prompt, place - index)
-
-    def _find_run_grid(self, item: PromptItem, num_runs: int) -> Grid:
-        """Return the steps, rows and columns of the cells of each of an item's runs."""
-        time, rows, columns = read_grid(item.tensors)
-        rows, columns = rows // self.merge_size, columns // self.merge_size
-        num_embeds = item.position.get_num_embeds()
-        if time * rows * columns != num_embeds or time % num_runs:
-            raise RequestRuntimeError(
-                f"an item's grid has {time * rows * columns} embeddings, and the prompt "
-                f"placeholders for {num_embeds}; they must agree",
-                param="multi_modal_data",
-            )
-        return time // num_runs, rows, columns
-
-    def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-        """Return the position on the axis of time of each of `count` steps."""
-        return np.arange(count)
-
-
-class Qwen25VLHostInputs(Qwen2VLHostInputs):
+class Qwen25VLHostInputs(GridHostInputs):
     """The same, window by window; seconds on the axis of time."""
 
     def __init__(self, hf_config: Any) -> None:
@@ -151,10 +63,3 @@ class Qwen25VLHostInputs(Qwen2VLHostInputs):
         windows = (frame * per_column + row // side) * per_row + column // side
         order = np.argsort(windows, kind="stable")
         return order, windows[order]
-
-
-def read_grid(item: Mapping[str, np.ndarray]) -> Grid:
-    """Return the grid of a picture or a video; KeyError where there is none."""
-    name = "image_grid_thw" if "image_grid_thw" in item else "video_grid_thw"
-    time, rows, columns = (int(size) for size in item[name])
-    return time, rows, columns

@@ -6,6 +6,7 @@ A patch is `temporal_patch_size` frames deep. Within a frame, patches stand in b
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,17 +14,19 @@ from PIL import Image
 
 from mmjax.errors import RequestValueError
 from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.image_processors.frames import read_timing, split_pairs
 from mmjax.processing.items.items import ImageSize
 from mmjax.rounding import cdiv
 
 MAX_ASPECT_RATIO = 200
 """HF refuses longer images (`smart_resize`); so do we, before it."""
 
-DEFAULT_FPS = 24.0
-"""Frames in a second of a video whose metadata do not say (HF: `VideoMetadata.sampled_fps`)."""
+PLANNED_ASPECT_RATIO = 16
+"""Of the images that memory is planned for; a longer one may have a few embeddings more."""
 
-MIN_FPS = 1e-3
-"""Slower videos are refused: their positions would leave the range of whole numbers in float32."""
+PLANNED_FRAMES = 14
+"""Of the videos that memory is planned for, where only `seq_len` bounds their number; longer ones
+are admitted within the encoder budget."""
 
 _FIXED = ("patch_size", "merge_size", "temporal_patch_size")
 
@@ -74,7 +77,7 @@ class ImagePatcher:
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
-        return frozenset(self.hf.valid_kwargs.__annotations__)
+        return frozenset(self.hf.valid_kwargs.__annotations__) | {"min_pixels", "max_pixels"}
 
     @property
     def unit(self) -> int:
@@ -131,14 +134,22 @@ class ImagePatcher:
     def find_largest_frame(self, kwargs: Mapping[str, Any]) -> ImageSize:
         """Return a size, in units, that gives the most embeddings of a frame.
 
-        The closest two factors of `max_pixels`' units; of the next smaller number, where those
-        are too far apart for HF. (A sliver may round up beyond it, where max_pixels is tiny.)
+        (A sliver may round up beyond it, where `max_pixels` is tiny.)
         """
-        for num_units in range(self.get_frame_pixels(kwargs) // self.unit**2, 0, -1):
-            short = next(d for d in range(math.isqrt(num_units), 0, -1) if num_units % d == 0)
-            if num_units // short <= MAX_ASPECT_RATIO * short:
-                return ImageSize(width=num_units // short, height=short)
-        return ImageSize(width=1, height=1)
+        return find_grid(self.get_frame_pixels(kwargs) // self.unit**2)
+
+
+@lru_cache(1024)
+def find_grid(num_units: int) -> ImageSize:
+    """Return the closest two factors of the largest number that has close ones: no sliver.
+
+    Up to `num_units`, which may be a prime; close are those of `PLANNED_ASPECT_RATIO`.
+    """
+    for number in range(num_units, 0, -1):
+        short = next(d for d in range(math.isqrt(number), 0, -1) if number % d == 0)
+        if number // short <= PLANNED_ASPECT_RATIO * short:
+            return ImageSize(width=number // short, height=short)
+    return ImageSize(width=1, height=1)
 
 
 class CutVideo(NamedTuple):
@@ -212,6 +223,19 @@ class VideoPatcher(ImagePatcher):
         """Return frames and kwargs for HF, which resizes each frame as an image."""
         return images, resolved
 
+    def find_largest_video(
+        self, kwargs: Mapping[str, Any], num_tokens: int | None
+    ) -> tuple[int, ImageSize]:
+        """Return the number of frames, and their size in units, of the most embeddings.
+
+        Of those that `num_tokens` hold; None: of `PLANNED_FRAMES`.
+        """
+        frame = self.find_largest_frame(kwargs)
+        if num_tokens is None:
+            return PLANNED_FRAMES, frame
+        num_steps = num_tokens // math.prod(frame)
+        return max(min(num_steps * self.hf.temporal_patch_size, PLANNED_FRAMES), 1), frame
+
     def count_steps(self, num_frames: int) -> int:
         """Return how many patches deep a video is."""
         return cdiv(num_frames, self.hf.temporal_patch_size)
@@ -248,36 +272,12 @@ class TimedVideoPatcher(VideoPatcher):
 
         A video is its frames, or a pair of them and its metadata.
         """
-        pairs = [video if isinstance(video, tuple) else (video, {}) for video in videos]
+        pairs = split_pairs(videos)
+        timings = [read_timing(len(frames), metadata) for frames, metadata in pairs]
         outputs = super().__call__([frames for frames, _ in pairs], **kwargs)
         depth = self.hf.temporal_patch_size
-        seconds = [depth / find_sampled_fps(metadata) for _, metadata in pairs]
+        seconds = [depth / (timing.share * timing.fps) for timing in timings]
         return outputs | {"second_per_grid_ts": np.array(seconds, np.float32)}
-
-
-def find_sampled_fps(metadata: Mapping[str, Any]) -> float:
-    """Return how many of the given frames are in a second of the video.
-
-    As HF: `fps` of the file, and where `frames_indices` of its `total_num_frames` were sampled,
-    their share of it.
-    """
-    fps = metadata.get("fps")
-    if fps is None:
-        return DEFAULT_FPS
-    indices, total = metadata.get("frames_indices"), metadata.get("total_num_frames")
-    try:
-        share = 1.0 if indices is None or total is None else len(indices) / float(total)
-        sampled = share * float(fps)
-    except (TypeError, ValueError, ZeroDivisionError):
-        sampled = math.nan
-    if not (math.isfinite(sampled) and sampled >= MIN_FPS):
-        raise RequestValueError(
-            f"a video's metadata have `fps` {fps!r} and `total_num_frames` {total!r}; expected "
-            f"positive numbers that give at least {MIN_FPS} frames in a second, and "
-            "`frames_indices` a list of whole ones",
-            param="multi_modal_data",
-        )
-    return sampled
 
 
 def check_aspect_ratio(size: ImageSize, modality: str) -> None:

@@ -3,7 +3,7 @@
 Each is found by its name: transformers has one for each of the classes that use torchvision.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,23 @@ from mmjax.errors import CheckpointError
 from mmjax.processing.image_processors.affine import keep_bytes
 
 
-def load_image_processor(path: Path, folders: Mapping[str, str]) -> Any:
+def load_image_processor(
+    path: Path, folders: Mapping[str, str], keep: Callable[[Any], Any] = keep_bytes
+) -> Any:
     """Load the image processor that a checkpoint names, of those that a family is served with.
 
     Args:
         path: The checkpoint, whose `image_processor_type` is asked where there are several.
         folders: By the beginning of a class's name (`CLIP` of `CLIPImageProcessor`), the folder of
             `transformers.models` that has it. The first is that of a checkpoint that names none.
+        keep: Makes a class whose pixels stay bytes of HF's.
     """
     name = next(iter(folders)) if len(folders) == 1 else _find_name(path, folders)
     # On use only: it brings an installed torch along.
     module = import_module(
         f"transformers.models.{folders[name]}.image_processing_pil_{folders[name]}"
     )
-    return keep_bytes(getattr(module, f"{name}ImageProcessorPil")).from_pretrained(path)
+    return keep(getattr(module, f"{name}ImageProcessorPil")).from_pretrained(path)
 
 
 def _find_name(path: Path, folders: Mapping[str, str]) -> str:

@@ -4,115 +4,96 @@ As HF's `Qwen3VLVideoProcessor`, which needs torchvision, and `Qwen3VLProcessor`
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import RequestValueError
+from mmjax.processing.image_processors.frames import FrameSampling, Timing, split_pairs
 from mmjax.processing.image_processors.patches import (
-    DEFAULT_FPS,
+    PLANNED_FRAMES,
     VideoPatcher,
     check_aspect_ratio,
+    find_grid,
 )
 from mmjax.processing.items.items import ImageSize
-
-PLANNED_FRAMES = 4
-"""Frames of the video that memory is planned for: of all frames together `size` limits the pixels,
-so that more frames are smaller ones."""
-
-_SAMPLING: Mapping[str, Any] = {
-    "do_sample_frames": True,
-    "fps": 2,
-    "num_frames": None,
-    "min_frames": 4,
-    "max_frames": 768,
-}
-"""Of a checkpoint that says nothing."""
-_REQUESTED = ("do_sample_frames", "fps", "num_frames")
-"""Those of them that a request may say."""
 
 
 class SampledVideoPatcher(VideoPatcher):
     """`size` is of all frames together: a frame's pixels, times the number of frames."""
 
     max_video_tokens = 768  # of one frame
+    sampling: FrameSampling = FrameSampling(fps=2, min_frames=4, max_frames=768)
+    """Of a checkpoint that says nothing."""
 
     def __init__(self, hf_processor: Any, *, settings: Mapping[str, Any], **options: Any) -> None:
         super().__init__(hf_processor, settings=settings, **options)
-        self.sampling = {key: settings.get(key, value) for key, value in _SAMPLING.items()}
+        self.sampling = self.sampling.of_checkpoint(settings)
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
-        return super().valid_kwargs | set(_REQUESTED)
+        return super().valid_kwargs | self.sampling.requested
 
     def __call__(self, videos: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
         """Return `timestamps` float64[steps of all videos], seconds, beside patches and grids.
 
         A video is its frames, or a pair of them and its metadata.
         """
-        asked = {key: kwargs.pop(key) for key in _REQUESTED if kwargs.get(key) is not None}
-        rest = {key: value for key, value in kwargs.items() if key not in _REQUESTED}
-        pairs = [video if isinstance(video, tuple) else (video, {}) for video in videos]
-        sampled = [self._sample(frames, metadata, asked) for frames, metadata in pairs]
-        outputs = super().__call__([frames for frames, _ in sampled], **rest)
-        return outputs | {"timestamps": np.concatenate([seconds for _, seconds in sampled])}
+        sampling = self.sampling.asked(kwargs)
+        rest = {key: value for key, value in kwargs.items() if key not in sampling.requested}
+        seen = [sampling.select(*pair) for pair in split_pairs(videos)]
+        outputs = super().__call__([frames for frames, _ in seen], **rest)
+        seconds = [self.find_seconds(timing) for _, timing in seen]
+        return outputs | {"timestamps": np.concatenate(seconds)}
 
-    def _sample(
-        self, frames: np.ndarray, metadata: Mapping[str, Any], asked: Mapping[str, Any]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the frames that are seen, and the seconds of their steps.
+    def find_seconds(self, timing: Timing) -> np.ndarray:
+        """Return float64[steps]: the second that is written for each step of patches."""
+        depth, seconds = self.hf.temporal_patch_size, timing.seconds
+        padding = np.repeat(seconds[-1:], -len(seconds) % depth)
+        return self.time_steps(np.concatenate([seconds, padding]).reshape(-1, depth))
 
-        Frames that were sampled already, of more by the metadata, are all seen.
-        """
-        total = metadata.get("total_num_frames") or len(frames)
-        fps = float(metadata.get("fps") or DEFAULT_FPS)
-        is_wanted = asked.get("do_sample_frames", self.sampling["do_sample_frames"])
-        if is_wanted and total == len(frames):
-            places = self._choose(total, fps, asked)
-            return frames[places], self.find_seconds(places, fps)
-        given = metadata.get("frames_indices")
-        places = np.arange(len(frames)) if given is None else np.asarray(given)
-        if places.shape != (len(frames),) or places.dtype.kind not in "iu":
-            raise RequestValueError(
-                f"a video's metadata have the `frames_indices` {given!r}, and it has "
-                f"{len(frames)} frames; give the whole number of each",
-                param="multi_modal_data",
-            )
-        return frames, self.find_seconds(places, fps)
-
-    def _choose(self, total: int, fps: float, asked: Mapping[str, Any]) -> np.ndarray:
-        """Return the places of the frames to see, of `total`."""
-        for key in ("fps", "num_frames"):
-            value = asked.get(key, 1)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise _refuse(f"`{key}` is {value!r}", "it must be a positive number")
-        if "fps" in asked and "num_frames" in asked:
-            raise _refuse("`fps` and `num_frames` are both given", "give one of them")
-        wanted = asked.get("num_frames")
-        if wanted is None and "fps" not in asked:
-            wanted = self.sampling["num_frames"]
-        if wanted is None:
-            per_second = asked.get("fps", self.sampling["fps"])
-            least, most = self.sampling["min_frames"], self.sampling["max_frames"]
-            wanted = min(max(int(total / fps * per_second), least), most)
-        return np.linspace(0, total - 1, min(int(wanted), total)).round().astype(int)
-
-    def find_seconds(self, places: np.ndarray, fps: float) -> np.ndarray:
-        """Return float64[steps]: halfway between a step's first frame and its last."""
-        depth = self.hf.temporal_patch_size
-        padded = np.concatenate([places, np.repeat(places[-1:], -len(places) % depth)])
-        seconds = (padded / fps).reshape(-1, depth)
+    def time_steps(self, seconds: np.ndarray) -> np.ndarray:
+        """Return float64[steps] of [steps, depth]: halfway between the first frame and the last."""
         return (seconds[:, 0] + seconds[:, -1]) / 2
 
-    def get_frame_pixels(self, kwargs: Mapping[str, Any]) -> int:
-        """Return the largest number of pixels of a frame of `PLANNED_FRAMES`."""
+    def find_largest_video(
+        self, kwargs: Mapping[str, Any], num_tokens: int | None
+    ) -> tuple[int, ImageSize]:
+        """Return the number of frames, and their size in units, of the most embeddings.
+
+        More frames are smaller ones: it depends on how HF rounds their number, so all are tried.
+        """
+        most = num_tokens or sys.maxsize
+        found = [
+            (number, self._fit(kwargs, number, most // self.count_steps(number)))
+            for number in range(1, (self.sampling.max_frames or PLANNED_FRAMES) + 1)
+            if self.count_steps(number) <= most
+        ]
+        return max(found, key=lambda one: self.count_steps(one[0]) * math.prod(one[1]))
+
+    def _fit(self, kwargs: Mapping[str, Any], num_frames: int, most_units: int) -> ImageSize:
+        """Return the size in units, as HF resizes it, of the largest frame of so many."""
+        limits = self._limit(kwargs, num_frames)
+        volume = limits["longest_edge"] // (self._round(num_frames) * self.unit**2)
+        grid = find_grid(min(volume, most_units))
+        given = ImageSize(*(side * self.unit for side in grid))
+        return ImageSize(*(side // self.unit for side in self.find_size(given, num_frames, limits)))
+
+    def _limit(self, kwargs: Mapping[str, Any], num_frames: int) -> dict[str, int]:
+        """Return the smallest and the largest number of pixels of so many frames."""
         smallest, largest = self.get_pixel_limits(kwargs)
-        if self.is_capped(kwargs):
-            size = {"shortest_edge": smallest, "longest_edge": largest}
-            largest = self._cap(size, PLANNED_FRAMES)["longest_edge"]
-        return largest // PLANNED_FRAMES
+        limits = {"shortest_edge": smallest, "longest_edge": largest}
+        return self._cap(limits, num_frames) if self.is_capped(kwargs) else limits
+
+    def _round(self, num_frames: int) -> int:
+        """Return the number of frames that HF multiplies a frame's pixels by.
+
+        HF refuses a video of one frame; it is seen as a picture is, in every layer of a patch.
+        """
+        depth = self.hf.temporal_patch_size
+        return round(max(num_frames, depth) / depth) * depth
 
     def _cap(self, size: Mapping[str, int], num_frames: int) -> dict[str, int]:
         """Give each frame an even share, of `max_video_tokens` at most."""
@@ -139,11 +120,9 @@ class SampledVideoPatcher(VideoPatcher):
             scale = max(unit / height, unit / width)
             width, height = int(width * scale), int(height * scale)
             check_aspect_ratio(ImageSize(width=width, height=height), "video")
-        # HF refuses a video of one frame; it is seen as a picture is, in every layer of a patch.
-        num_frames = max(num_frames, depth)
-        num_pixels = num_frames * height * width
+        num_pixels = max(num_frames, depth) * height * width
         rounded = [round(side / unit) * unit for side in (width, height)]
-        volume = round(num_frames / depth) * depth * math.prod(rounded)
+        volume = self._round(num_frames) * math.prod(rounded)
         if volume > limits["longest_edge"]:
             shrink = math.sqrt(num_pixels / limits["longest_edge"])
             rounded = [
@@ -153,9 +132,3 @@ class SampledVideoPatcher(VideoPatcher):
             grow = math.sqrt(limits["shortest_edge"] / num_pixels)
             rounded = [math.ceil(side * grow / unit) * unit for side in (width, height)]
         return ImageSize(*rounded)
-
-
-def _refuse(found: str, expected: str) -> RequestValueError:
-    return RequestValueError(
-        f"{found} in mm_processor_kwargs; {expected}", param="mm_processor_kwargs"
-    )

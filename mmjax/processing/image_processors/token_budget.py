@@ -14,8 +14,8 @@ from PIL import Image
 
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.frames import EvenSampling, split_pairs
 from mmjax.processing.image_processors.image import patchify, to_pixels
-from mmjax.processing.image_processors.patches import DEFAULT_FPS
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.media.decode import map_in_threads
 
@@ -36,9 +36,6 @@ _VIDEO_DEFAULTS: Mapping[str, Any] = {
     **_DEFAULTS,
     "max_soft_tokens": 70,
     "do_normalize": True,
-    "do_sample_frames": True,
-    "num_frames": 32,
-    "fps": None,
 }
 
 
@@ -150,63 +147,30 @@ class TokenBudgetVideoPatcher(TokenBudgetPatcher):
 
     defaults = _VIDEO_DEFAULTS
 
+    def __init__(self, settings: Mapping[str, Any], **sizes: Any) -> None:
+        super().__init__(settings, **sizes)
+        self.sampling = EvenSampling(num_frames=32).of_checkpoint(settings)
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return super().valid_kwargs | self.sampling.requested
+
     def __call__(self, videos: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
         """Return the patches of all frames, the numbers of frames, and the second of each.
 
         A video is its frames, uint8[frames, height, width, 3], or a pair of them and its metadata.
         """
-        settings = self.resolve(kwargs)
-        if kwargs.get("fps") is not None and kwargs.get("num_frames") is None:
-            settings["num_frames"] = None
-        pairs = [video if isinstance(video, tuple) else (video, {}) for video in videos]
-        sampled = [self._sample(frames, metadata, settings) for frames, metadata in pairs]
-        images = [Image.fromarray(frame) for frames, _ in sampled for frame in frames]
+        sampling = self.sampling.asked(kwargs)
+        seen = [sampling.select(*pair) for pair in split_pairs(videos)]
+        images = [Image.fromarray(frame) for frames, _ in seen for frame in frames]
         cut = super().__call__(images, **kwargs)
-        num_frames = np.array([len(seconds) for _, seconds in sampled])
+        num_frames = np.array([len(frames) for frames, _ in seen])
         firsts = np.cumsum(num_frames) - num_frames
         return {
             "pixel_values_videos": cut["pixel_values"],
             "video_position_ids": cut["image_position_ids"],
             "num_frames_per_video": num_frames,
             "num_soft_tokens_per_video": cut["num_soft_tokens_per_image"][firsts],
-            "timestamps": np.concatenate([seconds for _, seconds in sampled]),
+            "timestamps": np.concatenate([timing.seconds for _, timing in seen]),
             "video_affine": cut["image_affine"],
         }
-
-    def _sample(
-        self, frames: np.ndarray, metadata: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the frames that are seen, and their seconds.
-
-        Frames that were sampled already, of more by the metadata, are all seen.
-        """
-        total = metadata.get("total_num_frames") or len(frames)
-        fps = float(metadata.get("fps") or DEFAULT_FPS)
-        if settings["do_sample_frames"] and total == len(frames):
-            places = self._choose(total, fps, settings)
-            return frames[places], places / fps
-        given = metadata.get("frames_indices")
-        places = np.arange(len(frames)) if given is None else np.asarray(given)
-        if places.shape != (len(frames),) or places.dtype.kind not in "iu":
-            raise RequestValueError(
-                f"a video's metadata have the `frames_indices` {given!r}, and it has "
-                f"{len(frames)} frames; give the whole number of each",
-                param="multi_modal_data",
-            )
-        return frames, places / fps
-
-    def _choose(self, total: int, fps: float, settings: Mapping[str, Any]) -> np.ndarray:
-        """Return the places of the frames to see, of `total` (HF: `default_sample_indices_fn`)."""
-        wanted, per_second = settings["num_frames"], settings["fps"]
-        for name, value in (("num_frames", wanted), ("fps", per_second)):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and value > 0):
-                raise RequestValueError(
-                    f"`{name}` is {value!r} in mm_processor_kwargs; it must be a positive number",
-                    param="mm_processor_kwargs",
-                )
-        if wanted is None:
-            wanted = total if per_second is None else max(1, int(total / fps * per_second))
-        # HF refuses a video with fewer frames than are wanted; all of them are seen.
-        wanted = min(int(wanted), total)
-        return np.arange(wanted) * total // wanted

@@ -76,6 +76,8 @@ class MultiModalDataParser:
     and what may be left out. A family that takes dicts overrides this and
     `_get_embedding_fields_config`; where the embeddings are all that there is, they divide as
     arrays do, and the first is enough."""
+    keeps_metadata: ClassVar[bool] = False
+    """Whether a video is an item `(frames, metadata)` where there are metadata of it."""
 
     def __init__(
         self,
@@ -193,6 +195,7 @@ class MultiModalDataParser:
         embeddings = self._parse_embeddings("video", data)
         if embeddings is not None:
             return embeddings
+        has_pairs = self.video_needs_metadata or self.keeps_metadata
         videos: list[Any] = []
         metadatas: list[Mapping[str, Any] | None] = []
         for index, entry in enumerate(split_videos(data)):
@@ -202,17 +205,16 @@ class MultiModalDataParser:
                 metadatas.append(None)
                 continue
             frames, metadata = parse_video(entry, self.limits, param=param)
-            if self.video_needs_metadata and frames is not None:
-                if metadata is None:
-                    raise RequestValueError(
-                        f"video metadata is required but not found in {param}; "
-                        "give a pair (frames, metadata)",
-                        param=param,
-                    )
-                frames = (frames, metadata)
-            videos.append(frames)
+            if self.video_needs_metadata and frames is not None and metadata is None:
+                raise RequestValueError(
+                    f"video metadata is required but not found in {param}; "
+                    "give a pair (frames, metadata)",
+                    param=param,
+                )
+            is_pair = has_pairs and frames is not None and metadata is not None
+            videos.append((frames, metadata) if is_pair else frames)
             metadatas.append(metadata)
-        return VideoProcessorItems(videos, metadatas, has_pairs=self.video_needs_metadata)
+        return VideoProcessorItems(videos, metadatas, has_pairs=has_pairs)
 
     def _parse_vision_chunk_data(self, data: Any) -> ModalityDataItems | None:
         if self.is_embeddings(data):

@@ -140,6 +140,7 @@ function drawOne(index) {
     lastPictures: () => current.messages.slice(0, index).findLast((one) => one.pictures?.length)?.pictures ?? [],
     allPictures: () => requestParts(index).flatMap((one) => one.pictures ?? []),
     requestMessages: () => requestMessages(requestParts(index), message.system ?? "", dataUrlOf),
+    boxUnit: () => model?.capabilities?.box_unit,
     isRunning: running?.message === message,
     edit: (text, kept) => resend(index, text, kept),
     again: () => answerFrom(index),

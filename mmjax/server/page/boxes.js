@@ -10,19 +10,24 @@ const QWEN2 = new RegExp(
   "g",
 );
 const PALIGEMMA = /<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>\s*([^<;\n]*)/g;
+const GLM_BOXES = /<\|begin_of_box\|>([^]*?)<\|end_of_box\|>/g;
+const FOUR = new RegExp(String.raw`\[${[NUMBER, NUMBER, NUMBER, NUMBER].join(",")}\]`, "g");
 const JSON_LIST = /\[\s*\{[^]*?\}\s*\]|\{[^{}]*"bbox_2d"[^{}]*\}/g;
 const PIXELS_PER_EMBED = 28;
 
 /**
  * Return `{label, points}` for each object; points are `[x, y]`, from 0 to 1.
  *
- * `parsed`: the answer's field, in pixels. `item`: the picture's metrics, of which Qwen2.5-VL's
- * coordinates (pixels of the resized picture) are understood.
+ * `parsed`: the answer's field, in pixels. `item`: the picture's metrics. `unit`: what the model
+ * counts corners in, as its card says: "pixels" of the resized picture, of which `item` tells the
+ * size, or "thousandths" of its sides.
  */
-export function findBoxes({ text, parsed, picture, item }) {
+export function findBoxes({ text, parsed, picture, item, unit }) {
+  const size = unit === "thousandths" ? [1000, 1000] : resizedSize(picture, item);
   const found = [
     ...fromParsed(parsed, picture),
-    ...fromJson(text, picture, item),
+    ...fromJson(text, size),
+    ...fromGlm(text, size),
     ...fromPaligemma(text),
   ];
   return found.length ? found : fromQwen2(text);
@@ -52,10 +57,9 @@ function fromParsed(parsed, { width, height }) {
   return found;
 }
 
-function fromJson(text, picture, item) {
+function fromJson(text, size) {
   const found = [];
   for (const [match] of text.matchAll(JSON_LIST)) {
-    const size = resizedSize(picture, item);
     for (const one of [parseJson(match)].flat()) {
       const box = one?.bbox_2d;
       if (!Array.isArray(box) || box.length !== 4 || !box.every(Number.isFinite)) continue;
@@ -88,6 +92,15 @@ export function resizedSize({ width, height }, item) {
     }
   }
   return best;
+}
+
+/** Return what GLM-V answers: `<|begin_of_box|>[[1,2,3,4]]<|end_of_box|>`. */
+function fromGlm(text, size) {
+  const lists = [...text.matchAll(GLM_BOXES)].flatMap(([, inside]) => [...inside.matchAll(FOUR)]);
+  return lists.flatMap(([, ...found]) => {
+    const [left, top, right, bottom] = found.map((n, i) => Number(n) / size[i % 2]);
+    return left < right && top < bottom ? [{ label: "", points: corners(left, top, right, bottom) }] : [];
+  });
 }
 
 function fromPaligemma(text) {

@@ -134,7 +134,7 @@ function boxesOf(message, thread) {
   const picture = list.at(-1);
   if (!picture || !message.text) return null;
   const items = message.metrics?.items ?? [];
-  const boxes = findBoxes({ ...message, picture, item: items.at(-1) });
+  const boxes = findBoxes({ ...message, picture, item: items.at(-1), unit: thread.boxUnit() });
   return boxes.length ? drawBoxes(thread.addressOf(picture.id), picture, boxes) : null;
 }
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.server.page.conftest import Playground
 
@@ -80,7 +80,39 @@ def test_boxes_of_every_form_are_found(playground: Playground) -> None:
     ]
     # 200 embeddings of 400 x 200: 20 columns and 10 rows of 28 pixels.
     json = '```json\n[{"bbox_2d": [56, 28, 280, 140], "label": "cat"}]\n```'
-    assert find_boxes(page, json, item={"num_embeds": 200}) == [("cat", [0.1, 0.1, 0.5, 0.5])]
+    for unit in ("pixels", None):
+        found = find_boxes(page, json, item={"num_embeds": 200}, unit=unit)
+        assert found == [("cat", [0.1, 0.1, 0.5, 0.5])]
+
+
+def test_boxes_in_thousandths_are_of_the_pictures_sides(playground: Playground) -> None:
+    """Whatever the picture was resized to."""
+    page, facts = playground.page, {"unit": "thousandths", "item": {"num_embeds": 200}}
+    qwen3 = '```json\n[{"bbox_2d": [100, 200, 300, 1000], "label": "cat"}]\n```'
+    assert find_boxes(page, qwen3, **facts) == [("cat", [0.1, 0.2, 0.3, 1.0])]
+    glm = "the cats: <|begin_of_box|>[[100, 200,300,400], [0,0,500,999]]<|end_of_box|>."
+    assert find_boxes(page, glm, **facts) == [
+        ("", [0.1, 0.2, 0.3, 0.4]),
+        ("", [0.0, 0.0, 0.5, 0.999]),
+    ]
+    assert find_boxes(page, "<|begin_of_box|>12<|end_of_box|> of [1,2,3,4]", **facts) == []
+
+
+def test_the_page_reads_boxes_in_the_unit_of_the_models_card(playground: Playground) -> None:
+    page = playground.page
+
+    def answer(route: Route) -> None:
+        card = route.fetch().json()
+        card["data"][0]["capabilities"]["box_unit"] = "thousandths"
+        route.fulfill(json=card)
+
+    page.route("**/v1/models", answer)
+    playground.open()
+    playground.drop("red")
+    expect(page.locator("#drafts img")).to_have_count(1)
+    playground.ask('{"bbox_2d": [100, 200, 300, 400], "label": "cat"}')
+    polygon = page.get_by_role("figure").locator("polygon")
+    expect(polygon).to_have_attribute("points", "32,48 96,48 96,96 32,96")
 
 
 def test_other_texts_hold_no_boxes(playground: Playground) -> None:

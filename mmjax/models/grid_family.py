@@ -1,0 +1,341 @@
+"""Rows of families whose items are grids of patches: images and videos of any size.
+
+Before: `<|vision_start|> <|image_pad|> <|vision_end|>`. After: `<|vision_start|>
+<|image_pad|>*N <|vision_end|>`, all N take embeddings; N is the item's grid over merge_size^2.
+A video is like that, or each of its steps, with its second as text (`StampedGridInfo`).
+"""
+
+import copy
+from collections.abc import Callable, Hashable, Mapping
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.family import FamilyInfo, item_fields
+from mmjax.models.grid_inputs import GridHostInputs
+from mmjax.processing.image_processors.frames import DEFAULT_FPS, Timing
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
+from mmjax.processing.image_processors.patches import (
+    ImagePatcher,
+    VideoPatcher,
+    keep_bytes_of_patches,
+)
+from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.sampled_videos import SampledVideoPatcher
+from mmjax.processing.items.parse import ImageSize, MultiModalDataParser
+from mmjax.processing.media.encoded import PixelRange
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+
+CHATML_TURNS = r"""
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' -}}
+    {%- for part in message.content -%}
+        {%- if part.type == 'image' -%}
+            {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+        {%- elif part.type == 'video' -%}
+            {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+        {%- else -%}
+            {{- part.text -}}
+        {%- endif -%}
+    {%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+"""Of a Qwen checkpoint without a chat template."""
+
+Frames = tuple[tuple[str, ...], int]
+"""What is written for each step of a video, and how many embeddings each has."""
+
+
+class GridDataParser(MultiModalDataParser):
+    """Accepts embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
+
+    embedding_fields: ClassVar[
+        Mapping[str, Mapping[str, Literal["values", "metadata", "optional"]]]
+    ] = {
+        "image": {"image_embeds": "values", "image_grid_thw": "metadata"},
+        "video": {"video_embeds": "values", "video_grid_thw": "metadata"},
+    }
+
+    def __init__(self, *, merge_size: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.merge_size = merge_size
+
+    @staticmethod
+    def is_embeddings(data: object) -> bool:
+        """Refuse embeddings without a grid, which their positions depend on."""
+        if MultiModalDataParser.is_embeddings(data):
+            raise RequestValueError(
+                "embeddings must come with their grids, as {image_embeds, image_grid_thw} or "
+                "{video_embeds, video_grid_thw}",
+                param="multi_modal_data",
+            )
+        return False
+
+    def _get_embedding_fields_config(
+        self, modality: str, data: Mapping[str, Any]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        grids = np.asarray(data[f"{modality}_grid_thw"])
+        if grids.ndim != 2 or grids.shape[1] != 3:
+            raise ValueError(f"grids have shape {grids.shape}; expected (items, 3)")
+        if (grids < 1).any() or (grids[:, 1:] % self.merge_size).any():
+            raise ValueError(
+                f"grids are {grids.tolist()}; expected (time, rows, columns) from 1 on, rows and "
+                f"columns multiples of {self.merge_size}"
+            )
+        return make_fields(modality, grids, self.merge_size)
+
+
+class GridInfo(FamilyInfo):
+    """Images, and videos where `limits` has them, whose sizes are numbers of pixels."""
+
+    host_inputs = GridHostInputs
+    image_processors: ClassVar = {"Qwen2VL": "qwen2_vl"}
+    keep_bytes: ClassVar[Callable[[Any], Any]] = keep_bytes_of_patches
+    image_patcher: ClassVar[type[ImagePatcher]] = ImagePatcher
+    limits: ClassVar = {"image": None, "video": None}
+    placeholders: ClassVar = {
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    }
+    parser: ClassVar[type[GridDataParser]] = GridDataParser
+    video_patcher: ClassVar[type[VideoPatcher]] = VideoPatcher
+    video_defaults: ClassVar[Mapping[str, Any]] = {
+        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
+    }
+    """Of a checkpoint that says nothing (HF: `Qwen2VLVideoProcessor`)."""
+
+    def get_counted_placeholder(self, modality: str) -> str | None:
+        """Return the pad token, without the tokens around it, which the chat template adds."""
+        return self.get_tokenizer().decode(self.get_target(modality))
+
+    def get_embed_token_id(self, modality: str) -> int:
+        """Return the placeholder token of a modality's items and embeddings."""
+        return getattr(self.get_hf_config(), f"{modality}_token_id")
+
+    @property
+    def merge_size(self) -> int:
+        return self.get_hf_config().vision_config.spatial_merge_size
+
+    def get_data_parser(self) -> MultiModalDataParser:
+        return self.parser(
+            merge_size=self.merge_size,
+            limits=self.get_media_limits(),
+            expected_hidden_size=self.get_expected_hidden_size(),
+        )
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
+        path = self.ctx.model_config.path
+        own = load_image_processor(path, self.image_processors, type(self).keep_bytes)
+        options = {"max_pixels_resized": self.ctx.model_config.mm.max_image_pixels}
+        parts = ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=self.image_patcher(own, **options),
+            video_processor=self._load_video_patcher(type(own), options),
+        )
+        self._check_patches("image_processor", parts.image_processor)
+        if parts.video_processor is not None:
+            self._check_patches("video_processor", parts.video_processor)
+        return parts
+
+    def _load_video_patcher(self, hf_class: Any, options: Mapping[str, Any]) -> VideoPatcher | None:
+        if "video" not in self.limits:
+            return None
+        # HF writes to them.
+        own = load_video_settings(self.ctx.model_config.path)
+        settings = copy.deepcopy({**self.video_defaults, **own})
+        known = settings.keys() & hf_class.valid_kwargs.__annotations__
+        return self.choose_video_patcher(settings)(
+            hf_class(**{key: settings[key] for key in known}), settings=settings, **options
+        )
+
+    def choose_video_patcher(self, settings: Mapping[str, Any]) -> type[VideoPatcher]:
+        """Return what samples and cuts videos, by the settings that the checkpoint has of them."""
+        return self.video_patcher
+
+    def _check_patches(self, name: str, patcher: ImagePatcher) -> None:
+        """Refuse a checkpoint whose processor cuts other patches than its tower reads."""
+        vision, hf = self.get_hf_config().vision_config, patcher.hf
+        # Of a tower for pictures alone, one.
+        depth = getattr(vision, "temporal_patch_size", 1)
+        expected = (vision.patch_size, vision.spatial_merge_size, depth)
+        found = (hf.patch_size, hf.merge_size, hf.temporal_patch_size)
+        if found != expected:
+            raise CheckpointError(
+                f"the {name} of the checkpoint has (patch_size, merge_size, temporal_patch_size) "
+                f"{found}, but config.json's vision_config {expected}; make them equal"
+            )
+
+    def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange:
+        """Return at most 512 x 512 pixels for `low`, at least 1024 x 1024 for `high`.
+
+        The checkpoint's own limits hold as well.
+        """
+        return PixelRange(most=512 * 512) if detail == "low" else PixelRange(least=1024 * 1024)
+
+    def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
+        """Do nothing: sizes are numbers of pixels here, which the image processors limit."""
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the larger of the checkpoint's `max_pixels` and the operator's."""
+        parts = self.get_hf_processor()
+
+        def find_most(modality: str) -> int:
+            patcher: ImagePatcher = getattr(parts, f"{modality}_processor")
+            operators = self.scope_kwargs({}, f"{modality}s_kwargs")
+            return max(patcher.get_pixel_limits(kwargs)[1] for kwargs in ({}, operators))
+
+        return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in self.limits}
+
+    def find_largest(
+        self, modality: str, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> tuple[int, ImageSize]:
+        """Return the frames of the largest item, and their size in embeddings.
+
+        Of videos, the largest that `seq_len` tokens hold, if all share them.
+        """
+        patcher = getattr(self.get_hf_processor(), f"{modality}_processor")
+        planned = self.scope_kwargs(self.get_planned_mm_kwargs(), f"{modality}s_kwargs")
+        if modality == "image":
+            return 1, patcher.find_largest_frame(planned)
+        num_videos = max((mm_counts or {}).get("video", 0), 1)
+        share = max(seq_len // num_videos, 1) if seq_len else None
+        return patcher.find_largest_video(planned, share)
+
+    def get_largest_image(self) -> ImageSize:
+        _, grid = self.find_largest("image")
+        unit = self.get_image_processor().unit
+        return ImageSize(width=grid.width * unit, height=grid.height * unit)
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        num_frames, grid = self.find_largest("video", seq_len, mm_counts)
+        unit = self.get_hf_processor().video_processor.unit
+        return num_frames, ImageSize(width=grid.width * unit, height=grid.height * unit)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        largest = {m: self.find_largest(m, seq_len, mm_counts) for m in self.limits}
+        most = {modality: prod(grid) for modality, (_, grid) in largest.items()}
+        if "video" in largest:
+            patcher: VideoPatcher = self.get_hf_processor().video_processor
+            most["video"] *= patcher.count_steps(largest["video"][0])
+        return most
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        fields: dict[str, MultiModalFieldConfig] = {}
+        for modality in self.limits:
+            grids = outputs.get(f"{modality}_grid_thw", np.empty((0, 3), np.int64))
+            fields |= make_fields(modality, np.asarray(grids), self.merge_size)
+        return fields
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        return self.count_cells(tensors[f"{modality}_grid_thw"])
+
+    def count_cells(self, grid: np.ndarray) -> int:
+        """Return how many embeddings an item of a grid has."""
+        return int(np.prod(grid)) // self.merge_size**2
+
+
+class StampedDataParser(GridDataParser):
+    """Takes the seconds of all steps beside the embeddings of videos, where they are given."""
+
+    keeps_metadata = True
+    embedding_fields: ClassVar = {
+        **GridDataParser.embedding_fields,
+        "video": {**GridDataParser.embedding_fields["video"], "timestamps": "optional"},
+    }
+
+    def _get_embedding_fields_config(
+        self, modality: str, data: Mapping[str, Any]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        fields = super()._get_embedding_fields_config(modality, data)
+        if modality == "image":
+            return fields
+        seconds = np.asarray(data.get("timestamps", 0.0), np.float64)
+        if not ((seconds >= 0) & (seconds < 1e9)).all():
+            raise ValueError(f"`timestamps` are {seconds.tolist()}; expected seconds from 0 on")
+        return {**fields, **_make_times(np.asarray(data["video_grid_thw"]))}
+
+
+class StampedGridInfo(GridInfo):
+    """Each step of a video is a picture of its own to the positions, with its second as text."""
+
+    parser = StampedDataParser
+    video_patcher = SampledVideoPatcher
+    marks: ClassVar[tuple[str, str]] = ("vision_start_token_id", "vision_end_token_id")
+    """Keys of config.json: the tokens around the embeddings of a step."""
+    has_time_behind: ClassVar[bool] = False
+    """Whether the second stands behind its step; else before it."""
+
+    def write_time(self, second: float) -> str:
+        """Return what is written of the second of a step."""
+        return f"<{second:.1f} seconds>"
+
+    def find_largest(
+        self, modality: str, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> tuple[int, ImageSize]:
+        """Return the same, of videos in a whole prompt, whatever of it `seq_len` is.
+
+        A video's pixels bound it as well: so few of its frames never stand for all.
+        """
+        return super().find_largest(modality, self.ctx.model_config.max_model_len, mm_counts)
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        grids = np.asarray(outputs.get("video_grid_thw", np.empty((0, 3), np.int64)))
+        return {**super().get_fields(outputs), **_make_times(grids)}
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | Frames:
+        grid = tensors[f"{modality}_grid_thw"]
+        if modality == "image":
+            return self.count_cells(grid)
+        seconds = tensors.get("timestamps")
+        if seconds is None:  # embeddings alone: as of frames that nobody says the speed of
+            patcher: SampledVideoPatcher = self.get_hf_processor().video_processor
+            num_frames = int(grid[0]) * patcher.hf.temporal_patch_size
+            timing = Timing(fps=DEFAULT_FPS, total=num_frames, places=np.arange(num_frames))
+            seconds = patcher.find_seconds(timing)
+        return tuple(self.write_time(second) for second in seconds), self.count_cells(grid[1:])
+
+    measure_embeds = measure_item
+
+    def write_item(self, modality: str, size: Any) -> list[int]:
+        if modality == "image":
+            return super().write_item(modality, size)
+        times, num_embeds = size
+        tokenizer, config = self.get_tokenizer(), self.get_hf_config()
+        start, end = (getattr(config, name) for name in self.marks)
+        step = [start, *[self.get_embed_token_id(modality)] * num_embeds, end]
+        tokens: list[int] = []
+        for time in times:
+            text = tokenizer.encode(time, add_special_tokens=False)
+            tokens += [*step, *text] if self.has_time_behind else [*text, *step]
+        return tokens
+
+
+def _make_times(grids: np.ndarray) -> dict[str, MultiModalFieldConfig]:
+    """Return the field of the seconds of every step, by the grids of videos."""
+    steps = grids[:, 0] if grids.ndim == 2 else grids
+    times = MultiModalFieldConfig.flat_from_sizes("video", steps, keep_on_cpu=True)
+    return {"timestamps": times}
+
+
+def make_fields(
+    modality: str, grid_thw: np.ndarray, merge_size: int
+) -> dict[str, MultiModalFieldConfig]:
+    """Return the fields of a modality by its grids, int[items, 3]: (time, rows, columns)."""
+    num_patches = grid_thw.prod(-1)
+    pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
+    fields = item_fields(
+        modality, units=[pixels], counts=num_patches, on_host=[f"{modality}_grid_thw"]
+    )
+    cells = num_patches // merge_size**2
+    return fields | item_fields(modality, units=[f"{modality}_embeds"], counts=cells)
