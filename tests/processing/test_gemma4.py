@@ -100,3 +100,12 @@ def test_what_is_refused(processor: Any):
     frames = (np.zeros((3, 48, 48, 3), np.uint8), {"frames_indices": [0], "total_num_frames": 9})
     with pytest.raises(RequestError, match="frames_indices"):
         processor.apply(VIDEO, {"video": [frames]})
+
+
+def test_every_video_that_is_sampled_is_planned_for_whatever_a_step_holds():
+    """32 frames of 70: a step of 2,048 tokens would have had room for 29."""
+    processor = GEMMA4.make_processor(mm_processor_kwargs={"num_frames": 32})
+    for seq_len in (16, 2048, 4096):
+        declared = processor.info.get_mm_max_tokens_per_item(seq_len, {"video": 1})
+        assert declared["video"] == 32 * 70
+    assert processor.info.get_mm_max_tokens_per_item(4096, {"video": 2})["video"] == 29 * 70
