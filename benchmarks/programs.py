@@ -295,7 +295,7 @@ def make_programs(config: Any, architecture: str) -> Programs:
         max_num_seqs=4,
         max_num_batched_tokens=128,
         **choose_sizes(spec, rows, rows),
-        span_variants=span_variants(cache_type, has_spans=model.has_bidirectional_spans),
+        span_variants=span_variants(cache_type, has_spans=model.sees != "past"),
         max_encoder_len=encoder_len,
     )
     return Programs(

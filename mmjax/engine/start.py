@@ -29,6 +29,7 @@ from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import CheckpointError, ConfigError, SnapshotDamagedError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
+from mmjax.layers.cpu.library import report_kernels
 from mmjax.layers.cpu.product import has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params
 from mmjax.layers.quantization import quantize_params
@@ -158,9 +159,12 @@ def _load_model(config: EngineConfig, model_class: Any, params: Params | None) -
     model_class = model_class or load_model_class(
         config.model.architecture, config.model.model_class
     )
+    platform = jax.local_devices()[0].platform
+    if platform == "cpu":
+        report_kernels()
     dtype = resolve_dtype(
         config.model.dtype,
-        jax.local_devices()[0].platform,
+        platform,
         stored_dtype(config.model.hf_config),
         cpu_has_bfloat16=has_bfloat16(),
     )
@@ -286,7 +290,7 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     schedule, module = config.scheduler, bind(model.graphdef, model.params)
     host_inputs: HostInputs = model.model_class.host_inputs(config.model.hf_config)
     has_tower, takes_embeds = not model.left_out, config.model.mm.enable_mm_embeds
-    has_spans = (has_tower or takes_embeds) and module.has_bidirectional_spans
+    has_spans = (has_tower or takes_embeds) and module.sees != "past"
     keeps_runs_whole = has_spans or schedule.disable_chunked_mm_input
     if has_spans and not schedule.disable_chunked_mm_input:
         logger.info("a picture's embeddings go in one step: they see each other both ways")

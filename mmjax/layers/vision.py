@@ -119,6 +119,20 @@ class PositionTable(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
 
 
+def join_squares(
+    states: Float[Array, "I P D"], factor: int, *, is_transposed: bool = False
+) -> Float[Array, "I _tokens _width"]:
+    """Join each square of `factor` by `factor` patches into one state, row by row.
+
+    `is_transposed`: the squares stand column by column.
+    """
+    images, num_patches, width = states.shape
+    side = round(num_patches**0.5) // factor
+    squares = states.reshape(images, side, factor, side, factor, width)
+    order = (0, 3, 1, 2, 4, 5) if is_transposed else (0, 1, 3, 2, 4, 5)
+    return squares.transpose(order).reshape(images, side * side, factor**2 * width)
+
+
 def bicubic_matrix(size: int, new_size: int) -> Float[np.ndarray, "_new _old"]:
     """Return what a row of `size` values is multiplied by to have `new_size` of them.
 

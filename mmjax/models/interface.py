@@ -16,7 +16,7 @@ from mmjax.layers.decoder import Decoder
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import EmbedLoRA, LoRA
 from mmjax.layers.quantization import Int8Linear, quantize_linears
-from mmjax.models.host_inputs import AFFINE, HostInputs
+from mmjax.models.host_inputs import AFFINE, HostInputs, Sees
 from mmjax.processing.image_processors.affine import apply_affine
 from mmjax.weights.rules import RuleTypes
 
@@ -84,9 +84,10 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     """
 
     host_inputs: ClassVar[type[HostInputs]]
-    has_bidirectional_spans: bool = False
-    """Whether a run of an item's embeddings (those without a mark between them) see each other both
-    ways: a step then holds each run whole. Of units, none is longer than a unit."""
+    sees: Sees = "past"
+    """What a prompt's tokens see; an instance may set it by its config. `items`: a run of an item's
+    embeddings (those without a mark between them) see each other both ways, so that a step holds
+    each run whole. Of units, none is longer than a unit."""
     max_encoder_len: int = 0
     """Tokens of the longest prompt of an encoder-decoder's encoder; 0 for a decoder alone.
 

@@ -123,7 +123,7 @@ class PagedModel:
         self.cache_spec = structure.kv_cache_spec
         self.max_len = round_up(max_len, BLOCK_SIZE)
         self.max_encoder_len = structure.max_encoder_len
-        self.has_spans: bool = structure.has_bidirectional_spans
+        self.has_spans: bool = structure.sees != "past"
         self._num_blocks = self.max_len // BLOCK_SIZE
         self._num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self._rows = EncoderRows(

@@ -39,7 +39,7 @@ NUM_LAYERS = 3
 class CausalGemma3(Gemma3ForConditionalGeneration):
     """The same arrays for a model whose images see only what comes before."""
 
-    has_bidirectional_spans = False
+    sees = "past"
 
 
 def make_programs(
@@ -62,7 +62,7 @@ def make_programs(
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_units=2,
-        span_variants=span_variants(cache_type, has_spans=model.has_bidirectional_spans),
+        span_variants=span_variants(cache_type, has_spans=model.sees != "past"),
     )
     return Programs(
         ModelShape.of(graphdef, params),

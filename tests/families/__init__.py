@@ -5,6 +5,7 @@
 
 from functools import cache
 
+from tests.families.aya_vision import AYA_VISION, COHERE2_VISION
 from tests.families.blip2 import BLIP2
 from tests.families.blip2_t5 import BLIP2_T5
 from tests.families.chameleon import CHAMELEON
@@ -16,7 +17,7 @@ from tests.families.gemma3 import GEMMA3
 from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
-from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
+from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
@@ -29,9 +30,11 @@ from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
 
 _ROWS = (
+    AYA_VISION,
     BLIP2,
     BLIP2_T5,
     CHAMELEON,
+    COHERE2_VISION,
     DEEPSEEK_OCR2,
     DEEPSEEK_VL2,
     FLORENCE2,
@@ -45,6 +48,7 @@ _ROWS = (
     GLM_OCR,
     IDEFICS3,
     INTERNVL,
+    INTERNVL_GPT_OSS,
     INTERNVL_ORIGINAL,
     LLAVA,
     LLAVA_SIGLIP,

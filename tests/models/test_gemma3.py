@@ -111,6 +111,6 @@ def test_what_the_engine_must_know_is_said():
     assert host_inputs.encoder_spec == EncoderSpec(
         inputs=byte_pixels("pixel_values", (3, 56, 56)), tokens_per_unit=16
     )
-    assert model.has_bidirectional_spans
+    assert model.sees == "items"
     units = host_inputs.units({"pixel_values": np.zeros((2, 3, 56, 56), np.float32)})
     assert units["pixel_values"].shape == (2, 3, 56, 56)

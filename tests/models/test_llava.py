@@ -30,7 +30,7 @@ def test_what_the_engine_must_know_is_said():
     )
     units = host_inputs.units({"pixel_values": np.zeros((3, 28, 28), np.float32)})
     assert units["pixel_values"].shape == (1, 3, 28, 28)
-    assert not Model.has_bidirectional_spans
+    assert Model.sees == "past"
 
 
 def test_pixtrals_patches_are_packed():

@@ -50,7 +50,7 @@ class Gemma3ForConditionalGeneration(TowerModel):
     """
 
     host_inputs = Gemma3HostInputs
-    has_bidirectional_spans = True
+    sees = "items"
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         vision = ViTConfig.from_hf(hf_config.vision_config)
