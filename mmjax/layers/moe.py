@@ -14,6 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.activation import get_activation
+from mmjax.layers.cpu.dispatch import by_platform
+from mmjax.layers.cpu.product import group_product, has_group_kernel, is_small
 from mmjax.layers.linear import linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.rounding import cdiv
@@ -154,9 +156,11 @@ class Experts(nnx.Module):
         arrays: dict[str, Any] = {n: p if p is None else p[...] for n, p in params.items()}
         weights = ExpertWeights(**arrays)
         # XLA's CPU backend multiplies all rows with all experts, and masks.
-        return jax.lax.platform_dependent(
-            x, sizes, weights, cpu=self._by_tiles, default=self._by_ragged_dot
-        )
+        forms = {"cpu": self._by_tiles, "default": self._by_ragged_dot}
+        expert = jax.eval_shape(lambda stacked: stacked[0], weights.gate_proj)
+        if _has_few_rows(x, sizes) and has_group_kernel(x, expert) and not is_small(expert):
+            return by_platform(x, sizes, weights, kernel=self._by_kernel, **forms)
+        return jax.lax.platform_dependent(x, sizes, weights, **forms)
 
     def mix(
         self, x: Float[Array, "T D"], weights: Float[Array, "T _k"], experts: Int[Array, "T _k"]
@@ -199,6 +203,18 @@ class Experts(nnx.Module):
 
         return self._transform(x, weights, project)
 
+    def _by_kernel(
+        self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
+    ) -> Float[Array, "R D"]:
+        def project(rows: Array, weight: Array, bias: Array | None) -> Array:
+            out = group_product(rows, weight, sizes)
+            if bias is not None:
+                of_rows = jnp.repeat(bias, sizes, axis=0, total_repeat_length=len(rows))
+                out = out + of_rows.astype(jnp.float32)
+            return out.astype(rows.dtype)
+
+        return self._transform(x, weights, project)
+
     def _by_tiles(
         self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
     ) -> Float[Array, "R D"]:
@@ -210,8 +226,11 @@ class Experts(nnx.Module):
             )
             return self._transform(rows, own, linear)
 
-        is_few = x.shape[0] <= FEW_ROWS * len(sizes)
-        return _each_tile(transform, x, sizes, FEW_ROWS if is_few else MANY_ROWS)
+        return _each_tile(transform, x, sizes, FEW_ROWS if _has_few_rows(x, sizes) else MANY_ROWS)
+
+
+def _has_few_rows(x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> bool:
+    return x.shape[0] <= FEW_ROWS * len(sizes)
 
 
 def _ragged_product(

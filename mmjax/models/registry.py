@@ -62,6 +62,11 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "ChameleonForConditionalGeneration": ModelRow(
             "chameleon", "facebook/chameleon-7b", has_one_unit_items=True
         ),
+        "Cohere2VisionForConditionalGeneration": ModelRow(
+            "aya_vision",
+            "CohereLabs/command-a-vision-07-2025",
+            factories="COHERE2_FACTORIES",
+        ),
         "DeepseekOcr2ForConditionalGeneration": ModelRow(
             "deepseek_ocr2", "deepseek-ai/DeepSeek-OCR-2"
         ),

@@ -5,7 +5,7 @@
 
 from functools import cache
 
-from tests.families.aya_vision import AYA_VISION
+from tests.families.aya_vision import AYA_VISION, COHERE2_VISION
 from tests.families.blip2 import BLIP2
 from tests.families.chameleon import CHAMELEON
 from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
@@ -32,6 +32,7 @@ _ROWS = (
     AYA_VISION,
     BLIP2,
     CHAMELEON,
+    COHERE2_VISION,
     DEEPSEEK_OCR2,
     DEEPSEEK_VL2,
     FLORENCE2,

@@ -1,14 +1,23 @@
-"""Tiny Aya Visions: tiles of a picture and the whole of it, before Cohere's decoders."""
+"""Tiny Aya Visions and Command A Visions: tiles of a picture, and the whole, before Cohere's."""
 
+import ast
 from collections.abc import Mapping
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AyaVisionConfig
-from transformers import AyaVisionForConditionalGeneration as HFModel
+import transformers
+from transformers import (
+    AyaVisionConfig,
+    AyaVisionForConditionalGeneration,
+    Cohere2VisionConfig,
+    Cohere2VisionForConditionalGeneration,
+)
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from mmjax.models.aya_vision import model as ours
@@ -93,7 +102,7 @@ fill = partial(fill_with_unit_norms, sharpness=1.4)
 TINY = TinyFamily(
     name="aya_vision",
     model_class=ours.AyaVisionForConditionalGeneration,
-    reference_class=HFModel,
+    reference_class=AyaVisionForConditionalGeneration,
     make_config=tiny_config,
     resize=resize,
     served={},
@@ -199,4 +208,130 @@ AYA_VISION = Family(
         {"mm_processor_kwargs": {"crop_to_patches": False}},
         {"trust_request_mm_kwargs": True},
     ),
+)
+
+
+# ---- Command A Vision ----------------------------------------------------------------------------
+
+
+def tiny_cohere2_config(
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Cohere2VisionConfig:
+    """Return HF's config, with four embeddings a tile."""
+    config = Cohere2VisionConfig(
+        text_config={**TEXT, **(text or {})},
+        vision_config={**VISION, **(vision or {})},
+        image_token_id=PATCH_TOKEN,
+        **{"alignment_intermediate_size": 56, **settings},
+    )
+    config.architectures = ["Cohere2VisionForConditionalGeneration"]
+    return config
+
+
+COHERE2_TINY = replace(
+    TINY,
+    name="cohere2_vision",
+    model_class=ours.Cohere2VisionForConditionalGeneration,
+    reference_class=Cohere2VisionForConditionalGeneration,
+    make_config=tiny_cohere2_config,
+    variants={
+        "plain": Variant({}, 10),
+        "squares of four, a head of its own": Variant(
+            {"downsample_factor": 4, "tie_word_embeddings": False}, 10
+        ),
+    },
+)
+
+
+@cache
+def load_canvas() -> Any:
+    """Return HF's choice of tiles, out of its file: importing that needs torchvision."""
+    name = "models/cohere2_vision/image_processing_cohere2_vision.py"
+    source = (Path(transformers.__file__).parent / name).read_text(encoding="utf-8")
+    wanted = ("get_all_supported_aspect_ratios", "get_optimal_tiled_canvas")
+    tree = ast.parse(source)
+    tree.body = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name in wanted]
+    assert len(tree.body) == len(wanted)
+    found: dict[str, Any] = {"np": np, "lru_cache": lru_cache}
+    exec(compile(tree, name, "exec"), found)
+    return found["get_optimal_tiled_canvas"]
+
+
+class Cohere2VisionPil(GotOcr2ImageProcessorPil):
+    """HF's `Cohere2VisionImageProcessor` with Pillow: as GotOcr2's, with a canvas of its own."""
+
+    size = {"height": 512, "width": 512}  # noqa: RUF012
+    crop_to_patches = True
+    patch_size = 16
+
+    def crop_image_to_patches(self, *args: Any, **kwargs: Any) -> Any:
+        before = got_ocr2.get_optimal_tiled_canvas
+        got_ocr2.get_optimal_tiled_canvas = load_canvas()
+        try:
+            return super().crop_image_to_patches(*args, **kwargs)
+        finally:
+            got_ocr2.get_optimal_tiled_canvas = before
+
+
+def write_cohere2_files(path: Path) -> Path:
+    roles = [f"<|{role}_TOKEN|>" for role in ("USER", "CHATBOT", "SYSTEM")]
+    named = {
+        "boi_token": "<|START_OF_IMG|>",
+        "eoi_token": "<|END_OF_IMG|>",
+        "image_token": PATCH,
+        "img_line_break_token": "<|IMG_LINE_BREAK|>",
+    }
+    tokenizer = make_tokenizer(
+        ["<|START_OF_TURN_TOKEN|>", *roles, *named.values()],
+        bos="<BOS_TOKEN>",
+        eos="<|END_OF_TURN_TOKEN|>",
+        pad="<PAD>",
+        named=named,
+    )
+    vocab_size = round_up(len(tokenizer), 64)
+    config = tiny_cohere2_config(
+        text={"vocab_size": vocab_size, "hidden_size": 64, "num_key_value_heads": 4},
+        vision={"image_size": SIDE, "patch_size": 14},
+    )
+    config.image_token_id = tokenizer.convert_tokens_to_ids(PATCH)
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        preprocessor_config={
+            "image_processor_type": "Cohere2VisionImageProcessor",
+            "patch_size": 2,
+            "size": {"height": SIDE, "width": SIDE},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        processor_config={"processor_class": "Cohere2VisionProcessor"},
+    )
+
+
+cohere2_path = made_once(write_cohere2_files)
+
+
+@cache
+def hf_cohere2_processor() -> Any:
+    """HF's own processor, with Pillow's resizing in place of torchvision's."""
+    return assemble(Cohere2VisionProcessor, Cohere2VisionPil, cohere2_path())
+
+
+COHERE2_VISION = replace(
+    AYA_VISION,
+    name="cohere2_vision",
+    architecture="Cohere2VisionForConditionalGeneration",
+    tiny=COHERE2_TINY,
+    path=cohere2_path,
+    write=with_weights(write_cohere2_files, fill),
+    needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
+    published=Published(),
+    rendered=AYA_VISION.rendered.replace(IMAGE, PATCH),
+    call_hf=partial(call_processor, hf_cohere2_processor),
+    placeholder=PATCH,
+    extra_kwargs=({}, {"max_patches": 3}, {"crop_to_patches": False}),
 )

@@ -80,9 +80,10 @@ GPT_OSS: dict[str, Any] = {
     },
 }
 PHI3: dict[str, Any] = {
-    **{"model_type": "phi3", "sliding_window": 25},
+    # The decoder's own key decides, of which the angles get a copy.
+    **{"model_type": "phi3", "sliding_window": 25, "original_max_position_embeddings": 30},
     "rope_parameters": {
-        **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30},
+        **{"rope_type": "longrope", "rope_theta": 1e4},
         **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.5]},
     },
 }

@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from mmjax.layers.cpu import build, few_rows
+from mmjax.layers.cpu import build, dispatch
 from mmjax.layers.cpu.library import SOURCES, find_kernels, library_path
-from mmjax.layers.cpu.product import MIN_WEIGHT_SIZE, integer_product, product, widened_product
+from mmjax.layers.cpu.product import (
+    MAX_FEW_ROWS,
+    MIN_WEIGHT_SIZE,
+    integer_product,
+    product,
+    widened_product,
+)
+from mmjax.layers.moe import Experts
 
 SHAPES = [(512, 1024), (1280, 640), (1281, 640), (262, 1031), (300, 1000)]
 
@@ -62,13 +70,13 @@ def lower(dtypes: tuple[str, str], x: jax.Array, weight: jax.Array):
 def test_a_kernel_equals_xla_up_to_the_order_of_sums(
     kernels: str, shape: tuple[int, int], dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rows in (1, 2, 3, 7, few_rows.MAX_FEW_ROWS):
+    for rows in (1, 2, 3, 7, MAX_FEW_ROWS):
         x, weight = draw(rows, shape, dtypes)
         lowered = lower(dtypes, x, weight)
         assert "mmjax_product" in lowered.as_text()
         got = np.asarray(lowered.compile()(x, weight))
         with monkeypatch.context() as patch:
-            patch.setattr(few_rows, "find_kernels", lambda: None)
+            patch.setattr(dispatch, "find_kernels", lambda: None)
             plain = lower(dtypes, x, weight)
             assert "mmjax_product" not in plain.as_text()
             expected = np.asarray(plain.compile()(x, weight))
@@ -87,12 +95,34 @@ def test_a_row_has_the_same_bits_beside_any_others(
 ) -> None:
     """A lone row, too: decoding alone equals decoding in a batch."""
     assert shape[0] * shape[1] >= MIN_WEIGHT_SIZE
-    x, weight = draw(few_rows.MAX_FEW_ROWS, shape, dtypes)
+    x, weight = draw(MAX_FEW_ROWS, shape, dtypes)
     whole = np.asarray(jax.jit(FORMS[dtypes])(x, weight))
     for rows in (1, 2, 3, 4, 5, 8, 13):
         for first in (0, len(x) - rows):
             got = jax.jit(FORMS[dtypes])(x[first : first + rows], weight)
             np.testing.assert_array_equal(got, whole[first : first + rows])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_with_large_weights_are_multiplied_where_they_lie(
+    kernels: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In decoding; XLA's loop over tiles copies an expert's weights before it multiplies."""
+    rng = np.random.default_rng(0)
+    experts = Experts(4, 512, 640, activation="silu", dtype=jnp.dtype(dtype))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        shape = getattr(experts, name).shape
+        values = jnp.asarray(rng.standard_normal(shape) / 20, dtype)
+        setattr(experts, name, nnx.Param(values))
+    x = jnp.asarray(rng.standard_normal((12, 512)), dtype)
+    sizes = jnp.asarray([0, 7, 1, 4], jnp.int32)
+    lowered = jax.jit(lambda x, sizes: experts(x, sizes)).lower(x, sizes)
+    assert "mmjax_groups" in lowered.as_text()
+    got = np.asarray(lowered.compile()(x, sizes), np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "find_kernels", lambda: None)
+        expected = np.asarray(jax.jit(lambda x, sizes: experts(x, sizes))(x, sizes), np.float32)
+    np.testing.assert_allclose(got, expected, atol=1e-5 if dtype == "float32" else 0.03, rtol=0.02)
 
 
 def test_concurrent_calls_do_not_disturb_each_other(kernels: str) -> None:

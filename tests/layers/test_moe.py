@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from mmjax.engine.device.compilation import compiler_options
+from mmjax.layers.cpu.library import find_kernels
 from mmjax.layers.moe import (
     FEW_ROWS,
     ClampedGate,
@@ -81,7 +82,7 @@ def one_expert(experts: Experts, number: int, x: np.ndarray) -> np.ndarray:
     ids=["plain", "clamped, with biases"],
 )
 def test_each_row_meets_its_expert(sizes: list[int], options: dict[str, Any]):
-    """In tiles, on the CPU, and by `ragged_dot`, elsewhere; rows behind the last are of none."""
+    """By a kernel or in tiles, on the CPU, and by `ragged_dot`, elsewhere; the last are of none."""
     settings = {"activation": "silu", "dtype": jnp.float32, **options}
     experts = fill(Experts(NUM_EXPERTS, WIDTH, INNER, **settings))
     x = draw_rows(sum(sizes) + 2)
@@ -90,7 +91,8 @@ def test_each_row_meets_its_expert(sizes: list[int], options: dict[str, Any]):
     rows = [one_expert(experts, n, row) for n, row in zip(owners, np.asarray(x), strict=False)]
     arrays: list[Any] = [one if one is None else one[...] for one in params_of(experts)]
     weights = ExpertWeights(*arrays)
-    for compute in (experts._by_tiles, experts._by_ragged_dot):
+    by_kernel = (experts._by_kernel,) if find_kernels() else ()
+    for compute in (experts._by_tiles, experts._by_ragged_dot, *by_kernel):
         ours = np.asarray(jax.jit(compute)(x, counts, weights))[: len(rows)]
         np.testing.assert_allclose(ours, np.reshape(rows, ours.shape), rtol=1e-5, atol=1e-5)
 

@@ -9,7 +9,7 @@ from mmjax.errors import CheckpointError
 from mmjax.parity.__main__ import main
 from mmjax.processing import BaseMultiModalProcessor
 from tests.families import FAMILIES
-from tests.families.aya_vision import write_files
+from tests.families.aya_vision import write_cohere2_files, write_files
 from tests.families.directories import edit_json, golden_processor
 
 
@@ -47,6 +47,23 @@ def test_files_that_contradict_each_other_are_refused(
 ):
     with pytest.raises(CheckpointError, match=match):
         make_edited(tmp_path, file, edit).info.get_hf_processor()
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (
+            {"patch_size": 16},
+            "`patch_size` of preprocessor_config.json is 16, .* config.json gives 2",
+        ),
+        ({"size": {"height": 28, "width": 28}}, "takes 56x56; make them equal"),
+    ],
+)
+def test_command_a_visions_files_too(tmp_path: Path, edit: dict[str, Any], match: str):
+    path = write_cohere2_files(tmp_path)
+    edit_json(path / "preprocessor_config.json", edit)
+    with pytest.raises(CheckpointError, match=match):
+        golden_processor("cohere2_vision", path=path).info.get_hf_processor()
 
 
 def test_a_placeholder_of_several_tokens_is_replaced_in_the_text():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mmjax.errors import CheckpointError
+from mmjax.language.llama import LlamaConfig
 from mmjax.layers.module import build_abstract
 from mmjax.layers.vision import join_squares
 from mmjax.models.host_inputs import PromptItem
@@ -70,6 +71,19 @@ def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
     expected = run_reference(reference, inputs, rules)
     assert_close(ours.run(sample), expected)
     assert ours.generate(sample, 32) == generate_reference(reference, inputs, 32)
+
+
+def test_longrope_has_another_name_in_the_first_files(tmp_path: Path):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    llm = {
+        **{"model_type": "phi3", "hidden_size": 32, "num_attention_heads": 4, "rope_theta": 1e4},
+        **{"max_position_embeddings": 512, "original_max_position_embeddings": 64},
+        "rope_scaling": {"type": "su", **factors},
+    }
+    text_config = original_config(tiny_config(), tmp_path, llm_config=llm).get_text_config()
+    read = LlamaConfig.from_hf(text_config).rope_parameters
+    expected = {"rope_type": "longrope", "factor": 8, "original_max_position_embeddings": 64}
+    assert read == {**read, **expected, **factors}
 
 
 def test_columns_first_is_the_transpose():

@@ -13,8 +13,16 @@ from mmjax.system.logger import get_logger
 logger = get_logger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
-PRODUCTS = ("float32", "bfloat16", "int8", "float32_int8", "bfloat16_int8")
-"""The dtypes that are multiplied: of both, or of inputs and weights."""
+TARGETS = (
+    *(
+        f"mmjax_product_{dtypes}"
+        for dtypes in ("float32", "bfloat16", "int8", "float32_int8", "bfloat16_int8")
+    ),
+    "mmjax_groups_float32",
+    "mmjax_groups_bfloat16",
+)
+"""The kernels, by the names that JAX and the library know them by; they end with the dtypes of what
+is multiplied: of both, or of inputs and weights."""
 
 
 def library_path() -> Path:
@@ -45,9 +53,9 @@ def find_kernels() -> str | None:
     name: bytes | None = library.mmjax_instruction_set()
     if name is None:
         return None
-    for product in PRODUCTS:
-        handler = getattr(library, target(product))
-        jax.ffi.register_ffi_target(target(product), jax.ffi.pycapsule(handler), platform="cpu")
+    for target in TARGETS:
+        handler = jax.ffi.pycapsule(getattr(library, target))
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
     return name.decode()
 
 
@@ -60,8 +68,3 @@ def report_kernels() -> None:
         "no kernels for decoding on this CPU: a token may take twice as long; where a C++ compiler "
         "is installed, `python -m mmjax.layers.cpu.build` compiles them for x86-64 with AVX2"
     )
-
-
-def target(product: str) -> str:
-    """Return the name under which JAX knows a product."""
-    return f"mmjax_product_{product}"

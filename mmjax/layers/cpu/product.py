@@ -2,14 +2,17 @@
 
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 from jaxtyping import Array, Float, Int8, Int32, Shaped
 
-from mmjax.layers.cpu.few_rows import MAX_FEW_ROWS, Form, multiply_few, takes
+from mmjax.layers.cpu.dispatch import Form, by_platform
 
+MAX_FEW_ROWS = 16
+"""Rows of a decode step on the CPU up to which reading weights takes most of the time."""
 SHORT_PROMPT_ROWS = 64
 """Rows for which packing the weights takes half of the product's time. Other numbers from 17 on are
 not transposed: they would sum in another order than long prompts (docs/determinism.md)."""
@@ -17,37 +20,73 @@ MIN_WEIGHT_SIZE = 2**18
 """Smaller weights fit into the CPU's caches, and are computed equally for any number of rows."""
 LONG_ROW = 1024
 """Floats in 4 KiB: the CPU's prefetcher stops at the end of a page."""
+_KERNELS = {
+    ("float32", "float32"): ("mmjax_product_float32", jnp.float32),
+    ("bfloat16", "bfloat16"): ("mmjax_product_bfloat16", jnp.float32),
+    ("float32", "int8"): ("mmjax_product_float32_int8", jnp.float32),
+    ("bfloat16", "int8"): ("mmjax_product_bfloat16_int8", jnp.float32),
+    ("int8", "int8"): ("mmjax_product_int8", jnp.int32),
+}
+"""Of the dtypes of `x` and `weight`: the kernel, and the dtype of its sums."""
 
 
 def product(
     x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "T F"]:
     """Return `x @ weight.T`, accumulated and returned in `dtype` (None: the inputs')."""
-    on_cpu = _choose(x, weight)
-    if takes(x, weight) and not is_small(weight):
-        out = jnp.dtype(dtype or x.dtype)
-        return multiply_few(x, weight, dtype=out, on_cpu=on_cpu, elsewhere=_by_rows)
     by_rows = partial(_by_rows, dtype=dtype)
-    if on_cpu is _by_rows:
+    form = _choose(x, weight)
+    on_cpu = partial(form, dtype=dtype)
+    if has_kernel(x, weight) and not is_small(weight):
+        kernel = partial(_by_kernel, dtype=dtype or x.dtype)
+        return by_platform(x, weight, kernel=kernel, cpu=on_cpu, default=by_rows)
+    if form is _by_rows:
         return by_rows(x, weight)
-    on_cpu = partial(on_cpu, dtype=dtype)
     return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=by_rows)
 
 
 def integer_product(x: Int8[Array, "T D"], weight: Int8[Array, "F D"]) -> Int32[Array, "T F"]:
     """Return `x @ weight.T`: exact, in whatever order a device adds."""
-    int32 = jnp.dtype(jnp.int32)
-    if takes(x, weight):
-        return multiply_few(x, weight, dtype=int32, on_cpu=_by_two_rows, elsewhere=_by_rows)
-    return _by_rows(x, weight, int32)
+    kernel, by_two_rows, by_rows = (
+        partial(form, dtype=jnp.dtype(jnp.int32)) for form in (_by_kernel, _by_two_rows, _by_rows)
+    )
+    if not has_kernel(x, weight):
+        return by_rows(x, weight)
+    return by_platform(x, weight, kernel=kernel, cpu=by_two_rows, default=by_rows)
 
 
 def widened_product(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
     """Return `x @ weight.T` in float32: weights become numbers of the inputs' dtype."""
-    float32 = jnp.dtype(jnp.float32)
-    if takes(x, weight) and not is_small(weight):
-        return multiply_few(x, weight, dtype=float32, on_cpu=_by_widened, elsewhere=_by_widened)
-    return _by_widened(x, weight, float32)
+    if not has_kernel(x, weight) or is_small(weight):
+        return _by_widened(x, weight)
+    kernel = partial(_by_kernel, dtype=jnp.float32)
+    return by_platform(x, weight, kernel=kernel, cpu=_by_widened, default=_by_widened)
+
+
+def has_kernel(x: Any, weight: Any) -> bool:
+    """Return whether a kernel multiplies these: few rows, of dtypes that it knows."""
+    is_few = 0 < x.shape[0] <= MAX_FEW_ROWS
+    return is_few and (x.dtype.name, weight.dtype.name) in _KERNELS
+
+
+def _by_kernel(x: Array, weight: Array, dtype: Any) -> Array:
+    """Multiply in C++: a row has the same bits beside any others, and beside none."""
+    name, sums = _KERNELS[x.dtype.name, weight.dtype.name]
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), sums)
+    return jax.ffi.ffi_call(name, shape)(x, weight).astype(dtype)
+
+
+def group_product(
+    x: Float[Array, "R D"], weight: Float[Array, "E F D"], sizes: Int32[Array, " E"]
+) -> Float[Array, "R F"]:
+    """Return `x @ weight[e].T` in float32, by a kernel: rows stand by e, `sizes` rows of each."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(f"mmjax_groups_{x.dtype.name}", shape)(x, weight, sizes)
+
+
+def has_group_kernel(x: Any, weight: Any) -> bool:
+    """Return whether `group_product` takes these, where the platform has kernels."""
+    return x.dtype == weight.dtype and x.dtype in (jnp.float32, jnp.bfloat16)
 
 
 @cache
@@ -97,11 +136,8 @@ def _by_float32_sums(
     return _by_two_rows(x, weight, jnp.dtype(jnp.float32)).astype(dtype or x.dtype)
 
 
-def _by_widened(
-    x: Float[Array, "T D"], weight: Int8[Array, "F D"], dtype: jnp.dtype | None
-) -> Float[Array, "T F"]:
-    """Multiply with weights of 8 bits in the inputs' dtype."""
-    return product(x, weight.astype(x.dtype), dtype)
+def _by_widened(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
+    return product(x, weight.astype(x.dtype), jnp.dtype(jnp.float32))
 
 
 def _by_two_rows(

@@ -2,7 +2,9 @@
 
 Before: `look <image> please`. After, of a picture of two tiles: `look <|START_OF_IMG|> TILE_1
 <|IMG_PATCH|>*N TILE_2 <|IMG_PATCH|>*N TILE_GLOBAL <|IMG_PATCH|>*N <|END_OF_IMG|> please`; of one
-that is not cut, TILE_GLOBAL alone. Only the N take embeddings.
+that is not cut, TILE_GLOBAL alone. Only the N take embeddings. Of Command A Vision: before
+`<|IMG_PATCH|>`, after `<|START_OF_IMG|>`, for every tile `<|IMG_PATCH|>*N <|IMG_LINE_BREAK|>`, and
+`<|END_OF_IMG|>`.
 """
 
 import math
@@ -13,11 +15,12 @@ from mmjax.errors import CheckpointError
 from mmjax.models.aya_vision.host_inputs import AyaVisionHostInputs
 from mmjax.models.family import Target, make_factories
 from mmjax.models.tiles import TiledInfo
-from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.tiling import HFTileCutter
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
+from mmjax.processing.image_processors.tiling import CanvasCutter, HFTileCutter
 from mmjax.processing.prompt_updates.updates import as_ids
 
 START, PATCH, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"
+LINE_BREAK = "<|IMG_LINE_BREAK|>"
 
 CHAT_TEMPLATE = r"""
 {%- for message in messages -%}
@@ -83,4 +86,32 @@ class AyaVisionProcessingInfo(TiledInfo):
         return as_ids(START + tiles + END, self.get_tokenizer())
 
 
+class Cohere2VisionProcessingInfo(AyaVisionProcessingInfo):
+    """Command A Vision's: a mark behind every tile, and none before it."""
+
+    chat_template = CHAT_TEMPLATE.replace("<image>", PATCH)
+    placeholders: ClassVar = {"image": PATCH}
+    reserves_embed_token = False
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        self.check_token(PATCH)
+        side = self.encoder_spec.inputs["pixel_values"][0][-1]
+        settings = load_image_settings(self.ctx.model_config.path)
+        tile = settings.get("patch_size", 16)
+        if tile**2 != self.num_unit_tokens:
+            raise CheckpointError(
+                f"`patch_size` of preprocessor_config.json is {tile}, the tokens of a tile's side, "
+                f"but config.json gives {math.isqrt(self.num_unit_tokens)}; make them equal"
+            )
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(), image_processor=CanvasCutter(settings, side)
+        )
+
+    def write_item(self, modality: str, size: int) -> list[int]:
+        tile = PATCH * self.num_unit_tokens + LINE_BREAK
+        text = START + tile * (size // self.num_unit_tokens) + END
+        return as_ids(text, self.get_tokenizer())
+
+
 FACTORIES = make_factories(AyaVisionProcessingInfo)
+COHERE2_FACTORIES = make_factories(Cohere2VisionProcessingInfo)
