@@ -23,10 +23,12 @@ DEFAULT_ADAPTERS = {f"{DEFAULT_MODEL}/italian": "italian"}
 DEFAULT_MAX_MODEL_LEN = 8192
 """Cap of the default `max_model_len`, which bounds the KV cache's size."""
 
-_BY_TOWER: Mapping[tuple[str, Any], str] = {
+_BY_PART: Mapping[tuple[str, Any], str] = {
+    ("Blip2ForConditionalGeneration", "t5"): "Blip2T5ForConditionalGeneration",
     ("LlavaForConditionalGeneration", "pixtral"): "PixtralForConditionalGeneration",
 }
-"""Families that checkpoints name by the wrapper around them, by that and the vision tower."""
+"""Families that checkpoints name by the wrapper around them, by that and the `model_type` of the
+vision tower or of the language model."""
 _GENERATION_CONFIG = "generation_config.json"
 _GENERATION_FIELDS = (
     "temperature",
@@ -74,9 +76,9 @@ _FIRST_LONGROPE = "su"
 """What Phi-3's first files call `longrope`. Transformers knows the name, but finds the trained
 length of the new one alone."""
 
-_TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl"})
-"""Model types whose class in transformers ties the head of published configurations that do not say
-so; their files tell."""
+_TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl", "t5"})
+"""Model types, or those of a text model, whose class in transformers ties the head of published
+configurations that do not say so; their files tell."""
 
 _UNQUANTIZED: Mapping[str, str] = MappingProxyType(
     {"mistral3": ", which for Ministral 3 is the one whose name ends in `-BF16`"}
@@ -165,8 +167,10 @@ def load_model_config(
 
         check_weight_files(path)
     hf_config = _load_hf_config(path)
-    if hf_config.model_type in _TIED_WITHOUT_KEY and any(path.glob(WEIGHT_FILES[0])):
-        _untie_own_head(hf_config, path)
+    if any(path.glob(WEIGHT_FILES[0])):
+        for part in (hf_config, hf_config.get_text_config()):
+            if part.model_type in _TIED_WITHOUT_KEY:
+                _untie_own_head(part, path)
     longest = _max_position_embeddings(hf_config)
     if max_model_len is None:
         max_model_len = min(longest or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
@@ -472,8 +476,11 @@ def _architecture(hf_config: Any) -> str:
         raise CheckpointError(
             "config.json has no `architectures`; add the name of the model's class to it"
         )
-    tower = getattr(getattr(hf_config, "vision_config", None), "model_type", None)
-    return _BY_TOWER.get((architectures[0], tower), architectures[0])
+    for part in (getattr(hf_config, "vision_config", None), hf_config.get_text_config()):
+        found = _BY_PART.get((architectures[0], getattr(part, "model_type", None)))
+        if found is not None:
+            return found
+    return architectures[0]
 
 
 def _max_position_embeddings(hf_config: Any) -> int | None:

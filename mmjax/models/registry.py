@@ -59,6 +59,12 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Blip2ForConditionalGeneration": ModelRow(
             "blip2", "Salesforce/blip2-opt-2.7b", has_one_unit_items=True
         ),
+        "Blip2T5ForConditionalGeneration": ModelRow(
+            "blip2",
+            "Salesforce/blip2-flan-t5-xl",
+            has_one_unit_items=True,
+            factories="T5_FACTORIES",
+        ),
         "ChameleonForConditionalGeneration": ModelRow(
             "chameleon", "facebook/chameleon-7b", has_one_unit_items=True
         ),

@@ -18,6 +18,7 @@ from mmjax.language.llama import LlamaConfig, LlamaTextModel
 from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.language.qwen import QwenConfig, QwenTextModel
+from mmjax.language.t5 import T5Config, T5Decoder
 from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 
@@ -54,6 +55,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "qwen3_moe": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3_vl_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
+        "t5": (T5Config.from_hf, T5Decoder),
     }
 )
 """By `model_type`: what reads its configuration, and the module that is built of that."""

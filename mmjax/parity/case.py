@@ -187,6 +187,10 @@ class Parity:
         encoder_ids = sample.encoder_token_ids
         token_ids = sample.token_ids if encoder_ids is None else encoder_ids
         is_equal = np.array_equal(token_ids, inputs["input_ids"][0].numpy())
+        if encoder_ids is not None:
+            # T5 of HF makes none itself.
+            decoder = make_reference_inputs(sample.token_ids, {})
+            inputs = {**inputs, "decoder_input_ids": decoder["input_ids"]}
         differences = compare(
             self.ours.run(sample, by_modality=calls_by_modality(inputs)),
             run_reference(self.reference, inputs, self.rules),

@@ -225,7 +225,8 @@ class Bench:
                 served.token_ids += delta.new_token_ids
                 served.finish_reason = delta.finish_reason
             idle_steps = 0 if deltas or not core.has_unfinished() else idle_steps + 1
-            assert idle_steps < 60, "nobody gets anything"
+            # A long prompt in small chunks gives nothing for as long.
+            assert idle_steps < max(60, self.limits.max_model_len), "nobody gets anything"
         assert core.step() == []
         self.num_preemptions += core.num_preemptions - preemptions
         self.num_prefix_hits += core.stats().prefix_cache_hits

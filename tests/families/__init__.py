@@ -7,6 +7,7 @@ from functools import cache
 
 from tests.families.aya_vision import AYA_VISION, COHERE2_VISION
 from tests.families.blip2 import BLIP2
+from tests.families.blip2_t5 import BLIP2_T5
 from tests.families.chameleon import CHAMELEON
 from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from tests.families.deepseek_vl2 import DEEPSEEK_VL2
@@ -31,6 +32,7 @@ from tests.families.tiny import TinyModel
 _ROWS = (
     AYA_VISION,
     BLIP2,
+    BLIP2_T5,
     CHAMELEON,
     COHERE2_VISION,
     DEEPSEEK_OCR2,

@@ -84,6 +84,7 @@ def make_tokenizer(
     bos: str | None = None,
     eos: str = "</s>",
     pad: str = "<pad>",
+    ends_with_eos: bool = False,
     named: Mapping[str, str] | None = None,
 ) -> Any:
     """Return an HF tokenizer of bytes and the words of `tests.kit`, as GPT-2's splits text.
@@ -93,6 +94,7 @@ def make_tokenizer(
         bos: Written before each text; None: nothing is.
         eos: The end of a text.
         pad: The padding.
+        ends_with_eos: Whether the end is written behind each text, as T5's does.
         named: Special tokens that are attributes, as HF's processors want (`image_token`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -114,6 +116,11 @@ def make_tokenizer(
         bos_id = tokenizer.token_to_id(bos)
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)]
+        )
+    if ends_with_eos:
+        marks = [(eos, tokenizer.token_to_id(eos))]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"$A {eos}", pair=f"$A {eos} $B {eos}", special_tokens=marks
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -91,15 +91,21 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    distance_bias: Float[Array, "N _distances"] | None = None,
 ) -> tuple[Float[Array, "T N _value"], CacheT]:
     """Return attention outputs and the cache, to which paged attention writes first.
 
     `key` and `value` None: the cache has them already, of an earlier layer that shares it. `sinks`:
     the score of one more key of each head, which every query sees and which has no value
-    (arXiv 2309.17453, section 3.3).
+    (arXiv 2309.17453, section 3.3). `distance_bias`: what each head adds to the score of a key so
+    many tokens before the query, the last to all that are farther; of paged, causal attention
+    without sinks, whose heads share no keys.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     cache = _store(key, value, cache, metadata)
+    if distance_bias is not None:
+        assert sinks is None, "no served model has both"
+        return _with_bias(query, cache, metadata, distance_bias, **options), cache
     if isinstance(metadata, DenseAttentionMetadata):
         held: Any = DenseCache(key, value) if cache is None else cache
         return _dense(query, held.keys, held.values, metadata, sinks=sinks, **options), cache
@@ -110,6 +116,32 @@ def attention(
         return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
     return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=paged), cache
+
+
+def _with_bias(
+    query: Float[Array, "T N H"],
+    cache: Any,
+    metadata: AttentionMetadata,
+    distance_bias: Float[Array, "N _distances"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "T N _value"]:
+    """Attend in XLA on every platform: the kernels have no term of the distance."""
+    assert isinstance(metadata, PagedAttentionMetadata), f"{type(metadata)=}"
+    assert cache.num_kv_heads == query.shape[1], f"{cache.num_kv_heads=} {query.shape=}"
+    causal = metadata._replace(span_end=None)
+    return walk_blocks(
+        query,
+        cache,
+        causal,
+        causal.block_tables,
+        visible_range(causal, window),
+        scale=scale,
+        soft_cap=soft_cap,
+        distance_bias=distance_bias,
+    )
 
 
 def _store(

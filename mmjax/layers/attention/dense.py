@@ -25,13 +25,14 @@ def dense_attention(
     scale: float,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "N T S"] | None = None,
 ) -> Float[Array, "B T N _value"]:
     """Attend over whole sequences; the backend is chosen at lowering.
 
-    `sinks` are as in `attention`.
+    `sinks` are as in `attention`. `bias`: what each head adds to scores, the same in all sequences.
     """
-    xla = partial(_in_xla, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
-    if sinks is not None:
+    xla = partial(_in_xla, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias)
+    if sinks is not None or bias is not None:
         return xla(query, key, value)
     num_scores = query.shape[1] * query.shape[2] * key.shape[1]
     if mask is None and num_scores >= MANY_SCORES:
@@ -65,6 +66,7 @@ def _in_xla(
     scale: float,
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
+    bias: Float[Array, "N T S"] | None,
 ) -> Float[Array, "B T N _value"]:
     """Attend with heads before positions.
 
@@ -78,6 +80,8 @@ def _in_xla(
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)  # B K S H
     scores = jnp.einsum("bkth,bksh->bkts", rows, key, preferred_element_type=jnp.float32)
     scores = apply_soft_cap(scores * scale, soft_cap)
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32).reshape(1, num_kv_heads, *scores.shape[2:])
     if mask is not None:
         scores = jnp.where(jnp.tile(mask, (1, group, 1))[:, None], scores, MASKED)
     if sinks is not None:

@@ -88,10 +88,11 @@ def walk_blocks(
     *,
     scale: float,
     soft_cap: float | None,
+    distance_bias: Float[Array, "N _distances"] | None = None,
 ) -> Float[Array, "T N _value"]:
     """Attend to the blocks of each query's request, within the two ends of what is visible.
 
-    Keys and values are in `cache` already. `sinks` are as in `attention`.
+    Keys and values are in `cache` already. `sinks` and `distance_bias` are as in `attention`.
     """
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
@@ -105,7 +106,13 @@ def walk_blocks(
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds, sinks=of_rows)
     tiles = tiles if is_large else _pad_single_row(tiles)
     columns = cache.value_dim if is_large else _columns_alike(cache.value_dim)
-    fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap, num_columns=columns)
+    fold = partial(
+        _fold_blocks,
+        cache=cache,
+        soft_cap=soft_cap,
+        num_columns=columns,
+        distance_bias=distance_bias,
+    )
     is_decoding = metadata.tile_rows.shape[1] == 1
     slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
     most = _columns_alike(block_tables.shape[1] * cache.block_size)  # the scores' columns
@@ -264,6 +271,7 @@ def _fold_blocks(
     cache: LayerCache,
     soft_cap: float | None,
     num_columns: int,
+    distance_bias: Float[Array, "K _distances"] | None,
 ) -> State:
     """Add some blocks, given by their indices in each tile's table, to the state.
 
@@ -280,6 +288,11 @@ def _fold_blocks(
         keys_at > tiles.lower[:, None, :, None, None]
     )
     scores = jnp.einsum("wkzh,wbkhq->wkzbq", tiles.query, keys, preferred_element_type=jnp.float32)
+    if distance_bias is not None:
+        # A causal query is the last key that it attends to.
+        distance = tiles.upper[:, :, None, None] - 1 - keys_at[:, 0, 0][:, None]
+        distance = jnp.clip(distance, 0, distance_bias.shape[1] - 1)
+        scores = scores + jnp.moveaxis(distance_bias.astype(jnp.float32)[:, distance], 0, 1)
     scores = jnp.where(is_visible, apply_soft_cap(scores, soft_cap), MASKED)
     new_peak = jnp.maximum(peak, scores.max((3, 4)))
     # While all keys so far are masked, weights must be 0, not exp(MASKED - MASKED).

@@ -7,9 +7,21 @@ from typing import Any, ClassVar
 
 from transformers import AddedToken
 
-from mmjax.models.blip2.host_inputs import Blip2HostInputs, check_language_model
-from mmjax.models.family import FamilyInfo, Target, check_settings, make_factories
+from mmjax.models.blip2.host_inputs import (
+    Blip2HostInputs,
+    Blip2T5HostInputs,
+    check_language_model,
+)
+from mmjax.models.family import (
+    FamilyInfo,
+    FamilyProcessor,
+    Target,
+    check_settings,
+    make_factories,
+)
 from mmjax.processing.context import InputProcessingContext
+from mmjax.processing.items.parse import ImagesOnlyDataParser, MultiModalDataItems
+from mmjax.processing.processor import EncDecMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptIndexTargets
 
 IMAGE_TOKEN = "<image>"
@@ -38,6 +50,7 @@ class Blip2ProcessingInfo(FamilyInfo):
     embed_token = IMAGE_TOKEN
     reserves_embed_token = True
     inserts_items = True
+    has_encoder: ClassVar = False
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
@@ -54,7 +67,7 @@ class Blip2ProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> Any:
         hf_config = self.get_hf_config()
-        check_language_model(hf_config)
+        check_language_model(hf_config, has_encoder=self.has_encoder)
         facts = {"num_query_tokens": hf_config.num_query_tokens}
         check_settings(self.processor_settings, facts)
         self.check_token(IMAGE_TOKEN, "image_token_index")
@@ -64,4 +77,31 @@ class Blip2ProcessingInfo(FamilyInfo):
         return PromptIndexTargets.start()
 
 
+class Blip2T5ProcessingInfo(Blip2ProcessingInfo):
+    data_parser = ImagesOnlyDataParser
+    """The encoder's prompt has room for whole images."""
+    host_inputs = Blip2T5HostInputs
+    has_encoder = True
+
+
+class Blip2T5MultiModalProcessor(
+    FamilyProcessor[Blip2T5ProcessingInfo], EncDecMultiModalProcessor[Blip2T5ProcessingInfo]
+):
+    """Before: `what is it`. After, for the encoder: `<image>*32 what is it </s>`."""
+
+    def create_encoder_prompt(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> str | list[int]:
+        return prompt
+
+    def create_decoder_prompt(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> list[int]:
+        """Return what T5's answers begin with: padding, unless config.json says otherwise."""
+        text = self.info.get_hf_config().get_text_config()
+        start = getattr(text, "decoder_start_token_id", None)
+        return [text.pad_token_id if start is None else start]
+
+
 FACTORIES = make_factories(Blip2ProcessingInfo)
+T5_FACTORIES = make_factories(Blip2T5ProcessingInfo, Blip2T5MultiModalProcessor)

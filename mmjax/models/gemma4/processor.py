@@ -113,7 +113,10 @@ class Gemma4ProcessingInfo(FamilyInfo):
         return self.get_max_frames(seq_len, mm_counts), largest
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the number of frames that are sampled, or that fit if videos share a prompt."""
+        """Return the number of frames that are sampled, or that fit if videos share a prompt.
+
+        Not those of a step: every video of 32 seconds and more has all that are sampled.
+        """
         part: TokenBudgetVideoPatcher = self.get_hf_processor().video_processor
         sampling = part.sampling.asked(self.scope_kwargs({}, "videos_kwargs"))
         most = sampling.num_frames or self.get_media_limits().max_video_frames
