@@ -24,6 +24,7 @@ from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
 from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.parse import (
     ImageEmbedsDataParser,
+    ImageProcessorItems,
     ImageSize,
     MultiModalDataDict,
     MultiModalDataItems,
@@ -308,6 +309,23 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
     The tokenizer makes ids of a text, and the row's updates write the items: HF's processor is
     called for the items' tensors alone.
     """
+
+    def find_image_sizes(self, mm_items: MultiModalDataItems) -> list[ImageSize]:
+        """Return the sizes of all images, in pixels as they were sent; none if one is not known."""
+        num_images = mm_items.get_count("image", strict=False)
+        images = mm_items["image"] if num_images else None
+        if not isinstance(images, ImageProcessorItems) or any(
+            images.get_item_for_hash(index) is None for index in range(num_images)
+        ):
+            return []
+        sizes = []
+        for index in range(num_images):
+            # Nothing of an image that the processor's cache has was decoded so far.
+            num_bytes = images.count_bytes_to_decode(index)
+            cancellation = mm_items.cancellation
+            with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
+                sizes.append(images.get_image_size(index))
+        return sizes
 
     def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
         return False

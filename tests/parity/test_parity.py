@@ -50,7 +50,9 @@ def parity(checkpoint: Path) -> Parity:
     return Parity(load_model_config(str(checkpoint)), max_len=320)
 
 
-@pytest.mark.parametrize("name", ["blip2", "chameleon", "gemma3", "llava", "fuyu", "pixtral"])
+@pytest.mark.parametrize(
+    "name", ["blip2", "chameleon", "gemma3", "llava", "paligemma", "fuyu", "pixtral"]
+)
 def test_hfs_own_processor_is_asked_where_its_parts_are_hfs(name: str):
     ours = FAMILIES[name].make_processor()
     path, hf_config = ours.info.ctx.model_config.path, ours.info.get_hf_config()
@@ -63,6 +65,13 @@ def test_hfs_own_processor_is_asked_where_its_parts_are_hfs(name: str):
     hf = found(text=[prompt], images=[image], return_tensors="np")
     inputs = ours.apply(prompt, {"image": image})
     assert inputs.prompt_token_ids == hf["input_ids"][0].tolist()
+
+
+def test_a_text_alone_is_compared_where_hfs_processor_refuses_it():
+    config = load_model_config(str(FAMILIES["paligemma"].checkpoint))
+    report = Parity(config, max_len=64).run(Case(name="text", prompt="what is it"), max_tokens=8)
+    assert report.is_within(1e-4)
+    assert report.token_ids == report.reference_token_ids
 
 
 def make_case(name: str, mm_processor_kwargs: Any = None, *, as_ids: Any = None) -> Case:

@@ -207,6 +207,8 @@ def _dense(
     mask = metadata.mask
     if window is not None:
         mask = mask & (metadata.token_index[:, None, :] > metadata.token_index[:, :, None] - window)
+        if metadata.beyond_window is not None:
+            mask = mask | metadata.beyond_window
     shaped = [x.reshape(num_sequences, length, *x.shape[1:]) for x in (query, key, value)]
     out = dense_attention(*shaped, mask=mask, scale=scale, soft_cap=soft_cap)
     return out.reshape(*query.shape[:2], -1)

@@ -43,13 +43,14 @@ def visible_range(
     """Return, for the query's own sequence, `Tiles.upper` and `Tiles.lower`."""
     end = metadata.token_index + 1
     if metadata.span_end is not None:
-        end = jnp.maximum(end, metadata.span_end)
+        end = jnp.maximum(end, jnp.abs(metadata.span_end))
     upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
     if window is None:
         return upper, jnp.full_like(upper, -1)
-    return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
-        mode="fill", fill_value=0
-    )
+    lower = metadata.token_index - window
+    if metadata.span_end is not None:
+        lower = jnp.where(metadata.span_end < 0, -1, lower)
+    return upper, lower.at[metadata.tile_rows].get(mode="fill", fill_value=0)
 
 
 def visible_states(

@@ -16,7 +16,6 @@ from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factor
 from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.processing.image_processors.pil_classes import load_image_processor
-from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
 from mmjax.processing.processor import EncDecMultiModalProcessor
@@ -146,18 +145,10 @@ class Florence2MultiModalProcessor(
     ) -> AnswerParser | None:
         """Return the task's parser; None without a task, and where the image's size is unknown."""
         task = self.info.find_task(prompt)
-        if task is None or not mm_items.get_count("image", strict=False):
+        if task is None:
             return None
-        images = mm_items["image"]
-        if images.get_item_for_hash(0) is None:
-            return None
-        assert isinstance(images, ImageProcessorItems), f"{type(images)=}"
-        # Nothing of an image that the processor's cache has was decoded so far.
-        num_bytes = images.count_bytes_to_decode(0)
-        cancellation = mm_items.cancellation
-        with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
-            size = images.get_image_size(0)
-        return partial(self._parse_answer, task=task, image_size=size)
+        sizes = self.find_image_sizes(mm_items)
+        return partial(self._parse_answer, task=task, image_size=sizes[0]) if sizes else None
 
     def _parse_answer(
         self, token_ids: Sequence[int], *, task: str, image_size: ImageSize

@@ -16,7 +16,6 @@ from mmjax.models.molmo2.answers import parse_points
 from mmjax.models.molmo2.host_inputs import MARKS, MAX_POOLED, Molmo2HostInputs, read_prompt_ids
 from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -185,22 +184,8 @@ class Molmo2MultiModalProcessor(FamilyProcessor[Molmo2ProcessingInfo]):
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> AnswerParser | None:
         """Return what finds points; None where an image's size is not known."""
-        num_images = mm_items.get_count("image", strict=False)
-        if not num_images:
-            return None
-        images = mm_items["image"]
-        if not isinstance(images, ImageProcessorItems) or any(
-            images.get_item_for_hash(index) is None for index in range(num_images)
-        ):
-            return None
-        sizes = []
-        for index in range(num_images):
-            # Nothing of an image that the processor's cache has was decoded so far.
-            num_bytes = images.count_bytes_to_decode(index)
-            cancellation = mm_items.cancellation
-            with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
-                sizes.append(images.get_image_size(index))
-        return partial(self._parse_answer, image_sizes=sizes)
+        sizes = self.find_image_sizes(mm_items)
+        return partial(self._parse_answer, image_sizes=sizes) if sizes else None
 
     def _parse_answer(
         self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
