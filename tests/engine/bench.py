@@ -144,7 +144,7 @@ class Bench:
         num_blocks = rng.choice([*(int(least * part) for part in shares), self.limits.num_blocks])
         encoder_rows = rng.choice([largest * 2 // 3, largest, 2 * largest, 4 * largest])
         max_num_seqs = rng.choice([n for n in (1, 2, 3, 5, 8) if n <= self.max_num_seqs])
-        sizes = [n for n in (4, 5, 7, 13, 16, 21, 40, 64) if n <= self.max_tokens]
+        sizes = [n for n in (4, 5, 7, 13, 16, 21, 40, 64, 96) if n <= self.max_tokens]
         max_tokens = rng.choice(sizes)
         budget = rng.choice([largest * 2 // 3, largest, self.most_encoded])
         core._requests.block_hasher = self.block_hasher if rng.random() < 0.7 else None

@@ -50,6 +50,14 @@ def test_a_prompt_that_sees_itself_is_one_run() -> None:
     assert not request.spans.are_between(5, 6)
 
 
+def test_items_that_see_each_other_are_one_run_with_gaps() -> None:
+    request = make_request(9, items=(item(1, [0, 1, 1]), item(5, [1, 0])), sees="all_items")
+    assert request.spans.ends.tolist() == [0, 0, 6, 6, 0, 6, 0, 0, 0]
+    assert [request.spans.last_cut(end) for end in range(10)] == [0, 1, 2, 2, 2, 2, 6, 7, 8, 9]
+    assert (request.spans.first_ahead, request.spans.stop) == (2, 6)
+    assert make_request(9, sees="all_items").spans.first_ahead is None
+
+
 def test_items_come_in_the_order_of_their_places() -> None:
     request = make_request(9, items=(item(5, [1, 1]), item(1, [1, 1])))
     assert [entry.start for entry in request.items] == [1, 5]

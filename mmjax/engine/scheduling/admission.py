@@ -148,7 +148,9 @@ class AdmissionLimits:
                 "raise `max_num_batched_tokens`",
                 param="prompt",
             )
-        if not self.enable_chunked_prefill or self.sees == "prompt":
+        if self.sees == "all_items":
+            self._check_range(items)
+        if not self.enable_chunked_prefill or self.sees in ("all_items", "prompt"):
             self._check_items_of_one_step(items)
 
     def check_encoder_prompt(
@@ -267,6 +269,18 @@ class AdmissionLimits:
                 f"the prompt's items give {num_embeds} embeddings, which must be computed in one "
                 f"step {why}; a step computes {self.encoder_budget}: send fewer items, or raise "
                 "`max_num_encoder_input_tokens` and `encoder_cache_size`",
+                param="multi_modal_data",
+            )
+
+    def _check_range(self, items: Sequence[EncoderItem]) -> None:
+        runs = [run for item in items for run in item.mm_position.extract_embeds_range()]
+        num_tokens = max(run[1] for run in runs) + 1 - min(run[0] for run in runs) if runs else 0
+        if num_tokens > self.max_num_batched_tokens:
+            raise RequestValueError(
+                f"the prompt has {num_tokens} tokens from its first item's to its last one's, "
+                "which see each other and so are computed in one step; a step holds "
+                f"{self.max_num_batched_tokens}: send fewer or smaller items, or raise "
+                "`max_num_batched_tokens`",
                 param="multi_modal_data",
             )
 

@@ -50,8 +50,8 @@ class Spans:
 def find_spans(places: Sequence[PlaceholderRange], num_tokens: int, sees: Sees) -> Spans:
     """Return the spans of a prompt of `num_tokens`, whose items have these places.
 
-    Two text tokens, an image of three, text: 0 0 5 5 5 0, of a prompt that sees itself
-    -6 -6 -6 -6 -6 -6.
+    Two text tokens, an image of three, text, an image of one: 0 0 5 5 5 0 7, or, where images see
+    each other, 0 0 7 7 7 0 7; of a prompt that sees itself -7 -7 -7 -7 -7 -7 -7.
     """
     if sees == "prompt":
         whole = np.full(num_tokens, num_tokens, np.int32)
@@ -60,4 +60,9 @@ def find_spans(places: Sequence[PlaceholderRange], num_tokens: int, sees: Sees) 
     for place in places:
         for first, last in place.extract_embeds_range():
             ends[first : last + 1] = last + 1
-    return Spans(ends=ends, run_ends=ends)
+    if sees != "all_items" or not ends.any():
+        return Spans(ends=ends, run_ends=ends)
+    first, stop = int(np.flatnonzero(ends)[0]), int(ends.max())
+    runs = np.zeros(num_tokens, np.int32)
+    runs[first:stop] = stop
+    return Spans(ends=np.where(ends > 0, runs, 0), run_ends=runs, first_ahead=first)

@@ -75,7 +75,12 @@ class WindowFitter:
             if not self._encoder_cache.can_allocate(
                 item.num_embeds, embeds_left - num_new_embeds, num_new_embeds
             ):
-                return self._cut(request, start, item.start) - start, list(new.values())
+                end = self._cut(request, start, item.start)
+                if request.spans.first_ahead is not None:
+                    # All items go at once: requests that each held some might wait for each other.
+                    self._encoder_cache.free(request.request_id)
+                    new.clear()
+                return end - start, list(new.values())
             new[item.identifier] = item
             num_new_embeds += item.num_embeds
         return end - start, list(new.values())

@@ -39,6 +39,7 @@ __all__ = [
     "cross_attention",
     "dense_attention",
     "span_variants",
+    "with_gaps",
     "without_spans",
     "write_encoder",
 ]
@@ -131,6 +132,16 @@ def without_spans(metadata: AttentionMetadata) -> AttentionMetadata:
     return metadata._replace(mask=metadata.mask & (index[:, None, :] <= index[:, :, None]))
 
 
+def with_gaps(metadata: AttentionMetadata) -> AttentionMetadata:
+    """Return the metadata of a model whose spans have tokens that see no later one, nor are seen.
+
+    Such a token's `span_end` is as a causal one's. All of a span is in one step.
+    """
+    if not isinstance(metadata, PagedAttentionMetadata) or metadata.span_end is None:
+        return metadata
+    return metadata._replace(is_seen_ahead=metadata.span_end > metadata.token_index + 1)
+
+
 def write_encoder(
     key: Float[Array, "S K H"],
     value: Float[Array, "S K _value"],
@@ -171,6 +182,11 @@ def _paged(
 ) -> Float[Array, "T N _value"]:
     visible = visible_range(metadata, window)
     tables = metadata.block_tables
+    if metadata.is_seen_ahead is not None:
+        # No kernel knows of gaps.
+        return walk_blocks(
+            query, cache, metadata, tables, visible, scale=scale, soft_cap=soft_cap, has_gaps=True
+        )
     return _within(query, cache, metadata, tables, visible, scale=scale, soft_cap=soft_cap)
 
 

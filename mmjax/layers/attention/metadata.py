@@ -55,6 +55,9 @@ class PagedAttentionMetadata(NamedTuple):
     block_tables: Int[Array, "R _blocks"]
     cross: CrossAttentionMetadata | None = None
     """None for a model without cross-attention."""
+    is_seen_ahead: Bool[Array, " _rows"] | None = None
+    """Which tokens of the step others see before they come, up to the last one within a `span_end`,
+    which all of the span see; None: all of a span's. Not from the host (`with_gaps`)."""
 
 
 class DenseAttentionMetadata(NamedTuple):

@@ -75,6 +75,10 @@ class Tiles(NamedTuple):
     """Index in its table of the first block that a tile attends to."""
     end: Int[Array, " W"]
     """Index after the last one; 0 for padding."""
+    causal_end: Int[Array, "W Z"] | None = None
+    """Index after the query's own key: behind it, only keys that are seen ahead. None: all are."""
+    shift: Int[Array, " W"] | None = None
+    """What makes a row of the step of the index of a key that is in it."""
 
 
 def walk_blocks(
@@ -86,10 +90,12 @@ def walk_blocks(
     *,
     scale: float,
     soft_cap: float | None,
+    has_gaps: bool = False,
 ) -> Float[Array, "T N _value"]:
     """Attend to the blocks of each query's request, within the two ends of what is visible.
 
-    Keys and values are in `cache` already.
+    Keys and values are in `cache` already. `has_gaps`: of keys behind a query's own, only to those
+    that `metadata.is_seen_ahead` names.
     """
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
@@ -102,8 +108,13 @@ def walk_blocks(
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds)
     tiles = tiles if is_large else _pad_single_row(tiles)
     columns = cache.value_dim if is_large else _columns_alike(cache.value_dim)
-    fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap, num_columns=columns)
     is_decoding = metadata.tile_rows.shape[1] == 1
+    is_seen = metadata.is_seen_ahead if has_gaps and not is_decoding else None
+    if is_seen is not None:
+        tiles = _add_gaps(tiles, metadata, group)
+    fold = partial(
+        _fold_blocks, cache=cache, soft_cap=soft_cap, num_columns=columns, is_seen=is_seen
+    )
     slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
     most = _columns_alike(block_tables.shape[1] * cache.block_size)  # the scores' columns
     blocks_at_once = cdiv(min(slots, most), cache.block_size)
@@ -127,6 +138,15 @@ def walk_blocks(
     # Of small blocks a second loop saves less than it takes to compile.
     on_cpu = at_once if is_decoding else beside_single_tokens if is_large else one_by_one
     return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
+
+
+def _add_gaps(tiles: Tiles, metadata: PagedAttentionMetadata, group: int) -> Tiles:
+    """Return the tiles with what tells keys behind a query's own apart."""
+    own = metadata.token_index.at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    # The rows of a request's window stand together.
+    return tiles._replace(
+        causal_end=jnp.tile(own + 1, (1, group)), shift=metadata.tile_rows[:, 0] - own[:, 0]
+    )
 
 
 def _columns_alike(width: int) -> int:
@@ -191,7 +211,7 @@ def _attend_each_tile(
 
     def body(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
         fields = tiles._replace(query=query)
-        tile = Tiles(*(jax.lax.dynamic_slice_in_dim(field, number, 1) for field in fields))
+        tile = jax.tree.map(lambda field: jax.lax.dynamic_slice_in_dim(field, number, 1), fields)
         out = attend(tile)
         padding = [(0, 0)] * 3 + [(0, query.shape[-1] - value_dim)]
         return jax.lax.dynamic_update_slice_in_dim(query, jnp.pad(out, padding), number, 0)
@@ -244,10 +264,12 @@ def _fold_blocks(
     cache: LayerCache,
     soft_cap: float | None,
     num_columns: int,
+    is_seen: Bool[Array, " _rows"] | None,
 ) -> State:
     """Add some blocks, given by their indices in each tile's table, to the state.
 
-    `num_columns`: to which zeros widen the values for their product.
+    `num_columns`: to which zeros widen the values for their product. `is_seen`: which tokens of the
+    step are seen ahead, where not all are.
     """
     peak, total, summed = state
     width = tiles.tables.shape[1]
@@ -259,6 +281,15 @@ def _fold_blocks(
     is_visible = (keys_at < tiles.upper[:, None, :, None, None]) & (
         keys_at > tiles.lower[:, None, :, None, None]
     )
+    if tiles.causal_end is not None and tiles.shift is not None and is_seen is not None:
+        # A key before the step reads any row: its queries, which come behind it, see it.
+        rows = keys_at + tiles.shift[:, None, None, None, None]
+        is_visible &= (
+            (keys_at < tiles.causal_end[:, None, :, None, None])
+            # The last one of a span, which sees nothing ahead, is seen.
+            | (keys_at == tiles.upper[:, None, :, None, None] - 1)
+            | is_seen.at[rows].get(mode="fill", fill_value=False)
+        )
     scores = jnp.einsum("wkzh,wbkhq->wkzbq", tiles.query, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(is_visible, apply_soft_cap(scores, soft_cap), MASKED)
     new_peak = jnp.maximum(peak, scores.max((3, 4)))
