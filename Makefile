@@ -21,7 +21,9 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11 python3.13 py
 # Pins go by the interpreter inside .venv: jax 0.10.2 is the last for 3.11; newer ones share a file.
 PINS = constraints/$(shell $(BIN)/python -c \
   'import sys; print("py311.txt" if sys.version_info < (3, 12) else "py312.txt")')
-INPUTS := pyproject.toml $(wildcard constraints/*.txt)
+INPUTS := pyproject.toml $(wildcard constraints/*.txt mmjax/layers/cpu/kernels/*.cc mmjax/layers/cpu/kernels/*.h)
+# Compiled with the JAX that was just installed; a machine without a compiler serves without them.
+BUILD_KERNELS = $(BIN)/python -m mmjax.layers.cpu.build || true
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,11 +73,13 @@ $(BIN)/python:
 $(VENV)/.serve: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what serving needs into $(VENV)"
 	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve]'
+	@$(BUILD_KERNELS)
 	@touch $@
 
 $(VENV)/.dev: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what its tests need into $(VENV)"
 	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev]'
+	@$(BUILD_KERNELS)
 	@touch $@ $(VENV)/.serve
 
 $(VENV)/.ray: $(VENV)/.dev

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.parity.compare import align
 from mmjax.weights.rules import Place, RuleTypes, map_tensor
 from tests.kit import fill_by_name
 
@@ -40,7 +41,10 @@ def assert_close(
 ) -> None:
     """Compare by name; say how far every name is apart if one is too far."""
     assert ours.keys() >= reference.keys(), reference.keys() - ours.keys()
-    far = {name: float(np.abs(ours[name] - value).max()) for name, value in reference.items()}
+    far = {
+        name: float(np.abs(align(ours[name], value) - value).max())
+        for name, value in reference.items()
+    }
     scale = {name: max(1.0, float(np.abs(value).max())) for name, value in reference.items()}
     assert all(far[name] <= atol * scale[name] for name in far), far
 

@@ -44,6 +44,7 @@ TOP_LEVEL = {
     "constraints",
     "docs",
     "examples",
+    "hatch_build.py",
     "mmjax",
     "pyproject.toml",
     "tests",

@@ -20,7 +20,7 @@ from mmjax.models.model_source import (
     resolve_adapter,
     resolve_model,
 )
-from tests.families import mistral3
+from tests.families import internvl, mistral3
 from tests.families.directories import edit_json
 
 
@@ -146,6 +146,16 @@ def test_quantized_weights_are_refused_by_their_key(copy_of: Path) -> None:
     assert load_model_config(str(copy_of)).architecture  # prompts can be processed
     with pytest.raises(CheckpointError, match=r"`quantization_config.quant_method` .* is `awq`"):
         load_engine_config({"model": str(copy_of)})
+
+
+def test_a_quantized_decoder_is_refused_too(tmp_path: Path) -> None:
+    path = internvl.write_gpt_oss(tmp_path)
+    text = json.loads((path / "config.json").read_text())["text_config"]
+    quantized = {**text, "quantization_config": {"quant_method": "mxfp4"}}
+    rewrite(path / "config.json", text_config=quantized)
+    (path / "model.safetensors").write_bytes(save({}))
+    with pytest.raises(CheckpointError, match=r"`quantization_config.quant_method` .* is `mxfp4`"):
+        load_engine_config({"model": str(path)})
 
 
 def test_where_ministral_is_published_unquantized_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from mmjax.config.settings import check_settings, setting
 from mmjax.errors import ConfigError
 from mmjax.system.logger import LogLevel
 
-ToolCallParserName = Literal["hermes", "internlm", "llama3_json", "mistral", "pythonic"]
+ReasoningParserName = Literal["gemma4", "glm45", "mistral", "qwen3"]
+ToolCallParserName = Literal[
+    "gemma4", "glm45", "hermes", "internlm", "llama3_json", "mistral", "pythonic"
+]
 
 
 def _is_api_key(text: str) -> bool:
@@ -109,6 +112,12 @@ class ServerConfig:
         None,
         "Format of the model's tool calls.",
         unset="by the marks in the chat template",
+    )
+    reasoning_parser: ReasoningParserName | None = setting(
+        None,
+        """Format of the model's reasoning, which a chat's answers then have in fields of its
+        own.""",
+        unset="it stays in the text",
     )
     max_num_stored_responses: int = setting(
         1024,

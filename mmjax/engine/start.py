@@ -29,6 +29,7 @@ from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import CheckpointError, ConfigError, SnapshotDamagedError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
+from mmjax.layers.cpu.library import report_kernels
 from mmjax.layers.cpu.product import has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params
 from mmjax.layers.quantization import quantize_params
@@ -159,9 +160,12 @@ def _load_model(config: EngineConfig, model_class: Any, params: Params | None) -
     model_class = model_class or load_model_class(
         config.model.architecture, config.model.model_class
     )
+    platform = jax.local_devices()[0].platform
+    if platform == "cpu":
+        report_kernels()
     dtype = resolve_dtype(
         config.model.dtype,
-        jax.local_devices()[0].platform,
+        platform,
         stored_dtype(config.model.hf_config),
         cpu_has_bfloat16=has_bfloat16(),
     )

@@ -1,7 +1,7 @@
 """DeepSeek-V2's decoder (arXiv 2405.04434): latent attention and a mixture of experts.
 
-Its smallest model has plain attention (`use_mla`); DeepSeek-V3's router (arXiv 2412.19437) is one
-of its `topk_method`s.
+Its smallest model, and the one of DeepSeek-OCR 2, have plain attention; DeepSeek-V3's router
+(arXiv 2412.19437) is one of its `topk_method`s.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +31,7 @@ _LEFT_OUT: Mapping[str, Any] = MappingProxyType(
         "first_k_dense_replace": 0,
         "hidden_act": "silu",
         "moe_layer_freq": 1,
+        "mlp_bias": False,
         "n_group": 1,
         "n_shared_experts": None,
         "norm_topk_prob": False,
@@ -52,6 +53,7 @@ _ROPE_THETA = 10000
 _ALLOWED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "attention_bias": (False,),
+        "mlp_bias": (False,),
         "moe_layer_freq": (1,),
         "q_lora_rank": (None,),
         "scoring_func": ("softmax", "sigmoid"),
@@ -98,16 +100,19 @@ class DeepseekConfig:
     rope_theta: float
 
     @classmethod
-    def from_hf(cls, hf_config: Any) -> "DeepseekConfig":
-        """Read a `deepseek_v2` configuration; `CheckpointError` for what is not served."""
-        values = _read_keys(hf_config)
+    def from_hf(cls, hf_config: Any, **changes: Any) -> "DeepseekConfig":
+        """Read a `deepseek_v2` configuration; `CheckpointError` for what is not served.
+
+        `changes`: what a key means, whether it is there or not (`use_mla`).
+        """
+        values = _read_keys(hf_config) | changes
         shared = (
             *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
             *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         )
         return cls(
             **{name: getattr(hf_config, name) for name in shared},
-            num_dense_layers=values["first_k_dense_replace"],
+            num_dense_layers=_count_dense(hf_config, values["first_k_dense_replace"]),
             latent=_read_latent(hf_config) if values["use_mla"] else None,
             router=_read_router(hf_config, values),
             num_shared_experts=values["n_shared_experts"] or 0,
@@ -150,6 +155,20 @@ def _read_keys(hf_config: Any) -> dict[str, Any]:
                 f"{' and '.join(repr(value) for value in allowed)}"
             )
     return values
+
+
+def _count_dense(hf_config: Any, first_k_dense_replace: int) -> int:
+    """Return how many of the first layers are dense; `mlp_layer_types` has a word for each."""
+    kinds = getattr(hf_config, "mlp_layer_types", None)
+    if kinds is None:
+        return first_k_dense_replace
+    number = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if {*kinds[number:]} - {"sparse"} or len(kinds) != hf_config.num_hidden_layers:
+        raise CheckpointError(
+            f"`mlp_layer_types` is {kinds}; mmjax serves a word for each of the "
+            f"{hf_config.num_hidden_layers} layers, `dense` for the first and `sparse` behind them"
+        )
+    return number
 
 
 def _read_rope_theta(hf_config: Any) -> float:

@@ -7,16 +7,20 @@ logits, Gemma 3 norms each head's queries and keys.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
+from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.attention.paged import apply_soft_cap
-from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.decoder import (
+    Angles,
+    Decoder,
+    GroupedQueryAttention,
+    PreNormLayer,
+    SandwichNormLayer,
+)
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import GemmaRMSNorm
 from mmjax.layers.rope import text_angles
@@ -83,61 +87,6 @@ class GemmaConfig:
         return config
 
 
-def build_layer(config: GemmaConfig, layer_type: str, *, dtype: Any) -> nnx.Module:
-    """Return a block: with norms of what attention and MLP read, or also of what they give."""
-    width, options = config.hidden_size, {"eps": config.rms_norm_eps, "dtype": dtype}
-    head_norms = [GemmaRMSNorm(config.head_dim, **options) for _ in range(2)]
-    attention = GroupedQueryAttention(
-        width,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        has_qkv_bias=config.attention_bias,
-        has_output_bias=config.attention_bias,
-        norms=(head_norms[0], head_norms[1]) if config.has_head_norms else (None, None),
-        scale=config.query_pre_attn_scalar**-0.5,
-        window=config.sliding_window if layer_type == "sliding_attention" else None,
-        soft_cap=config.attn_logit_softcapping,
-        dtype=dtype,
-    )
-    mlp = GatedMLP(
-        width, config.intermediate_size, activation=config.hidden_activation, dtype=dtype
-    )
-    if not config.has_output_norms:
-        return PreNormLayer(attention, mlp, lambda: GemmaRMSNorm(width, **options))
-    return GemmaLayer(attention, mlp, config, dtype=dtype)
-
-
-class GemmaLayer(nnx.Module):
-    """A block with norms before and after attention and MLP."""
-
-    def __init__(
-        self, self_attn: nnx.Module, mlp: nnx.Module, config: GemmaConfig, *, dtype: Any
-    ) -> None:
-        width, options = config.hidden_size, {"eps": config.rms_norm_eps, "dtype": dtype}
-        self.self_attn = self_attn
-        self.mlp = mlp
-        self.input_layernorm = GemmaRMSNorm(width, **options)
-        self.post_attention_layernorm = GemmaRMSNorm(width, **options)
-        self.pre_feedforward_layernorm = GemmaRMSNorm(width, **options)
-        self.post_feedforward_layernorm = GemmaRMSNorm(width, **options)
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Angles,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        with jax.named_scope("attn"):
-            out, cache = self.self_attn(self.input_layernorm(x), angles, cache, metadata)
-            x = x + self.post_attention_layernorm(out)
-        with jax.named_scope("mlp"):
-            out = self.mlp(self.pre_feedforward_layernorm(x))
-            return x + self.post_feedforward_layernorm(out), cache
-
-
 class GemmaTextModel(Decoder):
     """Gemma's text model; its tokens' embeddings are scaled, its logits may be capped."""
 
@@ -146,7 +95,7 @@ class GemmaTextModel(Decoder):
         super().__init__(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            layers=[build_layer(config, kind, dtype=dtype) for kind in config.layer_types],
+            layers=[_build_layer(config, kind, dtype=dtype) for kind in config.layer_types],
             norm=GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
             kv_cache_spec=KVCacheSpec.alike(
@@ -175,3 +124,26 @@ class GemmaTextModel(Decoder):
         """Project onto the vocabulary, in float32, soft-capped where the config says so."""
         logits = super().compute_logits(hidden_states)
         return apply_soft_cap(logits, self.config.final_logit_softcapping)
+
+
+def _build_layer(config: GemmaConfig, layer_type: str, *, dtype: Any) -> nnx.Module:
+    width, options = config.hidden_size, {"eps": config.rms_norm_eps, "dtype": dtype}
+    head_norms = [GemmaRMSNorm(config.head_dim, **options) for _ in range(2)]
+    attention = GroupedQueryAttention(
+        width,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        has_qkv_bias=config.attention_bias,
+        has_output_bias=config.attention_bias,
+        norms=(head_norms[0], head_norms[1]) if config.has_head_norms else (None, None),
+        scale=config.query_pre_attn_scalar**-0.5,
+        window=config.sliding_window if layer_type == "sliding_attention" else None,
+        soft_cap=config.attn_logit_softcapping,
+        dtype=dtype,
+    )
+    mlp = GatedMLP(
+        width, config.intermediate_size, activation=config.hidden_activation, dtype=dtype
+    )
+    layer = SandwichNormLayer if config.has_output_norms else PreNormLayer
+    return layer(attention, mlp, lambda: GemmaRMSNorm(width, **options))

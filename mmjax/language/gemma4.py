@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -25,7 +24,7 @@ from mmjax.layers.attention.kv_cache import (
     LayerKVSpec,
 )
 from mmjax.layers.attention.paged import apply_soft_cap
-from mmjax.layers.decoder import Angles, Decoder
+from mmjax.layers.decoder import Angles, Decoder, SandwichNormLayer
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
@@ -219,7 +218,7 @@ class Gemma4Router(Router):
         return weights * self.per_expert_scale[...].astype(jnp.float32)[experts], experts
 
 
-class Gemma4Block(nnx.Module):
+class Gemma4Block(SandwichNormLayer):
     """Norms before and after attention and MLP, then a token's own part, then a scale."""
 
     def __init__(self, config: Gemma4Config, number: int, *, dtype: Any) -> None:
@@ -228,12 +227,9 @@ class Gemma4Block(nnx.Module):
         def make_norm() -> GemmaRMSNorm:
             return GemmaRMSNorm(width, eps=config.rms_norm_eps, is_centred=False, dtype=dtype)
 
-        self.self_attn = Gemma4Attention(config, number, dtype=dtype)
-        self.mlp = GatedMLP(width, inner, activation=config.hidden_activation, dtype=dtype)
-        self.input_layernorm = make_norm()
-        self.post_attention_layernorm = make_norm()
-        self.pre_feedforward_layernorm = make_norm()
-        self.post_feedforward_layernorm = make_norm()
+        attention = Gemma4Attention(config, number, dtype=dtype)
+        mlp = GatedMLP(width, inner, activation=config.hidden_activation, dtype=dtype)
+        super().__init__(attention, mlp, make_norm)
         router, self.has_experts = config.router, config.router is not None
         if router is not None:
             self.router = Gemma4Router(width, router, eps=config.rms_norm_eps, dtype=dtype)
@@ -265,11 +261,7 @@ class Gemma4Block(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Return the residual stream after this block, and its cache."""
         angles, part = layer_input
-        with jax.named_scope("attn"):
-            out, cache = self.self_attn(self.input_layernorm(x), angles, cache, metadata)
-            x = x + self.post_attention_layernorm(out)
-        with jax.named_scope("mlp"):
-            x = x + self.post_feedforward_layernorm(self.feed_forward(x))
+        x, cache = super().__call__(x, angles, cache, metadata)
         if self.has_part:
             assert part is not None, "the model reads no token ids"
             gated = self.activation(self.per_layer_input_gate(x)) * part
@@ -278,7 +270,7 @@ class Gemma4Block(nnx.Module):
 
     def feed_forward(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return what is added to the stream, before its norm: of the MLP, and of experts."""
-        out = self.mlp(self.pre_feedforward_layernorm(x))
+        out = super().feed_forward(x)
         if not self.has_experts:
             return out
         mixed = self.experts.mix(self.pre_feedforward_layernorm_2(x), *self.router(x))

@@ -8,7 +8,11 @@ arXiv 2505.09388), Qwen3-VL's (both; its larger ones have experts; arXiv 2511.21
 OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3 (queries that grow with their
 positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's, without biases; arXiv
 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours rotated as pairs, a part of
-each head; its larger ones have experts, and neither of both; arXiv 2507.01006).
+each head; its larger ones have experts, and neither of both; arXiv 2507.01006), Phi-3 (angles that
+longer prompts than the trained ones have of their own; arXiv 2404.14219), InternLM3 (Llama's by
+another name), gpt-oss (sinks, and experts with biases and a gate of their own; arXiv 2508.10925),
+Command R and R7B (attention and MLP side by side behind one layer norm, neighbours rotated as
+pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +31,15 @@ from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import LayerCache
 from mmjax.layers.decoder import (
     GroupedQueryAttention,
+    ParallelLayer,
     PostNormLayer,
     PreNormLayer,
     RotaryDecoder,
     SandwichNormLayer,
 )
 from mmjax.layers.mlp import GatedMLP
-from mmjax.layers.moe import MixtureOfExperts, RouterConfig
-from mmjax.layers.norm import RMSNorm
+from mmjax.layers.moe import ClampedGate, MixtureOfExperts, RouterConfig
+from mmjax.layers.norm import LayerNorm, RMSNorm
 from mmjax.layers.rope import text_angles
 
 HEAD_NORM_EPS = 1e-5
@@ -68,8 +73,11 @@ class LlamaConfig:
     qk_norm: Literal["head", "own", "wide"] | None = None
     """How queries and keys are normed, before they are rotated: each head by one norm; each head by
     a norm of its own; all heads together; None: not at all."""
-    norm_order: Literal["pre", "post", "both"] = "pre"
-    """Whether what attention and MLP read is normed, what they give, or both."""
+    norm_order: Literal["pre", "post", "both", "parallel"] = "pre"
+    """Whether what attention and MLP read is normed, what they give, or both; parallel: they read
+    the same, normed once."""
+    has_layer_norms: bool = False
+    """Whether the norms take the mean away (`LayerNorm`, without a bias), and are no RMSNorms."""
     is_interleaved: bool = False
     """Whether neighbours in a head are a pair that is rotated, and not its halves."""
     windows: tuple[int | None, ...]
@@ -80,13 +88,22 @@ class LlamaConfig:
     """Width inside of an expert."""
     num_shared_experts: int = 0
     """Experts that every token has, beside the routed ones."""
+    clamped_gate: ClampedGate | None = None
+    """How experts gate, where not by `hidden_act`."""
+    has_expert_bias: bool = False
     dense_layers: tuple[int, ...] = ()
     """The layers without experts, where others have them."""
     rope_parameters: dict[str, Any]
+    unrotated_layers: frozenset[int] = frozenset()
+    """Those whose queries and keys have no positions."""
     unscaled_layers: frozenset[int] = frozenset()
     """Those whose angles are of `rope_theta` alone, and not of what else `rope_parameters` says."""
+    has_sinks: bool = False
+    """Whether each head has the learned score of a key without a value, which all tokens see."""
     query_scales: tuple[int, tuple[float, ...]] | None = None
     """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
+    logit_scale: float = 1.0
+    """What logits are multiplied by."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "LlamaConfig":
@@ -114,14 +131,6 @@ class LlamaConfig:
 def _read_llama(hf_config: Any) -> dict[str, Any]:
     kind = hf_config.model_type
     has_qkv_bias = kind.startswith("qwen2") or getattr(hf_config, "attention_bias", False)
-    window = getattr(hf_config, "sliding_window", None)
-    num_layers = hf_config.num_hidden_layers
-    types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * num_layers
-    unknown = set(types) - {"sliding_attention", "full_attention"}
-    if unknown:
-        raise CheckpointError(
-            f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
-        )
     # NOTE: HF assumes these sections where the config names none.
     has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
@@ -138,27 +147,66 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         "has_output_bias": has_qkv_bias and not kind.startswith("qwen2"),
         "has_mlp_bias": getattr(hf_config, "mlp_bias", False),
         "qk_norm": "head" if kind.startswith("qwen3") else None,
-        "windows": tuple(window if one == "sliding_attention" else None for one in types),
+        "windows": _read_windows(hf_config),
         "rope_parameters": sections | given,
-        **(_read_experts(hf_config) if kind == "qwen3_vl_moe_text" else {}),
     }
 
 
-def _read_experts(hf_config: Any) -> dict[str, Any]:
-    """Return what is particular to Qwen3-VL's mixtures of experts."""
+def _read_windows(hf_config: Any) -> tuple[int | None, ...]:
+    """Return per layer how many tokens a token sees; None: all before it."""
+    window, num_layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
+    types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * num_layers
+    unknown = set(types) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise CheckpointError(
+            f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
+        )
+    return tuple(window if one == "sliding_attention" else None for one in types)
+
+
+def _read_qwen3_moe(hf_config: Any) -> dict[str, Any]:
     step, without = hf_config.decoder_sparse_step, set(hf_config.mlp_only_layers or ())
     numbers = range(hf_config.num_hidden_layers)
+    is_qwen3 = hf_config.model_type == "qwen3_moe"
     return {
+        **_read_llama(hf_config),
         "router": RouterConfig(
             num_experts=hf_config.num_experts,
             top_k=hf_config.num_experts_per_tok,
             has_sigmoid=False,
             has_correction_bias=False,
-            is_normalized=True,
+            is_normalized=hf_config.norm_topk_prob if is_qwen3 else True,  # HF's, whatever it says
         ),
         "moe_intermediate_size": hf_config.moe_intermediate_size,
         "dense_layers": tuple(n for n in numbers if n in without or (n + 1) % step),
     }
+
+
+def _read_gpt_oss(hf_config: Any) -> dict[str, Any]:
+    return {
+        **_read_llama(hf_config),
+        "has_sinks": True,
+        "router": RouterConfig(
+            num_experts=hf_config.num_local_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=False,
+            has_correction_bias=False,
+            has_logit_bias=True,
+            is_normalized=True,
+        ),
+        "moe_intermediate_size": hf_config.intermediate_size,
+        "clamped_gate": ClampedGate(alpha=hf_config.swiglu_alpha, limit=hf_config.swiglu_limit),
+        "has_expert_bias": True,
+    }
+
+
+def _read_phi3(hf_config: Any) -> dict[str, Any]:
+    rope = dict(hf_config.rope_parameters)
+    if rope.get("rope_type") == "longrope" and rope.get("factor") is None:
+        # As HF: the keys of the decoder say it where those of the angles do not.
+        trained = rope["original_max_position_embeddings"]
+        rope["factor"] = hf_config.max_position_embeddings / trained
+    return {**_read_llama(hf_config), "rope_parameters": rope}
 
 
 def _read_chameleon(hf_config: Any) -> dict[str, Any]:
@@ -262,16 +310,48 @@ def _read_ministral3(hf_config: Any) -> dict[str, Any]:
     return {**_read_llama(hf_config), "query_scales": (length, tuple(factors.tolist()))}
 
 
+def _read_cohere(hf_config: Any) -> dict[str, Any]:
+    if getattr(hf_config, "use_qk_norm", False):
+        raise CheckpointError(
+            "`use_qk_norm` is true; mmjax reads a `cohere` decoder without such norms alone"
+        )
+    return {
+        "vocab_size": hf_config.vocab_size,
+        "intermediate_size": hf_config.intermediate_size,
+        "hidden_act": hf_config.hidden_act,
+        "rms_norm_eps": hf_config.layer_norm_eps,
+        "has_layer_norms": True,
+        "has_qkv_bias": hf_config.attention_bias,
+        "has_output_bias": hf_config.attention_bias,
+        "norm_order": "parallel",
+        "is_interleaved": True,
+        "rope_parameters": dict(hf_config.rope_parameters),
+        "logit_scale": hf_config.logit_scale,
+    }
+
+
+def _read_cohere2(hf_config: Any) -> dict[str, Any]:
+    windows = _read_windows(hf_config)
+    everywhere = frozenset(n for n, window in enumerate(windows) if window is None)
+    return {**_read_cohere(hf_config), "windows": windows, "unrotated_layers": everywhere}
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "chameleon": _read_chameleon,
+        "cohere": _read_cohere,
+        "cohere2": _read_cohere2,
         "glm4v_moe_text": _read_glm_moe,
         "glm4v_text": _read_glm,
         "glm_ocr_text": _read_glm,
+        "gpt_oss": _read_gpt_oss,
         "ministral3": _read_ministral3,
         "molmo": _read_molmo,
         "molmo2_text": _read_molmo2,
         "paddleocr_vl_text": _read_paddleocr_vl,
+        "phi3": _read_phi3,
+        "qwen3_moe": _read_qwen3_moe,
+        "qwen3_vl_moe_text": _read_qwen3_moe,
     }
 )
 """By `model_type`, where it is not as Llama's."""
@@ -317,16 +397,25 @@ class LlamaTextModel(RotaryDecoder):
             config,
             num_kv_heads=config.num_key_value_heads,
             layers=[_build_layer(config, n, dtype=dtype) for n in range(config.num_hidden_layers)],
-            norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
+            norm=_build_norm(config, dtype=dtype),
             is_tied=is_tied,
             dtype=dtype,
         )
         self.query_scales = config.query_scales
+        self.unrotated_layers = config.unrotated_layers
         self.unscaled_layers = config.unscaled_layers
+        self.logit_scale = config.logit_scale
+
+    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Project onto the vocabulary, in float32, and scale."""
+        logits = super().compute_logits(hidden_states)
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
         """Return the rotary angles, and what queries are multiplied by where they are."""
         angles = super().layer_inputs(positions)
+        if self.unrotated_layers:
+            return [None if n in self.unrotated_layers else one for n, one in enumerate(angles)]
         if self.unscaled_layers:
             plain = {"rope_theta": self.config.rope_parameters["rope_theta"]}
             own = text_angles(plain, self.config.head_dim, positions)
@@ -336,6 +425,13 @@ class LlamaTextModel(RotaryDecoder):
         length, factors = self.query_scales
         scales = jnp.asarray(factors, jnp.float32)[positions[0] // length]
         return [(each, scales) for each in angles]
+
+
+def _build_norm(config: LlamaConfig, *, dtype: Any) -> nnx.Module:
+    width, eps = config.hidden_size, config.rms_norm_eps
+    if config.has_layer_norms:
+        return LayerNorm(width, eps=eps, has_bias=False, dtype=dtype)
+    return RMSNorm(width, eps=eps, dtype=dtype)
 
 
 def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:
@@ -348,7 +444,12 @@ def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Mo
 
 
 _LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
-    {"pre": PreNormLayer, "post": PostNormLayer, "both": SandwichNormLayer}
+    {
+        "pre": PreNormLayer,
+        "post": PostNormLayer,
+        "both": SandwichNormLayer,
+        "parallel": ParallelLayer,
+    }
 )
 """By `norm_order`."""
 
@@ -361,6 +462,8 @@ def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
             config.router,
             num_shared=config.num_shared_experts,
             activation=config.hidden_act,
+            clamped_gate=config.clamped_gate,
+            use_bias=config.has_expert_bias,
             dtype=dtype,
         )
     return GatedMLP(
@@ -373,10 +476,9 @@ def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
 
 
 def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
-    width, eps = config.hidden_size, config.rms_norm_eps
     scales = config.query_scales is not None
     attention = (ScaledQueryAttention if scales else GroupedQueryAttention)(
-        width,
+        config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
@@ -389,7 +491,8 @@ def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
         norms_are_wide=config.qk_norm == "wide",
         is_interleaved=config.is_interleaved,
         window=config.windows[number],
+        has_sinks=config.has_sinks,
         dtype=dtype,
     )
     mlp = _build_mlp(config, number, dtype=dtype)
-    return _LAYERS[config.norm_order](attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
+    return _LAYERS[config.norm_order](attention, mlp, lambda: _build_norm(config, dtype=dtype))

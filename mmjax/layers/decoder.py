@@ -35,13 +35,14 @@ def attend_by_heads(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "T _query"], LayerCache | None]:
     """Cut projections into heads, norm and rotate them, and attend.
 
-    `angles` None: positions are in the hidden states already. `is_interleaved`: whether neighbours
-    are a pair that is rotated, and not the halves of a head. `norms`: of each head's queries and
-    keys, before they are rotated. `scale`: what scores are multiplied by; None:
-    `head_dim ** -0.5`.
+    `angles` None: nothing is rotated; positions are in the hidden states, or the layer has none.
+    `is_interleaved`: whether neighbours are a pair that is rotated, and not the halves of a head.
+    `norms`: of each head's queries and keys, before they are rotated. `scale`: what scores are
+    multiplied by; None: `head_dim ** -0.5`. `sinks` are as in `attention`.
     """
     query, key, value = (x.reshape(x.shape[0], -1, head_dim) for x in (query, key, value))
     query, key = (
@@ -52,7 +53,7 @@ def attend_by_heads(
         query, key = rotate(query, *angles), rotate(key, *angles)
     scale = head_dim**-0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    out, cache = attention(query, key, value, cache, metadata, **options)
+    out, cache = attention(query, key, value, cache, metadata, sinks=sinks, **options)
     return out.reshape(out.shape[0], -1), cache
 
 
@@ -77,11 +78,13 @@ class GroupedQueryAttention(nnx.Module):
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
+        has_sinks: bool = False,
         dtype: Any,
     ) -> None:
         """The options from `norms` to `soft_cap` are those of `attend_by_heads`.
 
-        `norms_are_wide`: they norm all heads together, before these are cut apart.
+        `norms_are_wide`: they norm all heads together, before these are cut apart. `has_sinks`:
+        whether each head has a learned score of a key without a value.
         """
         inner, key_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = Linear(width, inner, use_bias=has_qkv_bias, dtype=dtype)
@@ -95,11 +98,12 @@ class GroupedQueryAttention(nnx.Module):
         self.scale = scale
         self.window = window
         self.soft_cap = soft_cap
+        self.sinks = nnx.Param(jnp.zeros(num_heads, dtype)) if has_sinks else None
 
     def __call__(
         self,
         x: Float[Array, "T D"],
-        angles: Angles,
+        angles: Angles | None,
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
@@ -110,7 +114,7 @@ class GroupedQueryAttention(nnx.Module):
         self,
         query: Float[Array, "T _query"],
         x: Float[Array, "T D"],
-        angles: Angles,
+        angles: Angles | None,
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
@@ -135,6 +139,7 @@ class GroupedQueryAttention(nnx.Module):
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
         )
         return self.o_proj(out), cache
 
@@ -189,15 +194,50 @@ class PostNormLayer(PreNormLayer):
             return x + self.post_attention_layernorm(self.mlp(x)), cache
 
 
-class SandwichNormLayer(PreNormLayer):
-    """A block that norms what attention and MLP read and what they give; GLM-4's names."""
+class SandwichNormLayer(nnx.Module):
+    """A block that norms what attention and MLP read and what they give; Gemma's names."""
 
     def __init__(
         self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
     ) -> None:
-        super().__init__(self_attn, mlp, make_norm)
-        self.post_self_attn_layernorm = make_norm()
-        self.post_mlp_layernorm = make_norm()
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = make_norm()
+        self.post_attention_layernorm = make_norm()
+        self.pre_feedforward_layernorm = make_norm()
+        self.post_feedforward_layernorm = make_norm()
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        layer_input: Any,
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
+        """Return the residual stream after this block, and its cache."""
+        with jax.named_scope("attn"):
+            out, cache = self.self_attn(self.input_layernorm(x), layer_input, cache, metadata)
+            x = x + self.post_attention_layernorm(out)
+        with jax.named_scope("mlp"):
+            return x + self.post_feedforward_layernorm(self.feed_forward(x)), cache
+
+    def feed_forward(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return what is added to the stream behind attention, before its norm."""
+        return self.mlp(self.pre_feedforward_layernorm(x))
+
+
+class ParallelLayer(nnx.Module):
+    """A block whose attention and MLP read the same normed states, as GPT-J's and Cohere's.
+
+    Parameters bear the names of `PreNormLayer`, without the second norm.
+    """
+
+    def __init__(
+        self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
+    ) -> None:
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = make_norm()
 
     def __call__(
         self,
@@ -207,12 +247,11 @@ class SandwichNormLayer(PreNormLayer):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
         """Return the residual stream after this block, and its cache."""
+        normed = self.input_layernorm(x)
         with jax.named_scope("attn"):
-            out, cache = self.self_attn(self.input_layernorm(x), layer_input, cache, metadata)
-            x = x + self.post_self_attn_layernorm(out)
+            out, cache = self.self_attn(normed, layer_input, cache, metadata)
         with jax.named_scope("mlp"):
-            out = self.mlp(self.post_attention_layernorm(x))
-            return x + self.post_mlp_layernorm(out), cache
+            return x + out + self.mlp(normed), cache
 
 
 class Decoder(nnx.Module):

@@ -35,12 +35,13 @@ class GatedMLP(nnx.Module):
         out_features: int | None = None,
         activation: str,
         use_bias: bool = False,
+        linear: type[Linear] = Linear,
         dtype: Any,
     ) -> None:
-        """`out_features` None: as wide as what it reads."""
-        self.gate_proj = Linear(width, inner, use_bias=use_bias, dtype=dtype)
-        self.up_proj = Linear(width, inner, use_bias=use_bias, dtype=dtype)
-        self.down_proj = Linear(inner, out_features or width, use_bias=use_bias, dtype=dtype)
+        """`out_features` None: as wide as what it reads. `linear`: the class of its layers."""
+        self.gate_proj = linear(width, inner, use_bias=use_bias, dtype=dtype)
+        self.up_proj = linear(width, inner, use_bias=use_bias, dtype=dtype)
+        self.down_proj = linear(inner, out_features or width, use_bias=use_bias, dtype=dtype)
         self.activation = get_activation(activation)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... _out"]:

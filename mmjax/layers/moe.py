@@ -1,12 +1,12 @@
 """Mixtures of experts: a router, and the few of many MLPs that it chooses for each token.
 
 DeepSeekMoE (arXiv 2401.06066); routers as of DeepSeek-V2 (arXiv 2405.04434, section 2.2) and
-DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); experts with biases as of gpt-oss (arXiv 2508.10925).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.activation import get_activation
-from mmjax.layers.cpu.product import product
+from mmjax.layers.cpu.dispatch import by_platform
+from mmjax.layers.cpu.product import group_product, has_group_kernel, is_small
+from mmjax.layers.linear import linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.rounding import cdiv
 
@@ -38,12 +40,15 @@ class RouterConfig:
     """Whether scores are sigmoids of the logits, each by itself; else softmaxes over all."""
     has_correction_bias: bool
     """Whether a learned bias is added to the scores in choosing, and not in weighting."""
+    has_logit_bias: bool = False
+    """Whether a learned bias is added to the logits, of which all scores are made."""
     num_groups: int = 1
     """Groups of equal size that the experts form, in order."""
     num_chosen_groups: int = 1
     """Groups that a token's experts may be of."""
     is_normalized: bool = False
-    """Whether the chosen scores are divided by their sum."""
+    """Whether the chosen scores are divided by their sum: softmaxes then are those of the chosen
+    logits alone."""
     scale: float = 1.0
     """What they are multiplied by at last."""
 
@@ -53,6 +58,9 @@ class Router(nnx.Module):
 
     def __init__(self, width: int, config: RouterConfig, *, dtype: Any) -> None:
         self.weight = nnx.Param(jnp.zeros((config.num_experts, width), dtype))
+        self.bias = (
+            nnx.Param(jnp.zeros((config.num_experts,), dtype)) if config.has_logit_bias else None
+        )
         self.e_score_correction_bias = (
             nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
             if config.has_correction_bias
@@ -63,7 +71,11 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T _k"], Int[Array, "T _k"]]:
         """Return the weights, float32, and the numbers of every token's experts."""
         config = self.config
-        logits = product(x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+        logits = linear(
+            x.astype(jnp.float32),
+            self.weight[...].astype(jnp.float32),
+            None if self.bias is None else self.bias[...],
+        )
         scores = jax.nn.sigmoid(logits) if config.has_sigmoid else jax.nn.softmax(logits, axis=-1)
         bias = self.e_score_correction_bias
         ranks = scores if bias is None else scores + bias[...][None]
@@ -86,24 +98,69 @@ class Router(nnx.Module):
         return jnp.where(is_chosen[:, :, None], groups, -jnp.inf).reshape(ranks.shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """How gpt-oss' experts gate: SwiGLU of clamped inputs, and one more than `up`."""
+
+    alpha: float
+    """What the sigmoid's input is multiplied by (`swiglu_alpha`)."""
+    limit: float
+    """The most of the gate, and of `up` on both sides of zero (`swiglu_limit`)."""
+
+    def __call__(self, gate: Float[Array, "R F"], up: Float[Array, "R F"]) -> Float[Array, "R F"]:
+        """Return what the last product of an expert reads; rounded once, at the end."""
+        low = jnp.minimum(gate.astype(jnp.float32), self.limit)
+        raised = jnp.clip(up.astype(jnp.float32), -self.limit, self.limit) + 1
+        return (raised * low * jax.nn.sigmoid(low * self.alpha)).astype(gate.dtype)
+
+
+class ExpertWeights(NamedTuple):
+    """The parameters of all experts, or of one, without the first axis."""
+
+    gate_proj: Float[Array, "E F D"]
+    up_proj: Float[Array, "E F D"]
+    down_proj: Float[Array, "E D F"]
+    gate_proj_bias: Float[Array, "E F"] | None = None
+    up_proj_bias: Float[Array, "E F"] | None = None
+    down_proj_bias: Float[Array, "E D"] | None = None
+
+
 class Experts(nnx.Module):
     """Gated MLPs (arXiv 2002.05202) of one shape, their weights stacked."""
 
     def __init__(
-        self, num_experts: int, width: int, inner: int, *, activation: str, dtype: Any
+        self,
+        num_experts: int,
+        width: int,
+        inner: int,
+        *,
+        activation: str,
+        clamped_gate: ClampedGate | None = None,
+        use_bias: bool = False,
+        dtype: Any,
     ) -> None:
+        """`clamped_gate`: in place of `activation`."""
         self.gate_proj = nnx.Param(jnp.zeros((num_experts, inner, width), dtype))
         self.up_proj = nnx.Param(jnp.zeros((num_experts, inner, width), dtype))
         self.down_proj = nnx.Param(jnp.zeros((num_experts, width, inner), dtype))
+        self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias = (
+            nnx.Param(jnp.zeros((num_experts, size), dtype)) if use_bias else None
+            for size in (inner, inner, width)
+        )
         self.activation = get_activation(activation)
+        self.clamped_gate = clamped_gate
 
     def __call__(self, x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> Float[Array, "R D"]:
         """Transform rows that stand expert by expert: `sizes` are how many each has."""
-        weights = tuple(p[...] for p in (self.gate_proj, self.up_proj, self.down_proj))
+        params = {name: getattr(self, name) for name in ExpertWeights._fields}
+        arrays: dict[str, Any] = {n: p if p is None else p[...] for n, p in params.items()}
+        weights = ExpertWeights(**arrays)
         # XLA's CPU backend multiplies all rows with all experts, and masks.
-        return jax.lax.platform_dependent(
-            x, sizes, *weights, cpu=self._by_tiles, default=self._by_ragged_dot
-        )
+        forms = {"cpu": self._by_tiles, "default": self._by_ragged_dot}
+        expert = jax.eval_shape(lambda stacked: stacked[0], weights.gate_proj)
+        if _has_few_rows(x, sizes) and has_group_kernel(x, expert) and not is_small(expert):
+            return by_platform(x, sizes, weights, kernel=self._by_kernel, **forms)
+        return jax.lax.platform_dependent(x, sizes, weights, **forms)
 
     def mix(
         self, x: Float[Array, "T D"], weights: Float[Array, "T _k"], experts: Int[Array, "T _k"]
@@ -120,39 +177,60 @@ class Experts(nnx.Module):
         # Summed in the order of a token's choices, whatever its neighbours are.
         return (rows * weights[:, :, None]).sum(1).astype(x.dtype)
 
-    def _gate(self, gate: Float[Array, "R F"], up: Float[Array, "R F"]) -> Float[Array, "R F"]:
-        return self.activation(gate) * up
+    def _transform(
+        self,
+        x: Float[Array, "R D"],
+        weights: ExpertWeights,
+        project: Callable[[Array, Array, Array | None], Array],
+    ) -> Float[Array, "R D"]:
+        """Return the experts' outputs; `project` takes rows, a weight and its bias."""
+        gate = project(x, weights.gate_proj, weights.gate_proj_bias)
+        up = project(x, weights.up_proj, weights.up_proj_bias)
+        if self.clamped_gate is None:
+            gated = self.activation(gate) * up
+        else:
+            gated = self.clamped_gate(gate, up)
+        return project(gated, weights.down_proj, weights.down_proj_bias)
 
     def _by_ragged_dot(
-        self,
-        x: Float[Array, "R D"],
-        sizes: Int[Array, " E"],
-        gate_proj: Float[Array, "E F D"],
-        up_proj: Float[Array, "E F D"],
-        down_proj: Float[Array, "E D F"],
+        self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
     ) -> Float[Array, "R D"]:
-        gate, up = (_ragged_product(x, weight, sizes) for weight in (gate_proj, up_proj))
-        return _ragged_product(self._gate(gate, up), down_proj, sizes)
+        def project(rows: Array, weight: Array, bias: Array | None) -> Array:
+            out = _ragged_product(rows, weight, sizes)
+            if bias is None:
+                return out
+            return out + jnp.repeat(bias, sizes, axis=0, total_repeat_length=len(rows))
+
+        return self._transform(x, weights, project)
+
+    def _by_kernel(
+        self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
+    ) -> Float[Array, "R D"]:
+        def project(rows: Array, weight: Array, bias: Array | None) -> Array:
+            out = group_product(rows, weight, sizes)
+            if bias is not None:
+                of_rows = jnp.repeat(bias, sizes, axis=0, total_repeat_length=len(rows))
+                out = out + of_rows.astype(jnp.float32)
+            return out.astype(rows.dtype)
+
+        return self._transform(x, weights, project)
 
     def _by_tiles(
-        self,
-        x: Float[Array, "R D"],
-        sizes: Int[Array, " E"],
-        gate_proj: Float[Array, "E F D"],
-        up_proj: Float[Array, "E F D"],
-        down_proj: Float[Array, "E D F"],
+        self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
     ) -> Float[Array, "R D"]:
         """Multiply tiles of one expert's rows: no expert without rows is read."""
 
         def transform(rows: Float[Array, "Z D"], expert: Int[Array, ""]) -> Float[Array, "Z D"]:
-            gate, up, down = (
-                jax.lax.dynamic_index_in_dim(weight, expert, keepdims=False)
-                for weight in (gate_proj, up_proj, down_proj)
+            own = jax.tree.map(
+                lambda one: jax.lax.dynamic_index_in_dim(one, expert, keepdims=False), weights
             )
-            return product(self._gate(product(rows, gate), product(rows, up)), down)
+            return self._transform(rows, own, linear)
 
-        is_few = x.shape[0] <= FEW_ROWS * len(sizes)
-        return _each_tile(transform, x, sizes, FEW_ROWS if is_few else MANY_ROWS)
+        return _each_tile(transform, x, sizes, FEW_ROWS if _has_few_rows(x, sizes) else MANY_ROWS)
+
+
+def _has_few_rows(x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> bool:
+    return x.shape[0] <= FEW_ROWS * len(sizes)
 
 
 def _ragged_product(
@@ -204,11 +282,24 @@ class MixtureOfExperts(nnx.Module):
         *,
         num_shared: int,
         activation: str,
+        clamped_gate: ClampedGate | None = None,
+        use_bias: bool = False,
         dtype: Any,
     ) -> None:
-        """`inner`: of one expert. The `num_shared` are one MLP of their widths' sum."""
+        """`inner`: of one expert. The `num_shared` are one MLP of their widths' sum.
+
+        `clamped_gate` and `use_bias` are of the routed experts.
+        """
         self.gate = Router(width, router, dtype=dtype)
-        self.experts = Experts(router.num_experts, width, inner, activation=activation, dtype=dtype)
+        self.experts = Experts(
+            router.num_experts,
+            width,
+            inner,
+            activation=activation,
+            clamped_gate=clamped_gate,
+            use_bias=use_bias,
+            dtype=dtype,
+        )
         self.shared_experts = (
             GatedMLP(width, num_shared * inner, activation=activation, dtype=dtype)
             if num_shared

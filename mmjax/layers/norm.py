@@ -15,9 +15,9 @@ def _scale(weight: Array, rank: int) -> Array:
 class LayerNorm(nnx.Module):
     """Ba et al., 2016: `(x - mean) / sqrt(var + eps) * weight + bias`."""
 
-    def __init__(self, dim: int, *, eps: float, dtype: Any) -> None:
+    def __init__(self, dim: int, *, eps: float, has_bias: bool = True, dtype: Any) -> None:
         self.weight = nnx.Param(jnp.ones((dim,), dtype))
-        self.bias = nnx.Param(jnp.zeros((dim,), dtype))
+        self.bias = nnx.Param(jnp.zeros((dim,), dtype)) if has_bias else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -26,7 +26,9 @@ class LayerNorm(nnx.Module):
         mean = wide.mean(-1, keepdims=True)
         variance = jnp.square(wide - mean).mean(-1, keepdims=True)
         normed = (wide - mean) * jax.lax.rsqrt(variance + self.eps)
-        out = normed * _scale(self.weight[...], x.ndim) + _scale(self.bias[...], x.ndim)
+        out = normed * _scale(self.weight[...], x.ndim)
+        if self.bias is not None:
+            out = out + _scale(self.bias[...], x.ndim)
         return out.astype(x.dtype)
 
 

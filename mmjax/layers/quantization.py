@@ -6,14 +6,13 @@ As "vector-wise" quantisation in LLM.int8() (arXiv 2208.07339, section 3.1), wit
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int8
 
 from mmjax.config.engine_config import Quantization
-from mmjax.layers.cpu.product import product
+from mmjax.layers.cpu.product import integer_product, widened_product
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 
@@ -39,7 +38,7 @@ class Int8Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
         """Project the last axis."""
         flat, weight, scale = x.reshape(-1, x.shape[-1]), self.weight[...], self.weight_scale[...]
-        multiply = _by_rounded_inputs if self.rounds_inputs else _by_inputs
+        multiply = _by_rounded_inputs if self.rounds_inputs else widened_product
         out = (multiply(flat, weight) * scale[None, :]).astype(x.dtype)
         if self.bias is not None:
             out = out + self.bias[...][None, :]
@@ -53,15 +52,7 @@ def _by_rounded_inputs(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Fl
     peak = jnp.abs(wide).max(-1, keepdims=True)
     step = jnp.maximum(peak / MAX_INT8, _LEAST_SCALE)
     rounded = jnp.round(wide / step).astype(jnp.int8)
-    # XLA's CPU library multiplies a lone row ten times as slowly as two.
-    rows = jnp.pad(rounded, ((0, int(len(x) == 1)), (0, 0)))
-    dims = (((1,), (1,)), ((), ()))
-    sums = jax.lax.dot_general(rows, weight, dims, preferred_element_type=jnp.int32)
-    return sums[: len(x)].astype(jnp.float32) * step
-
-
-def _by_inputs(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
-    return product(x, weight.astype(x.dtype), jnp.dtype(jnp.float32))
+    return integer_product(rounded, weight).astype(jnp.float32) * step
 
 
 def quantize_linears(model: Any, quantization: Quantization) -> None:

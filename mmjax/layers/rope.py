@@ -24,7 +24,8 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndar
     `yarn` (arXiv 2309.00071) and `dynamic`, which is `default` up to `max_position_embeddings`, the
     longest prompt that is served. `proportional` (Gemma 4's) turns the first
     `partial_rotary_factor` of the pairs of a whole head, at the frequencies that they have there
-    over `factor`, and leaves the others.
+    over `factor`, and leaves the others. `longrope` (arXiv 2402.13753) divides each by a number of
+    its own: of `short_factor` here; `text_angles` has those of `long_factor`, too.
 
     The power is rounded from float64, which is torch's float32 value in all but one entry of 128;
     numpy's own float32 power misses one in six, and at position 8191 an error of one bit there
@@ -36,15 +37,19 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndar
         raise CheckpointError(f"`rope_type` is `{kind}`; mmjax knows {known}")
     share = 1.0 if kind == "proportional" else parameters.get("partial_rotary_factor") or 1.0
     width = int(head_dim * share)
-    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    powers = np.power(np.float64(parameters["rope_theta"]), exponents.astype(np.float64))
-    frequencies = np.float32(1.0) / powers.astype(np.float32)
+    frequencies = np.float32(1.0) / _powers(parameters, width)
     try:
         return _KINDS[kind](frequencies, parameters, width).astype(np.float32)
     except KeyError as error:
         raise CheckpointError(
             f"`rope_type` is `{kind}`, and {error} is not given with it"
         ) from None
+
+
+def _powers(parameters: Mapping[str, Any], width: int) -> np.ndarray:
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    powers = np.power(np.float64(parameters["rope_theta"]), exponents.astype(np.float64))
+    return powers.astype(np.float32)
 
 
 def _keep(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) -> np.ndarray:
@@ -88,6 +93,16 @@ def _proportional(frequencies: np.ndarray, parameters: Mapping[str, Any], width:
     return np.where(is_turned, frequencies, 0) / np.float32(parameters.get("factor", 1.0))
 
 
+def _longrope(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) -> np.ndarray:
+    divisors = np.asarray(parameters["short_factor"], np.float32)
+    if divisors.shape != frequencies.shape:
+        raise CheckpointError(
+            f"`short_factor` or `long_factor` of `rope_parameters` has {len(divisors)} numbers; it "
+            f"must have {len(frequencies)}, one for each pair of a head that is rotated"
+        )
+    return np.float32(1.0) / (divisors * _powers(parameters, width))
+
+
 _KINDS: Mapping[str, Callable[[np.ndarray, Mapping[str, Any], int], np.ndarray]] = {
     "default": _keep,
     "mrope": _keep,
@@ -96,16 +111,24 @@ _KINDS: Mapping[str, Callable[[np.ndarray, Mapping[str, Any], int], np.ndarray]]
     "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 
 def attention_factor(parameters: Mapping[str, Any]) -> float:
-    """Return what cosines and sines are multiplied by: 1 but for `yarn` (section 3.4)."""
-    if parameters.get("rope_type") != "yarn":
+    """Return what cosines and sines are multiplied by: 1 but for `yarn` and `longrope`.
+
+    Section 3.4 of the one's paper, section 3.2 of the other's.
+    """
+    kind = parameters.get("rope_type")
+    if kind not in ("yarn", "longrope"):
         return 1.0
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
     factor = float(parameters["factor"])
+    if kind == "longrope":
+        trained = parameters["original_max_position_embeddings"]
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if scale and scale_all:
         return _mscale(factor, float(scale)) / _mscale(factor, float(scale_all))
@@ -121,10 +144,17 @@ def text_angles(
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of a decoder's tokens, as `rope_parameters` says.
 
-    On three axes where it has `mrope_section`, else on the first.
+    On three axes where it has `mrope_section`, else on the first. With `longrope` the third axis is
+    1 in prompts that are longer than the trained length, which have frequencies of their own, and
+    else 0 (`HostInputs.rotary_positions`).
     """
     frequencies = inverse_frequencies(parameters, head_dim)
     factor, sections = attention_factor(parameters), parameters.get("mrope_section")
+    if parameters.get("rope_type") == "longrope":
+        longer = {**parameters, "short_factor": parameters["long_factor"]}
+        both = np.stack([frequencies, inverse_frequencies(longer, head_dim)])
+        index = positions[0].astype(jnp.float32)
+        return cos_sin(index[:, None] * jnp.asarray(both)[positions[2]], factor)
     if sections:
         is_interleaved = bool(parameters.get("mrope_interleaved"))
         return multimodal_angles(

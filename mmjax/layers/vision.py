@@ -58,13 +58,14 @@ class Conv2d(nnx.Module):
         *,
         stride: int = 1,
         padding: Padding = ((0, 0), (0, 0)),
+        use_bias: bool = True,
         is_channels_last: bool = False,
         dtype: Any,
     ) -> None:
         """`is_channels_last`: images are `[I, rows, columns, C]`, else `[I, C, rows, columns]`."""
         shape = (out_channels, in_channels, kernel_size, kernel_size)
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
-        self.bias = nnx.Param(jnp.zeros((out_channels,), dtype))
+        self.bias = nnx.Param(jnp.zeros((out_channels,), dtype)) if use_bias else None
         self.stride = stride
         self.padding = tuple(padding)
         self.is_channels_last = is_channels_last
@@ -79,6 +80,8 @@ class Conv2d(nnx.Module):
             padding=self.padding,
             dimension_numbers=(layout, "OIHW", layout),
         )
+        if self.bias is None:
+            return out
         shape = (1, 1, 1, -1) if self.is_channels_last else (1, -1, 1, 1)
         return out + self.bias[...].reshape(shape)
 
@@ -116,6 +119,20 @@ class PositionTable(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
 
 
+def join_squares(
+    states: Float[Array, "I P D"], factor: int, *, is_transposed: bool = False
+) -> Float[Array, "I _tokens _width"]:
+    """Join each square of `factor` by `factor` patches into one state, row by row.
+
+    `is_transposed`: the squares stand column by column.
+    """
+    images, num_patches, width = states.shape
+    side = round(num_patches**0.5) // factor
+    squares = states.reshape(images, side, factor, side, factor, width)
+    order = (0, 3, 1, 2, 4, 5) if is_transposed else (0, 1, 3, 2, 4, 5)
+    return squares.transpose(order).reshape(images, side * side, factor**2 * width)
+
+
 def bicubic_matrix(size: int, new_size: int) -> Float[np.ndarray, "_new _old"]:
     """Return what a row of `size` values is multiplied by to have `new_size` of them.
 
@@ -131,6 +148,26 @@ def bicubic_matrix(size: int, new_size: int) -> Float[np.ndarray, "_new _old"]:
     return matrix.astype(np.float32)
 
 
+def antialiased_matrix(size: int, new_size: int) -> Float[np.ndarray, "_new _old"]:
+    """Return the same as torch's `interpolate` does with `antialias`, whose kernel is Pillow's.
+
+    The kernel is as much wider as values become fewer, and its weights sum to 1 at the edges too.
+    """
+    scale = size / new_size
+    width = max(scale, 1.0)
+    centers = (np.arange(new_size) + 0.5) * scale
+    distance = np.abs(np.arange(size)[None, :] + 0.5 - centers[:, None]) / width
+    weights = _cubic(distance, -0.5)
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
+def linear_matrix(size: int, new_size: int) -> Float[np.ndarray, "_new _old"]:
+    """Return the same for a linear kernel: half-pixel centres, edges repeated, no antialiasing."""
+    places = np.clip((np.arange(new_size) + 0.5) * size / new_size - 0.5, 0, size - 1)
+    distance = np.abs(np.arange(size)[None, :] - places[:, None])
+    return np.maximum(1 - distance, 0).astype(np.float32)
+
+
 def resize_square(table: Float[Array, "_old D"], side: int) -> Float[Array, "_new D"]:
     """Resize a square table of positions, row by row, to `side` rows and columns."""
     old = round(table.shape[0] ** 0.5)
@@ -142,7 +179,7 @@ def resize_square(table: Float[Array, "_old D"], side: int) -> Float[Array, "_ne
     return grid.reshape(side * side, -1).astype(table.dtype)
 
 
-def _cubic(distance: np.ndarray) -> np.ndarray:
-    near = ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance**2 + 1
-    far = ((distance - 5) * distance + 8) * distance * _CUBIC - 4 * _CUBIC
+def _cubic(distance: np.ndarray, a: float = _CUBIC) -> np.ndarray:
+    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+    far = ((distance - 5) * distance + 8) * distance * a - 4 * a
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0.0))

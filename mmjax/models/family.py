@@ -22,15 +22,21 @@ from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptio
 from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
 from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import (
     ImageEmbedsDataParser,
-    ImageProcessorItems,
     ImageSize,
     MultiModalDataDict,
     MultiModalDataItems,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates.matching import (
+    MultiModalPromptUpdatesApplyResult,
+    has_long_target,
+    splice_in_text,
+)
 from mmjax.processing.prompt_updates.updates import (
+    MultiModalPromptUpdates,
     PromptIndex,
     PromptInsertion,
     PromptReplacement,
@@ -63,6 +69,9 @@ class FamilyInfo(BaseProcessingInfo):
     own (`extra_embeds`): they see the item, and are seen, as its embeddings are."""
     reserves_embed_token: ClassVar[bool] = False
     """Whether only updates may write it: a prompt that has it is refused."""
+    item_bounds: ClassVar[tuple[str, str] | None] = None
+    """The special tokens that an item's tokens begin and end with, of a family whose placeholder
+    may be several tokens (`<`, `image`, `>`): such a one is replaced in the text, as HF does."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
 
@@ -139,8 +148,17 @@ class FamilyInfo(BaseProcessingInfo):
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
-        """Return the frames of a video with the most embeddings, and their size."""
-        raise NotImplementedError(f"{type(self).__name__} takes no videos")
+        """Return the frames of a video with the most embeddings, and their size: each is a unit."""
+        size = self.get_unit_size()
+        assert size is not None, "frames of any size: a family says which are largest"
+        return self.get_max_frames(seq_len, mm_counts), size
+
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
+        num_tokens = seq_len or self.ctx.model_config.max_model_len
+        num_videos = max((mm_counts or {}).get("video", 0), 1)
+        num_frames = num_tokens // self.num_unit_tokens // num_videos
+        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
 
     # ---- the seeds' hooks, by the row ------------------------------------------------------------
 
@@ -164,7 +182,10 @@ class FamilyInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        return {"image": self.get_max_image_tokens()}
+        most = {"image": self.get_max_image_tokens()}
+        if "video" in self.supported_mm_limits:
+            most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_unit_tokens
+        return most
 
     # ---- what rows are written with --------------------------------------------------------------
 
@@ -310,23 +331,6 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
     called for the items' tensors alone.
     """
 
-    def find_image_sizes(self, mm_items: MultiModalDataItems) -> list[ImageSize]:
-        """Return the sizes of all images, in pixels as they were sent; none if one is not known."""
-        num_images = mm_items.get_count("image", strict=False)
-        images = mm_items["image"] if num_images else None
-        if not isinstance(images, ImageProcessorItems) or any(
-            images.get_item_for_hash(index) is None for index in range(num_images)
-        ):
-            return []
-        sizes = []
-        for index in range(num_images):
-            # Nothing of an image that the processor's cache has was decoded so far.
-            num_bytes = images.count_bytes_to_decode(index)
-            cancellation = mm_items.cancellation
-            with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
-                sizes.append(images.get_image_size(index))
-        return sizes
-
     def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
@@ -351,6 +355,26 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
             check_pixel_size(outputs["pixel_values"], size.height, size.width)
         return outputs
 
+    def find_image_sizes(self, mm_items: MultiModalDataItems) -> list[ImageSize] | None:
+        """Return the sizes of a prompt's images as they were sent, in pixels.
+
+        None where there is no image, and where one came as its embeddings or as its id alone.
+        """
+        number = mm_items.get_count("image", strict=False)
+        images = mm_items["image"] if number else None
+        if not isinstance(images, ImageProcessorItems):
+            return None
+        if any(images.get_item_for_hash(index) is None for index in range(number)):
+            return None
+        sizes = []
+        for index in range(number):
+            # Nothing of an image that the processor's cache has was decoded so far.
+            num_bytes = images.count_bytes_to_decode(index)
+            cancellation = mm_items.cancellation
+            with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
+                sizes.append(images.get_image_size(index))
+        return sizes
+
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
@@ -367,6 +391,19 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
             kind(modality, self.info.get_target(modality), self._describe(modality, out_mm_kwargs))
             for modality in self.info.supported_mm_limits
         ]
+
+    def _apply_token_matches(
+        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
+        """Replace; a target of several tokens may have merged with the words beside it."""
+        bounds = self.info.item_bounds
+        if bounds is not None and has_long_target(mm_prompt_updates):
+            start, end = bounds
+            tokenizer = self.info.get_tokenizer()
+            spliced = splice_in_text(prompt, mm_prompt_updates, tokenizer, before=end, after=start)
+            if spliced is not None:
+                return spliced
+        return super()._apply_token_matches(prompt, mm_prompt_updates)
 
     def _describe(self, modality: str, kwargs: MultiModalKwargsItems) -> Any:
         """Return what gives an item's tokens, and which of them take embeddings."""

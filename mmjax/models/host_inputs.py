@@ -108,6 +108,17 @@ class RotaryPositions:
     """What of the whole prompt its first tokens' positions depend on: prompts share blocks of the
     prefix cache only where it is equal."""
 
+    @classmethod
+    def of_level(cls, num_tokens: int, level: int, name: str) -> "RotaryPositions":
+        """Return the indices, and on the third axis which rotary frequencies the prompt has.
+
+        They are `level` for all its tokens, and for the answer. `name`: of what has levels.
+        """
+        indices = np.arange(num_tokens, dtype=np.int32)
+        positions = np.stack([indices, indices, np.full(num_tokens, level, np.int32)])
+        cache_key = f"{name} {level}" * bool(level)
+        return cls(positions, 0, is_constant=(False, False, True), cache_key=cache_key)
+
     def between(self, start: int, end: int) -> np.ndarray:
         """Return int32[3, end - start]: the positions of the tokens [start, end)."""
         inside = self.prompt[:, start:end]
@@ -166,9 +177,15 @@ class HostInputs(ABC):
     ) -> RotaryPositions | None:
         """Return the positions in a prompt of `num_tokens`; None: they are the indices.
 
-        `items` are in the order of the prompt.
+        `items` are in the order of the prompt. A decoder with `longrope` has frequencies of their
+        own for prompts that are longer than the trained length; HF's changes them within an answer
+        that grows beyond it, too.
         """
-        return None
+        rope = getattr(self.hf_config.get_text_config(), "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            return None
+        is_longer = num_tokens > rope["original_max_position_embeddings"]
+        return RotaryPositions.of_level(num_tokens, int(is_longer), "longrope")
 
 
 class UnitHostInputs(HostInputs):

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmjax.config.engine_config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
 from mmjax.errors import CheckpointError, ConfigError
+from mmjax.models.original_config import DEEPSEEK_OCR2, build_deepseek_ocr2_config
 
 DEFAULT_MODEL = "tiny_scenes"
 """The checkpoint that is part of mmjax."""
@@ -68,6 +69,10 @@ _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
 }
 """Model types that transformers does not know -> one that computes the same; of its keys, those
 that have another name there (`a.b`: key `b` of `a`), and what they are where they are left out."""
+
+_FIRST_LONGROPE = "su"
+"""What Phi-3's first files call `longrope`. Transformers knows the name, but finds the trained
+length of the new one alone."""
 
 _TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl"})
 """Model types whose class in transformers ties the head of published configurations that do not say
@@ -357,6 +362,8 @@ def _load_hf_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
+        if raw.get("architectures") == [DEEPSEEK_OCR2]:
+            return build_deepseek_ocr2_config(raw)
         if raw.get("model_type") in _LANGUAGE_PARTS:
             return _build_hf_config(raw)
         vision = raw.get("vision_config")
@@ -391,6 +398,9 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
             if model_type in _SAME_AS:
                 value = _respell(value, model_type)
                 model_type = value["model_type"]
+            rope = value.get("rope_scaling") or {}
+            if model_type == "phi3" and rope.get("type") == _FIRST_LONGROPE:
+                value = {**value, "rope_scaling": {**rope, "type": "longrope"}}
             # NOTE: this mapping loads on use, and its `get` finds nothing.
             is_known = model_type in CONFIG_MAPPING and model_type not in _AS_WRITTEN
             make = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
@@ -404,7 +414,9 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
 
 def refuse_quantized(hf_config: Any) -> None:
     """Raise CheckpointError for a checkpoint whose weights are quantized already."""
-    settings = getattr(hf_config, "quantization_config", None)
+    parts = (hf_config, hf_config.get_text_config())
+    found = (getattr(part, "quantization_config", None) for part in parts)
+    settings = next((one for one in found if one is not None), None)
     if settings is None:
         return
     is_dict = isinstance(settings, Mapping)

@@ -55,11 +55,20 @@ class ModelRow:
 
 MODELS: Mapping[str, ModelRow] = MappingProxyType(
     {
+        "AyaVisionForConditionalGeneration": ModelRow("aya_vision", "CohereLabs/aya-vision-8b"),
         "Blip2ForConditionalGeneration": ModelRow(
             "blip2", "Salesforce/blip2-opt-2.7b", has_one_unit_items=True
         ),
         "ChameleonForConditionalGeneration": ModelRow(
             "chameleon", "facebook/chameleon-7b", has_one_unit_items=True
+        ),
+        "Cohere2VisionForConditionalGeneration": ModelRow(
+            "aya_vision",
+            "CohereLabs/command-a-vision-07-2025",
+            factories="COHERE2_FACTORIES",
+        ),
+        "DeepseekOcr2ForConditionalGeneration": ModelRow(
+            "deepseek_ocr2", "deepseek-ai/DeepSeek-OCR-2"
         ),
         "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2", "deepseek-ai/deepseek-vl2-tiny"),
         "Florence2ForConditionalGeneration": ModelRow(
@@ -73,8 +82,12 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Gemma4UnifiedForConditionalGeneration": ModelRow(
             "gemma4", "google/gemma-4-12B-it", factories="UNIFIED_FACTORIES"
         ),
-        "Glm46VForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.6V-Flash"),
-        "Glm4vMoeForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.5V"),
+        "Glm46VForConditionalGeneration": ModelRow(
+            "glm4v", "zai-org/GLM-4.6V-Flash", factories="GROUNDING_FACTORIES"
+        ),
+        "Glm4vMoeForConditionalGeneration": ModelRow(
+            "glm4v", "zai-org/GLM-4.5V", factories="GROUNDING_FACTORIES"
+        ),
         "Glm4vForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
         "GlmOcrForConditionalGeneration": ModelRow(
             "glm4v", "zai-org/GLM-OCR", factories="OCR_FACTORIES"

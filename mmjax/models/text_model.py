@@ -1,6 +1,11 @@
-"""Which decoder a checkpoint's `text_config` asks for: one table for every model around it."""
+"""Which decoder a checkpoint's `text_config` asks for: one table for every model around it.
+
+And what its files name or join otherwise than our tree, behind whatever prefix the model around it
+has.
+"""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,11 +19,15 @@ from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.language.qwen import QwenConfig, QwenTextModel
 from mmjax.layers.decoder import Decoder
+from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
     {
         "chameleon": (LlamaConfig.from_hf, LlamaTextModel),
         "bart": (BartConfig.from_hf, BartDecoder),
+        "deepseek_ocr2_text": (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
+        "cohere": (LlamaConfig.from_hf, LlamaTextModel),
+        "cohere2": (LlamaConfig.from_hf, LlamaTextModel),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma": (GemmaConfig.from_hf, GemmaTextModel),
         "gemma2": (GemmaConfig.from_hf, GemmaTextModel),
@@ -28,12 +37,15 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "glm4v_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
         "glm4v_text": (LlamaConfig.from_hf, LlamaTextModel),
         "glm_ocr_text": (LlamaConfig.from_hf, LlamaTextModel),
+        "gpt_oss": (LlamaConfig.from_hf, LlamaTextModel),
+        "internlm3": (LlamaConfig.from_hf, LlamaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "ministral3": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
         "molmo": (LlamaConfig.from_hf, LlamaTextModel),
         "molmo2_text": (LlamaConfig.from_hf, LlamaTextModel),
         "paddleocr_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
+        "phi3": (LlamaConfig.from_hf, LlamaTextModel),
         "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
         "opt": (OPTConfig.from_hf, OPTTextModel),
         "qwen": (QwenConfig.from_hf, QwenTextModel),
@@ -41,6 +53,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen3_moe": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3_vl_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
     }
@@ -63,6 +76,90 @@ def build_text_model(hf_config: Any, *, dtype: Any, is_tied: bool | None = None)
     read_config, build = _DECODERS[text_config.model_type]
     is_tied = hf_config.tie_word_embeddings if is_tied is None else is_tied
     return build(read_config(text_config), is_tied=is_tied, dtype=dtype)
+
+
+_LAYER = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?(layers\.\d+\."
+"""The beginning of a name in a layer, of any layout; the group is closed by what follows."""
+_GATE, _UP, _DOWN = (rf"language_model.\1{name}_proj" for name in ("gate", "up", "down"))
+
+
+def text_rules(hf_config: Any) -> tuple[RuleTypes, ...]:
+    """Return how names of the decoder's layers become the tree's, before a model's own rules."""
+    text_config = hf_config.get_text_config()
+    make_rules = _RULES.get(text_config.model_type)
+    return () if make_rules is None else make_rules(text_config)
+
+
+def _list_fused_mlp(text_config: Any) -> tuple[RuleTypes, ...]:
+    halves = (text_config.intermediate_size,) * 2
+    return (Split(_LAYER + r"mlp\.)gate_up_proj\.", [f"{_GATE}.", f"{_UP}."], halves),)
+
+
+def _list_glm(text_config: Any) -> tuple[RuleTypes, ...]:
+    names = {
+        "post_self_attn": "post_attention",
+        "post_attention": "pre_feedforward",
+        "post_mlp": "post_feedforward",
+    }
+    norms = [
+        Rule(rf"{_LAYER}){old}_layernorm\.", rf"language_model.\1{new}_layernorm.")
+        for old, new in names.items()
+    ]
+    return (*norms, *_list_fused_mlp(text_config))
+
+
+def _list_phi3(text_config: Any) -> tuple[RuleTypes, ...]:
+    heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    parts = [rf"language_model.\1{name}_proj." for name in "qkv"]
+    sizes = [head_dim * number for number in (heads, key_heads, key_heads)]
+    qkv = Split(_LAYER + r"self_attn\.)qkv_proj\.", parts, sizes)
+    return (qkv, *_list_fused_mlp(text_config))
+
+
+def _list_experts(text_config: Any) -> tuple[RuleTypes, ...]:
+    """Stack experts that lie apart, and cut those that are stacked already.
+
+    Matrices of the latter are `[in, out]` in Qwen3-VL's files, and `[out, in]` in what HF's
+    modules save.
+    """
+    experts = _LAYER + r"(?:mlp\.)?experts\.)"
+    inner = getattr(text_config, "moe_intermediate_size", 0) or 0  # there may be none
+    return (
+        Stack(experts + r"(?P<index>\d+)\.(\w+_proj)\.weight$", r"language_model.\1\3"),
+        Split(experts + "gate_up_proj$", [_GATE, _UP], (inner, inner), of_stack=True),
+        Split(experts + "down_proj$", [_DOWN], (text_config.hidden_size,), of_stack=True),
+    )
+
+
+def _list_gpt_oss(text_config: Any) -> tuple[RuleTypes, ...]:
+    """Turn the experts' matrices, which are `[in, out]`; those of gate and up alternate."""
+    experts, width = _LAYER + r"mlp\.experts\.)", text_config.hidden_size
+    halves = (text_config.intermediate_size,) * 2
+    stack = {"of_stack": True, "is_transposed": True}
+    both = {**stack, "is_interleaved": True}
+    return (
+        Split(experts + "gate_up_proj$", [_GATE, _UP], halves, **both),
+        Split(experts + "gate_up_proj_bias$", [f"{_GATE}_bias", f"{_UP}_bias"], halves, **both),
+        Split(experts + "down_proj$", [_DOWN], (width,), **stack),
+        Rule(_LAYER + r"mlp\.)router\.", r"language_model.\1gate."),
+    )
+
+
+_RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
+    {
+        "gemma4_text": _list_experts,
+        "gemma4_unified_text": _list_experts,
+        "glm4v_moe_text": _list_experts,
+        "glm4v_text": _list_glm,
+        "glm_ocr_text": _list_glm,
+        "gpt_oss": _list_gpt_oss,
+        "phi3": _list_phi3,
+        "qwen3_moe": _list_experts,
+        "qwen3_vl_moe_text": _list_experts,
+    }
+)
+"""By `model_type`, where files are not as the tree but for the prefix."""
 
 
 def _key_of(hf_config: Any, text_config: Any) -> str:

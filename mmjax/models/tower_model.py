@@ -12,7 +12,7 @@ from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
 from mmjax.models.host_inputs import choose_features
 from mmjax.models.interface import MultiModalModel
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.weights.rules import Rule, RuleTypes
 
 TOWER = r"^(model\.)?vision_(?:tower|encoder)\.(vision_model\.)?"
@@ -35,7 +35,12 @@ class TowerModel(MultiModalModel):
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the three layouts; a pooling head of the tower is not read."""
-        return (Rule(TOWER + r"head\.", None), Rule(TOWER, "vision_tower."), *WRAPPER_RULES)
+        return (
+            Rule(TOWER + r"head\.", None),
+            Rule(TOWER, "vision_tower."),
+            *text_rules(hf_config),
+            *WRAPPER_RULES,
+        )
 
     # As every signature that a family gives it.
     def embed_multimodal(self, *args: Any, **inputs: Any) -> Array:

@@ -385,7 +385,9 @@ def _recording(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if id(self) in names:
-            outputs[names[id(self)][0]] = result[0] if isinstance(result, tuple) else result
+            # The first call's, as of HF's module: of DeepSeek-OCR 2's tower, that of the views.
+            first = result[0] if isinstance(result, tuple) else result
+            outputs.setdefault(names[id(self)][0], first)
         return result
 
     return call

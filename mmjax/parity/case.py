@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import ConfigError
-from mmjax.models.host_inputs import AFFINE
+from mmjax.models.host_inputs import AFFINE, PackedEncoderSpec
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
@@ -156,12 +156,14 @@ class Parity:
 
     def _as_reference(self, inputs: Any) -> dict[str, Any]:
         """Return what our processor gave, of it what HF's model takes."""
-        shape, _ = self.ours.host_inputs.encoder_spec.inputs.get(AFFINE, ((3, 3, 1), ""))
+        spec = self.ours.host_inputs.encoder_spec
+        shape, _ = spec.inputs.get(AFFINE, ((3, 3, 1), ""))
         data = make_pixels(inputs.mm_kwargs.get_data(), colours_last=shape[-1] > 1)
         token_ids = inputs.prompt_token_ids
         data = self.processor.info.reference_inputs(token_ids, data)
         known = signature(self.reference.forward).parameters
-        has_sizes = "image_sizes" in known
+        # Of towers for images of one size HF's LLaVA takes none, though its signature has them.
+        has_sizes = "image_sizes" in known and isinstance(spec, PackedEncoderSpec)
         tensors = make_reference_inputs(token_ids, data, has_sizes=has_sizes)
         if "mm_token_type_ids" in known:
             kinds = tensors["input_ids"] * 0

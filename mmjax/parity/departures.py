@@ -56,6 +56,18 @@ def _capping_logits(model: Any, cap: float) -> Iterator[None]:
 
 
 @contextmanager
+def _scaling_logits(model: Any, scale: float) -> Iterator[None]:
+    def replace(module: Any, arguments: Any, output: Any) -> None:
+        output.logits = output.logits * scale
+
+    handle = model.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def _capping_scores(model: Any, cap: float) -> Iterator[None]:
     """Pass the cap on to attention, of which only the eager implementation takes one."""
 
@@ -80,5 +92,6 @@ def _capping_scores(model: Any, cap: float) -> Iterator[None]:
 DEPARTURES: Mapping[str, Callable[[Any, float], AbstractContextManager[None]]] = {
     "final_logit_softcapping": _capping_logits,
     "attn_logit_softcapping": _capping_scores,
+    "logit_scale": _scaling_logits,
 }
 """By their keys in the configuration of the text model."""

@@ -21,7 +21,7 @@ from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
     r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|(\w+_)?merger(_list\.\d+)?"
-    r"|connector|\w*projector|language_projection|norm)$"
+    r"|connector|\w*projector|embed_vision|language_projection|norm)$"
 )
 """Modules whose outputs are compared, by HF's names, which both models have."""
 
@@ -167,6 +167,8 @@ def make_pixels(tensors: Mapping[str, Any], *, colours_last: bool = False) -> di
             return [restore(name, one) for one in data]
         if data.dtype != np.uint8:
             return data
+        if not data.size:  # no picture has a tile
+            return data.astype(np.float32)
         affine = tensors[AFFINE_KEYS["video" if "video" in name else "image"]]
         # `[..., C, height, width]`, or a row for each patch.
         units = data.reshape(-1, *data.shape[-3:]) if data.ndim > 2 else data
@@ -191,19 +193,17 @@ def make_reference_inputs(
     ids = torch.tensor(token_ids, dtype=torch.long)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for name, values in data.items():
-        if not isinstance(values, list):
-            inputs[name] = torch.tensor(values)
-            continue
-        sizes = np.array([np.shape(value) for value in values])
-        most = sizes.max(0)
-        padded = [
-            np.pad(value, [(0, end) for end in most - size])
-            for value, size in zip(values, sizes, strict=True)
-        ]
-        inputs[name] = torch.tensor(np.stack(padded))
-        if name == "pixel_values" and (has_sizes or (sizes != most).any()):
-            inputs["image_sizes"] = torch.tensor(sizes[:, 1:])
+        inputs[name] = torch.tensor(_stack(values) if isinstance(values, list) else values)
+    sizes = np.array([np.shape(one) for one in data.get("pixel_values", ())])
+    if sizes.shape[1:] == (3,) and (has_sizes or (sizes != sizes[0]).any()):
+        inputs["image_sizes"] = torch.tensor(sizes[:, 1:])
     return inputs
+
+
+def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
+    most = np.array([np.shape(value) for value in values]).max(0)
+    padded = [np.pad(value, [(0, end) for end in most - np.shape(value)]) for value in values]
+    return np.stack(padded)
 
 
 def run_reference_logits(model: Any, inputs: Any) -> np.ndarray:

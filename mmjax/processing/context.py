@@ -139,6 +139,10 @@ class BaseProcessingInfo(ABC):
     def model_id(self) -> str:
         return self.ctx.model_config.model
 
+    def get_tasks(self) -> Mapping[str, str]:
+        """Return `tasks`; those of this checkpoint, where a family's differ."""
+        return self.tasks
+
     @abstractmethod
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Return how many items of each modality the model takes; None: any number."""

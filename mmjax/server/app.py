@@ -339,6 +339,6 @@ def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:
             "output_modalities": ["text"],
             "limit_mm_per_prompt": limits,
             "chat_template_content_format": chat.template.content_format,
-            "tasks": dict(client.input_processor.info.tasks),
+            "tasks": dict(client.input_processor.info.get_tasks()),
         },
     )

@@ -14,9 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.segments import segment_attention
 from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import GemmaRMSNorm, divide_by_rms
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
@@ -61,26 +61,27 @@ class Gemma4ViTConfig:
         values = {name: getattr(hf_config, name) for name in names}
         return cls(**values, rope_theta=float(rope.get("rope_theta", 100.0)))
 
+    @property
+    def linear(self) -> type[Linear]:
+        """The class of the blocks' linear layers."""
+        return ClippedLinear if self.use_clipped_linears else Linear
+
     def make_norm(self, width: int, *, dtype: Any) -> GemmaRMSNorm:
         """Return a norm of so many features."""
         return GemmaRMSNorm(width, eps=self.rms_norm_eps, is_centred=False, dtype=dtype)
 
 
-class ClippedLinear(nnx.Module):
-    """A linear layer without bias, whose inputs and outputs are cut off at the bounds there are."""
+class ClippedLinear(Linear):
+    """A linear layer whose inputs and outputs are cut off at bounds that the checkpoint has."""
 
-    def __init__(self, config: Gemma4ViTConfig, inner: int, outer: int, *, dtype: Any) -> None:
-        self.linear = Linear(inner, outer, use_bias=False, dtype=dtype)
-        self.has_bounds = config.use_clipped_linears
-        if self.has_bounds:
-            bounds = [nnx.Param(jnp.zeros((), dtype)) for _ in range(4)]
-            self.input_min, self.input_max, self.output_min, self.output_max = bounds
+    def __init__(self, in_features: int, out_features: int, *, use_bias: bool, dtype: Any) -> None:
+        super().__init__(in_features, out_features, use_bias=use_bias, dtype=dtype)
+        bounds = [nnx.Param(jnp.zeros((), dtype)) for _ in range(4)]
+        self.input_min, self.input_max, self.output_min, self.output_max = bounds
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P F"]:
         """Project the last axis."""
-        if not self.has_bounds:
-            return self.linear(x)
-        out = self.linear(jnp.clip(x, self.input_min[...], self.input_max[...]))
+        out = super().__call__(jnp.clip(x, self.input_min[...], self.input_max[...]))
         return jnp.clip(out, self.output_min[...], self.output_max[...])
 
 
@@ -89,10 +90,11 @@ class Gemma4ViTAttention(nnx.Module):
 
     def __init__(self, config: Gemma4ViTConfig, *, dtype: Any) -> None:
         width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
+        options = {"use_bias": False, "dtype": dtype}
         self.q_proj, self.k_proj, self.v_proj = (
-            ClippedLinear(config, width, inner, dtype=dtype) for _ in range(3)
+            config.linear(width, inner, **options) for _ in range(3)
         )
-        self.o_proj = ClippedLinear(config, inner, width, dtype=dtype)
+        self.o_proj = config.linear(inner, width, **options)
         self.q_norm = config.make_norm(config.head_dim, dtype=dtype)
         self.k_norm = config.make_norm(config.head_dim, dtype=dtype)
         self.config = config
@@ -116,28 +118,19 @@ class Gemma4ViTAttention(nnx.Module):
         return jnp.concatenate(turned, axis=-1)
 
 
-class Gemma4ViTMLP(nnx.Module):
-    """A gated MLP of such linear layers."""
-
-    def __init__(self, config: Gemma4ViTConfig, *, dtype: Any) -> None:
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = ClippedLinear(config, width, inner, dtype=dtype)
-        self.up_proj = ClippedLinear(config, width, inner, dtype=dtype)
-        self.down_proj = ClippedLinear(config, inner, width, dtype=dtype)
-        self.activation = get_activation(config.hidden_activation)
-
-    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
-        """Transform every patch by itself."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Gemma4ViTBlock(nnx.Module):
     """A block with norms before and after attention and MLP."""
 
     def __init__(self, config: Gemma4ViTConfig, *, dtype: Any) -> None:
         width = config.hidden_size
         self.self_attn = Gemma4ViTAttention(config, dtype=dtype)
-        self.mlp = Gemma4ViTMLP(config, dtype=dtype)
+        self.mlp = GatedMLP(
+            width,
+            config.intermediate_size,
+            activation=config.hidden_activation,
+            linear=config.linear,
+            dtype=dtype,
+        )
         self.input_layernorm = config.make_norm(width, dtype=dtype)
         self.post_attention_layernorm = config.make_norm(width, dtype=dtype)
         self.pre_feedforward_layernorm = config.make_norm(width, dtype=dtype)

@@ -36,7 +36,7 @@ _KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "siglip_vision_model": {},
         "blip_2_vision_model": {"has_class_token": True, "num_channels": 3},
         # NOTE: HF finds a patch's position by its float32 place in the image, which of a whole tile
-        # is the patch's own at all published sides (26, 27 and 32 patches).
+        # must be the patch's own (`models/idefics3/host_inputs.py`).
         "idefics3_vision": {},
         "smolvlm_vision": {},
     }

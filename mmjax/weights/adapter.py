@@ -150,7 +150,7 @@ class AdapterReader:
             if "weight" in tensors:
                 self._check_unchanged(layer, mapped, tensors["weight"])
             found = {
-                kind: part.apply(value) if isinstance(part, Part) and kind != "a" else value
+                kind: value if kind == "a" else _cut(layer, part, value)
                 for kind, value in factors.items()
             }
             if "bias" in tensors:
@@ -195,6 +195,11 @@ class AdapterReader:
         parent, _, last = name.rpartition(".")
         # The head may be the table of embeddings: its adapter is the decoder's own.
         target = f"{parent}.lora" if last == "lm_head" else f"{name}.lora"
+        if last == "embed_tokens" and isinstance(part, Part):
+            raise CheckpointError(
+                f"the adapter has weights of `{layer}`, which is several tables in this model; "
+                "mmjax serves adapters of it that leave `embed_tokens` out"
+            )
         if f"{target}.a" in self.shapes and (part is None or isinstance(part, Part)):
             return target
         if not self.has_towers and not name.startswith("language_model."):
@@ -227,8 +232,7 @@ class AdapterReader:
         saved: StoredTensor,
     ) -> np.ndarray:
         """Return what a bias that stands in place of the model's adds to it."""
-        given, base = _read(saved), self.read_base(name)
-        given = part.apply(given) if isinstance(part, Part) else given
+        given, base = _cut(layer, part, _read(saved)), self.read_base(name)
         if base is None or base.shape != given.shape:
             raise CheckpointError(
                 f"the adapter has a bias of shape {saved.shape} for `{layer}`, and the model has "
@@ -381,6 +385,18 @@ def _group(tensors: Sequence[StoredTensor]) -> dict[str, dict[str, StoredTensor]
             raise CheckpointError(f"{WEIGHTS_FILE} holds `{found['layer']}` twice")
         layer[kind] = tensor
     return layers
+
+
+def _cut(layer: str, part: Change | None, value: np.ndarray) -> np.ndarray:
+    """Return the rows that a part of a fused layer has; CheckpointError where there are others."""
+    if not isinstance(part, Part):
+        return value
+    if len(value) % part.group_size:
+        raise CheckpointError(
+            f"the adapter's array for `{layer}` has {len(value)} rows; expected a multiple of "
+            f"{part.group_size}: is it an adapter of another model?"
+        )
+    return part.apply(value)
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:

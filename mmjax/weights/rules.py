@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,23 @@ class Split:
     sizes: Sequence[int]
     of_stack: bool = False
     """Whether it is a stack of matrices, `[E, out, in]` or `[E, in, out]`, each of which is cut
-    along `out`; the parts are `[E, out, in]`."""
+    along `out`, or of vectors, `[E, out]`; the parts are `[E, out, in]`, or `[E, out]`."""
+    is_transposed: bool = False
+    """Of a stack: whether it is `[E, in, out]` for certain, also where its matrices are square."""
+    is_interleaved: bool = False
+    """Of a stack: whether the parts, of one size, alternate row by row."""
+
+    def parts(self) -> list["Part | StackPart"]:
+        """Return where each part stands."""
+        total, num_parts = sum(self.sizes), len(self.sizes)
+        starts = [sum(self.sizes[:number]) for number in range(num_parts)]
+        placed = list(zip(starts, self.sizes, strict=True))
+        if not self.of_stack:
+            return [Part(start, start + size, total) for start, size in placed]
+        kind = partial(StackPart, num_rows=total, is_transposed=self.is_transposed)
+        if self.is_interleaved:
+            return [kind(n, size, step=num_parts) for n, (_, size) in enumerate(placed)]
+        return [kind(start, size) for start, size in placed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,37 +69,52 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StackPart:
-    """Rows `[start, stop)` of each matrix of a stack; columns where a file has them transposed."""
+    """Some rows of each matrix of a stack, columns where a file has them transposed.
+
+    Or some numbers of each vector of one.
+    """
 
     start: int
-    stop: int
+    count: int
     num_rows: int
     """Of a whole matrix."""
+    step: int = 1
+    """How far one row is from the next."""
+    is_transposed: bool = False
+    """As in `Split`."""
 
     def is_fit(self, shape: Sequence[int]) -> bool:
         """Return whether a stack of this shape has such parts."""
-        return len(shape) == 3 and self.num_rows in shape[1:]
+        return len(shape) in (2, 3) and shape[self._axis(shape)] == self.num_rows
 
-    def find_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
+    def _axis(self, shape: Sequence[int]) -> int:
+        """Return which axis of a file's tensor the rows are on."""
+        if len(shape) == 2:
+            return 1
+        # Squares are taken as they are, as HF does, unless they are known to be transposed.
+        return 2 if self.is_transposed or shape[1] != self.num_rows else 1
+
+    def find_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that the tree has, of the file's."""
-        width = shape[2] if shape[1] == self.num_rows else shape[1]
-        return shape[0], self.stop - self.start, width
+        rest = [size for n, size in enumerate(shape) if n not in (0, self._axis(shape))]
+        return shape[0], self.count, *rest
 
     def read(
         self, shape: Sequence[int], read: Callable[[Any], np.ndarray], index: Sequence[slice]
     ) -> np.ndarray:
         """Return what the tree has at `index`; `read` gives what the file has at another."""
-        matrices, rows, columns = index
-        start, stop, _ = rows.indices(self.stop - self.start)
-        chosen = slice(self.start + start, self.start + stop)
-        # Squares are taken as they are, as HF does.
-        if shape[1] == self.num_rows:
-            return read((matrices, chosen, columns))
-        return read((matrices, columns, chosen)).swapaxes(1, 2)
+        matrices, rows, *columns = index
+        start, stop, _ = rows.indices(self.count)
+        # Files are read without steps.
+        first, last = (self.start + row * self.step for row in (start, stop - 1))
+        chosen = slice(first, last + 1)
+        if self._axis(shape) == 1:
+            return read((matrices, chosen, *columns))[:, :: self.step]
+        return read((matrices, *columns, chosen))[..., :: self.step].swapaxes(1, 2)
 
     def apply(self, tensor: np.ndarray) -> np.ndarray:
         """Return the stack that the tree has."""
-        return self.read(tensor.shape, tensor.__getitem__, (slice(None),) * 3)
+        return self.read(tensor.shape, tensor.__getitem__, (slice(None),) * tensor.ndim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +176,8 @@ def map_tensor(name: str, rules: Sequence[RuleTypes]) -> Iterator[tuple[str, Cha
             place = Place(int(found.group("index")))
             yield re.sub(rule.pattern, rule.replacement, name), place
         elif isinstance(rule, Split):
-            start, group_size = 0, sum(rule.sizes)
-            for replacement, size in zip(rule.replacements, rule.sizes, strict=True):
-                kind = StackPart if rule.of_stack else Part
-                part = kind(start, start + size, group_size)
+            for replacement, part in zip(rule.replacements, rule.parts(), strict=True):
                 yield re.sub(rule.pattern, replacement, name), part
-                start += size
         elif rule.replacement is not None:
             yield re.sub(rule.pattern, rule.replacement, name), rule.transform
         return

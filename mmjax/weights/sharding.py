@@ -43,6 +43,7 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.(k_b_proj|v_b_proj)\.weight$", (_ALL, None)),
     # Each device has a part of every expert: any choice of experts gives all as much to do.
     (r"\.experts\.(gate_proj|up_proj)$", (None, _ALL, None)),
+    (r"\.experts\.(gate_proj|up_proj)_bias$", (None, _ALL)),
     (r"\.experts\.down_proj$", (None, None, _ALL)),
 )
 _ADAPTER = re.compile(r"^(?P<layer>.+)\.lora\.(?P<part>a|b|bias)$")

@@ -318,7 +318,8 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 def choose_max_model_len(model: TinyModel) -> int:
     """Return room for `random_parts` and an answer; an encoder-decoder's are in two prompts."""
-    return 160 if model.family.max_items > 1 else model.family.max_model_len
+    family = model.family
+    return max(160, family.max_model_len) if family.max_items > 1 else family.max_model_len
 
 
 def find_last_seen(request: Request, place: int) -> int:

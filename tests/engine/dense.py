@@ -14,8 +14,8 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
 from tests.families.tiny import Parts, TinyModel
 
-DENSE_LENGTH = 192
-"""Tokens of the only shape."""
+LEAST_LENGTH = 192
+"""Tokens of the only shape, unless a family's prompts have more."""
 
 
 class Answer(NamedTuple):
@@ -34,6 +34,7 @@ class DenseOracle:
 
     def __init__(self, model: TinyModel) -> None:
         self._model, self._paged = model, model.paged
+        self._length = max(LEAST_LENGTH, model.family.max_model_len)
         self._forward = jax.jit(self._logits_at)
         self.answer = cache(self._answer)
 
@@ -56,17 +57,17 @@ class DenseOracle:
         self, sample: Sample, ids: np.ndarray, rows: np.ndarray | None, is_causal: bool
     ) -> np.ndarray:
         prompt, num_tokens = sample.num_tokens, len(ids)
-        token_ids = np.zeros(DENSE_LENGTH, np.int32)
+        token_ids = np.zeros(self._length, np.int32)
         token_ids[:num_tokens] = ids
-        embeds = np.zeros((DENSE_LENGTH, self._paged.shape.embed_width), np.float32)
-        is_embed = np.zeros(DENSE_LENGTH, bool)
+        embeds = np.zeros((self._length, self._paged.shape.embed_width), np.float32)
+        is_embed = np.zeros(self._length, bool)
         is_embed[:prompt] = sample.is_embed
         if rows is not None:
             embeds[is_embed] = rows
-        ahead = see_ahead(sample, "past" if is_causal else self._paged.sees, DENSE_LENGTH)
+        ahead = see_ahead(sample, "past" if is_causal else self._paged.sees, self._length)
         rotary = self._paged.host_inputs.rotary_positions(sample.num_tokens, sample.items)
-        indices = np.tile(np.arange(DENSE_LENGTH, dtype=np.int32), (3, 1))
-        positions = indices if rotary is None else rotary.between(0, DENSE_LENGTH)
+        indices = np.tile(np.arange(self._length, dtype=np.int32), (3, 1))
+        positions = indices if rotary is None else rotary.between(0, self._length)
         row = np.int32(num_tokens - 1)
         arguments = (token_ids, (embeds, is_embed), ahead, (positions, row))
         return np.asarray(self._forward(self._paged.params, *arguments))
@@ -91,7 +92,7 @@ class DenseOracle:
         # Text has no features for the first layers.
         text = jnp.pad(text, ((0, 0), (0, embeds.shape[1] - text.shape[1])))
         hidden = jnp.where(is_embed[:, None], embeds, text)
-        index = jnp.arange(DENSE_LENGTH, dtype=jnp.int32)
+        index = jnp.arange(self._length, dtype=jnp.int32)
         mask = (index[None, :] <= index[:, None]) | ahead
         beyond = ahead[None] if self._paged.sees == "prompt" else None
         metadata = DenseAttentionMetadata(index[None], mask[None], beyond)

@@ -8,11 +8,13 @@ import pytest
 from PIL import Image
 
 from mmjax.engine.core import EngineCore
+from mmjax.models.registry import load_model_class
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from tests.engine.tiny import answer, message, tiny_engine
 from tests.families import FAMILIES
 
+IN_DEFAULT_RUN = {"gemma3", "molmo2"}
 ODD_SIZE = 1009
 """Elements of the field on the host: no other array has as many."""
 
@@ -51,13 +53,17 @@ def test_a_field_of_the_host_stays_there(core: EngineCore, sent: list[np.ndarray
     assert ODD_SIZE not in everything
 
 
-@pytest.mark.parametrize("name", ["gemma3"])
-def test_what_a_tower_takes_is_not_kept_on_the_host(name: str, core: EngineCore) -> None:
-    """For every family that has a model."""
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else pytest.mark.slow) for n in FAMILIES],
+)
+def test_what_a_tower_takes_is_not_kept_on_the_host(name: str) -> None:
     family = FAMILIES[name]
-    inputs = family.make_processor().apply(family.placeholder, {"image": Image.new("RGB", (9, 9))})
+    processor = family.make_processor()
+    inputs = processor.apply(family.placeholder, {"image": Image.new("RGB", (40, 40))})
     item = inputs.mm_kwargs["image"][0]
     assert item is not None
     kept = {key for key, elem in item.items() if elem.field.keep_on_cpu}
-    assert kept
-    assert not kept & core._requests._host_inputs.encoder_spec.inputs.keys()
+    model_class: Any = load_model_class(family.architecture)
+    host_inputs = model_class.host_inputs(processor.info.get_hf_config())
+    assert not kept & host_inputs.encoder_spec.inputs.keys()

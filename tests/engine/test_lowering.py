@@ -25,7 +25,9 @@ from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.attention.kv_cache import InterleavedCache, SlotCache
 from mmjax.layers.module import bind, build_abstract, seeing_modules
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.models.internvl.model import InternVLForConditionalGeneration
 from tests.engine.tiny import tiny_config
+from tests.families import internvl
 
 TPU_KERNEL = re.compile(r"custom_call @tpu_custom_call")
 TPU_CALL = re.compile(r"call @ragged_paged_attention")
@@ -50,11 +52,13 @@ def make_programs(
     *,
     width: int = 32,
     num_encoder_rows: int = 16,
+    config: Any = None,
 ) -> Programs:
-    """Describe an engine's programs as they are on `platform`."""
-    config: Any = copy.deepcopy(tiny_config())
-    config.text_config.hidden_size = width
-    config.vision_config.hidden_size = 32  # heads of 16: cuDNN takes multiples of 8
+    """Describe an engine's programs as they are on `platform`; by default of a tiny Gemma 3."""
+    if config is None:
+        config = copy.deepcopy(tiny_config())
+        config.text_config.hidden_size = width
+        config.vision_config.hidden_size = 32  # heads of 16: cuDNN takes multiples of 8
     graphdef, params = build_abstract(model_class, config, dtype=jnp.dtype(dtype))
     model = bind(graphdef, params)
     cache_type = choose_cache_type(platform, model.kv_cache_spec, dtype)
@@ -124,6 +128,20 @@ def test_only_steps_with_images_both_ways_do_without_the_tpu_kernel():
     assert {bucket.has_spans for bucket in found} == {False, True}
     for bucket, count in found.items():
         assert count == (0 if bucket.has_spans else NUM_LAYERS), bucket
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.usefixtures("as_on_tpu", "as_with_cuda")
+def test_sinks_are_in_our_kernel_and_in_xla(platform: str):
+    """Of gpt-oss' two layers; JAX's kernel for TPUs has none."""
+    config = internvl.tiny_config(text=internvl.GPT_OSS)
+    programs = make_programs(
+        InternVLForConditionalGeneration, platform, jnp.dtype(jnp.bfloat16), config=config
+    )
+    for program in programs.by_kind(8)["step"]:
+        text = lower(program, platform)
+        assert len(CUDA_CALL.findall(text)) == 2 * (platform == "cuda"), program.label
+        assert not TPU_CALL.search(text), program.label
 
 
 def test_on_a_mesh_each_device_calls_the_kernel_with_its_heads(monkeypatch: pytest.MonkeyPatch):

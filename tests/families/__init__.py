@@ -5,8 +5,10 @@
 
 from functools import cache
 
+from tests.families.aya_vision import AYA_VISION, COHERE2_VISION
 from tests.families.blip2 import BLIP2
 from tests.families.chameleon import CHAMELEON
+from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
@@ -14,7 +16,7 @@ from tests.families.gemma3 import GEMMA3
 from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
-from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
+from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
@@ -28,8 +30,11 @@ from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
 
 _ROWS = (
+    AYA_VISION,
     BLIP2,
     CHAMELEON,
+    COHERE2_VISION,
+    DEEPSEEK_OCR2,
     DEEPSEEK_VL2,
     FLORENCE2,
     FUYU,
@@ -42,6 +47,7 @@ _ROWS = (
     GLM_OCR,
     IDEFICS3,
     INTERNVL,
+    INTERNVL_GPT_OSS,
     INTERNVL_ORIGINAL,
     LLAVA,
     LLAVA_SIGLIP,

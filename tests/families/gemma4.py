@@ -249,12 +249,12 @@ TINY = TinyFamily(
     published_head_dim=256,
     max_embeds={"image": 4, "video": 9},
     variants={
-        "small": Variant({}, 7),
-        "large": Variant({"text": LARGE}, 7),
-        "experts": Variant({"text": LARGE | EXPERTS}, 7),
-        "bounds and a standard": Variant({"vision": CLIPPED, "is_tied": False}, 7),
+        "small": Variant({}, 8),
+        "large": Variant({"text": LARGE}, 8),
+        "experts": Variant({"text": LARGE | EXPERTS}, 8),
+        "bounds and a standard": Variant({"vision": CLIPPED, "is_tied": False}, 8),
         "parts without shared caches": Variant(
-            {"text": {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}}, 7
+            {"text": {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}}, 8
         ),
     },
 )
@@ -352,6 +352,7 @@ GEMMA4 = Family(
             "model.embed_audio.embedding_projection.weight",
         )
     ),
+    probed=("embed_vision",),
     rendered=(
         "<|turn>user\n"
         "<|image|>what is it<turn|>\n"
@@ -426,6 +427,7 @@ GEMMA4_UNIFIED = replace(
     name="gemma4_unified",
     architecture="Gemma4UnifiedForConditionalGeneration",
     tiny=TINY_UNIFIED,
+    probed=(),
     path=unified_directory,
     write=with_weights(write_unified, fill),
     call_hf=partial(call_processor, hf_unified),

@@ -204,7 +204,7 @@ _SHARED: dict[str, Any] = {
         f"<|im_start|>User:{IMAGE}",
         f"<|im_start|>System: be short<end_of_utterance>\nUser:{IMAGE}",
     ),
-    "probed": ("vision_model.post_layernorm", "connector"),
+    "probed": ("vision_tower.post_layernorm", "multi_modal_projector"),
     "call_hf": partial(call_processor, hf_processor),
     "placeholder": IMAGE,
     "extra_kwargs": ({}, WHOLE, SMALLER),

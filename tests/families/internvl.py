@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.families.directories import (
     made_once,
     make_random,
     save_weights,
+    with_weights,
 )
 from tests.families.family import CHATML, Family, HFInputs, assemble, call_processor
 from tests.families.published import MODULE, Published
@@ -63,6 +65,27 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 512,
     "pad_token_id": 0,
 }
+QWEN3_MOE: dict[str, Any] = {
+    **{"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True},
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+}
+GPT_OSS: dict[str, Any] = {
+    **{"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 9, "hidden_act": "silu"},
+    **{"num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 1.5},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False},
+        "original_max_position_embeddings": 64,
+    },
+}
+PHI3: dict[str, Any] = {
+    # The decoder's own key decides, of which the angles get a copy.
+    **{"model_type": "phi3", "sliding_window": 25, "original_max_position_embeddings": 30},
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 1e4},
+        **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.5]},
+    },
+}
+"""Prompts of more than 30 tokens have other rotary frequencies."""
 NUM_TILES = {"image": (3, 1, 2), "video": (5, 4, 2)}
 """By turns; an image of several has a thumbnail."""
 NAMES = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -144,7 +167,45 @@ TINY = TinyFamily(
             },
             7,
         ),
+        "qwen3 with experts, one layer without": Variant(
+            {"text": {**QWEN3_MOE, "mlp_only_layers": [0]}}, 8
+        ),
+        "qwen3 with experts, weights of all": Variant(
+            {"text": {**QWEN3_MOE, "norm_topk_prob": False}}, 8
+        ),
+        "phi3": Variant({"text": PHI3}, 8),
+        "internlm3": Variant(
+            {
+                "text": {
+                    **{"model_type": "internlm3", "head_dim": 12, "qkv_bias": True, "bias": True},
+                    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0},
+                }
+            },
+            8,
+        ),
         "first state, no squares": Variant({"downsample_ratio": 1.0, "vision_feature_layer": 1}, 7),
+    },
+)
+
+
+TINY_GPT_OSS = replace(
+    TINY,
+    name="internvl gpt_oss",
+    resize=partial(resize_text, **GPT_OSS),
+    served={"text": GPT_OSS},
+    published_head_dim=64,
+    variants={
+        "plain": Variant({"text": GPT_OSS}, 8),
+        "no biases of projections, hardly clamped": Variant(
+            {
+                "text": {
+                    **{**GPT_OSS, "attention_bias": False, "swiglu_alpha": 1.2},
+                    **{"swiglu_limit": 7.0, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+                },
+                "tie_word_embeddings": True,
+            },
+            8,
+        ),
     },
 )
 
@@ -203,6 +264,23 @@ INTERNVL = Family(
         {"mm_processor_kwargs": {"crop_to_patches": False}},
         {"trust_request_mm_kwargs": True},
     ),
+)
+
+
+def write_gpt_oss(folder: Path) -> Path:
+    """Write config, tokenizer and the processor's files of one with gpt-oss' decoder."""
+    sizes = {"vocab_size": 1024, "max_position_embeddings": 4096, "eos_token_id": 995}
+    return edit_golden("internvl", folder, config={"text_config": {**TEXT, **GPT_OSS, **sizes}})
+
+
+gpt_oss_path = made_once(write_gpt_oss)
+INTERNVL_GPT_OSS = replace(
+    INTERNVL,
+    name="internvl gpt_oss",
+    tiny=TINY_GPT_OSS,
+    is_written=True,
+    path=gpt_oss_path,
+    write=with_weights(write_gpt_oss, TINY.fill),
 )
 
 

@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     MistralConfig,
+    Phi3Config,
     PixtralVisionConfig,
     Qwen2Config,
     SiglipVisionConfig,
@@ -63,6 +64,7 @@ TEXT_CONFIGS = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "gemma3": Gemma3TextConfig,
+    "phi3": Phi3Config,
 }
 VISION_CONFIGS = {
     "clip": CLIPVisionConfig,
@@ -153,6 +155,20 @@ TINY = TinyFamily(
                 "tie_word_embeddings": True,
                 "vision_feature_select_strategy": "full",
                 "vision": {"image_size": 31},
+            },
+            8,
+        ),
+        "phi3, as long as trained at most": Variant(
+            {
+                "decoder": "phi3",
+                "text": {
+                    "original_max_position_embeddings": 200,
+                    "rope_parameters": {
+                        **{"rope_type": "longrope", "rope_theta": 1e4},
+                        "short_factor": [1.0, 1.1, 1.2, 1.3],
+                        "long_factor": [1.5, 2.0, 3.0, 4.5],
+                    },
+                },
             },
             8,
         ),

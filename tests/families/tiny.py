@@ -226,7 +226,7 @@ class TinyModel:
     @cached_property
     def paged(self) -> PagedModel:
         """Our model, for one request at a time."""
-        return self.make_paged(self.params)
+        return self.make_paged(self.params, max(256, self.family.max_model_len))
 
     def make_paged(self, params: Any, max_len: int = 256) -> PagedModel:
         """Return our model with parameters of your own."""

@@ -6,7 +6,7 @@ import random
 import string
 from contextlib import suppress
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,11 @@ from mmjax.frontend.output.tool_calls.parsers import (
 )
 from mmjax.frontend.output.tool_calls.python_literals import parse_arguments
 
-NAMES = frozenset({"f", "g", "get_weather"})
+FUNCTIONS: dict[str, Any] = {
+    "f": {"parameters": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}},
+    "g": {},
+    "get_weather": {},
+}
 F, G = ("f", '{"a": 1}'), ("g", "{}")
 
 SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -50,6 +54,32 @@ SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [F, G]),
     ("mistral", "[TOOL", "[TOOL", []),
     ("mistral", "[TOOL_CALLS]f no", "[TOOL_CALLS]f no", []),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+     "", [F]),
+    ("glm45", "so:\n<tool_call>g\n</tool_call>\nend", "so:\nend", [G]),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>\n"
+     "<tool_call>g</tool_call>", "", [F, G]),
+    ("glm45", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+     '<arg_value>[1, {"c": null}]</arg_value>\n<arg_key>d</arg_key>\n<arg_value>a "b"\n</arg_value>'
+     "</tool_call>", "", [("f", '{"s": "1", "b": [1, {"c": null}], "d": "a \\"b\\"\\n"}')]),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key></tool_call>",
+     "<tool_call>f\n<arg_key>a</arg_key></tool_call>", []),
+    ("glm45", "<tool_call>f\n<arg_key>a", "<tool_call>f\n<arg_key>a", []),
+    ("glm45", " \n<tool_call></tool_call>", " \n<tool_call></tool_call>", []),
+    ("glm45", "a < b <tool", "a < b <tool", []),
+    ("gemma4", "<|tool_call>call:f{a:1}<tool_call|>", "", [F]),
+    ("gemma4", "so <|tool_call>call:f{a:1}<tool_call|><|tool_call>call:g{}<tool_call|>", "so",
+     [F, G]),
+    ("gemma4", '<|tool_call>call:f{s:<|"|>it "is", {so}:\n<|"|>,d:[1,-2.5,true,null],'
+     'e:{two words:<|"|><|"|>,<|"|>k<|"|>:false}}<tool_call|>', "",
+     [("f", '{"s": "it \\"is\\", {so}:\\n", "d": [1, -2.5, true, null], '
+       '"e": {"two words": "", "k": false}}')]),
+    ("gemma4", "<|tool_call>call:f{a:1<tool_call|>", "<|tool_call>call:f{a:1<tool_call|>", []),
+    ("gemma4", "<|tool_call>f{a:1}<tool_call|>", "<|tool_call>f{a:1}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:f{a:1} b<tool_call|>",
+     "<|tool_call>call:f{a:1} b<tool_call|>", []),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>b}<tool_call|>',
+     '<|tool_call>call:f{a:<|"|>b}<tool_call|>', []),
     ("pythonic", "[f(a=1), g()]", "", [F, G]),
     ("pythonic", "```tool_code\nf(a=1)\n```", "", [F]),
     ("pythonic", '[f(a="x,)]", b=[1, {"c": None}])]', "",
@@ -87,7 +117,7 @@ def read(
 def test_formats(
     name: str, said: str, text: str, calls: list[tuple[str, str]], seed: int | None
 ) -> None:
-    assert read(TOOL_CALL_FORMATS[name].make(NAMES), said, seed) == (text, calls)
+    assert read(TOOL_CALL_FORMATS[name].make(FUNCTIONS), said, seed) == (text, calls)
 
 
 def test_every_format_can_be_set() -> None:
@@ -102,6 +132,8 @@ def test_enforced_calls(seed: int | None) -> None:
 
 
 MARKS = [
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<|tool_call>", "<tool_call|>", "call:", '<|"|>'),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```", "```json"),
     *(
         "```tool_code",
@@ -138,8 +170,8 @@ MARKS = [
     seed=st.integers(0, 10**6),
 )
 def test_pieces_are_read_as_the_whole_is(name: str, said: str, seed: int) -> None:
-    whole = read(TOOL_CALL_FORMATS[name].make(NAMES), said)
-    assert read(TOOL_CALL_FORMATS[name].make(NAMES), said, seed) == whole
+    whole = read(TOOL_CALL_FORMATS[name].make(FUNCTIONS), said)
+    assert read(TOOL_CALL_FORMATS[name].make(FUNCTIONS), said, seed) == whole
     if not whole[1] and not any(mark in said for mark in ("</tool_call>", "<|action_end|>", "```")):
         assert whole[0] == said
 
@@ -149,7 +181,7 @@ def test_pieces_are_read_as_the_whole_is(name: str, said: str, seed: int) -> Non
 @pytest.mark.parametrize("piece", ["[", " ", "{", '{"a":', "<tool_call>", "f(", '"', "\\"])
 def test_CVE_2026_55574_long_answers_are_read_in_one_pass(name: str, piece: str) -> None:
     """A reader that went back over what it read would take hours."""
-    parser = TOOL_CALL_FORMATS[name].make(NAMES)
+    parser = TOOL_CALL_FORMATS[name].make(FUNCTIONS)
     num_chars = sum(len(parser.push(piece).text) for _ in range(200_000))
     assert num_chars + len(parser.finish().text) <= 200_000 * len(piece)
 

@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -263,6 +267,38 @@ DECODERS = (
         },
     ),
     Decoder(
+        name="cohere",
+        hf_classes=(CohereConfig, CohereForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny=LLAMA,
+        configs={
+            "plain": {},
+            "biases, logits as they are, coarse eps, a head of its own": {
+                "attention_bias": True,
+                "logit_scale": 1.0,
+                "layer_norm_eps": 1e-2,
+                "tie_word_embeddings": False,
+            },
+        },
+    ),
+    Decoder(
+        name="cohere2",
+        hf_classes=(Cohere2Config, Cohere2ForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny=LLAMA,
+        configs={
+            "three with a window, one without positions": {
+                "num_hidden_layers": 4,
+                "sliding_window": 9,
+                "logit_scale": 0.25,
+            },
+            "nowhere positions": {"layer_types": ["full_attention"] * 3},
+            "linear rope": {"rope_parameters": LINEAR, "attention_bias": True},
+        },
+    ),
+    Decoder(
         name="opt",
         hf_classes=(HFOPTConfig, OPTForCausalLM),
         config_class=OPTConfig,
@@ -348,7 +384,9 @@ def test_every_state_is_hfs(decoder: Decoder, changes: Mapping[str, Any]):
     assert_close(jax.device_get(run(params, token_ids, metadata)), expected, atol=1e-5)
 
 
-GEMMA3, _, _, LLAMA_ROW, _, _, QWEN3_ROW, _, PERSIMMON_ROW = DECODERS
+ROWS = {decoder.name: decoder for decoder in DECODERS}
+GEMMA3, LLAMA_ROW = ROWS["gemma3"], ROWS["llama"]
+QWEN3_ROW, PERSIMMON_ROW, COHERE_ROW = ROWS["qwen3"], ROWS["persimmon"], ROWS["cohere"]
 REFUSED = [
     (GEMMA3, {"use_bidirectional_attention": True}, "an encoder, not a generator"),
     (GEMMA3, {"layer_types": ["chunked_attention"]}, "chunked_attention"),
@@ -357,7 +395,17 @@ REFUSED = [
     (
         LLAMA_ROW,
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        "is `longrope`",
+        "is `longrope`, and 'short_factor' is not given",
+    ),
+    (
+        LLAMA_ROW,
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]}},
+        "has 1 numbers; it must have 4",
+    ),
+    (
+        LLAMA_ROW,
+        {"rope_parameters": {"rope_type": "hadamard", "rope_theta": 1e4}},
+        "`rope_type` is `hadamard`; mmjax knows `default`",
     ),
     (
         LLAMA_ROW,
@@ -370,6 +418,7 @@ REFUSED = [
         r"`hidden_size` is 48, .*`num_attention_heads`, 5",
     ),
     (PERSIMMON_ROW, {"hidden_act": "prelu"}, "activation `prelu` is unknown"),
+    (COHERE_ROW, {"use_qk_norm": True}, "`use_qk_norm` is true"),
 ]
 
 

@@ -210,7 +210,12 @@ def visible(chunk: Chunk, window: int | None) -> np.ndarray:
 
 
 def answer(
-    chunk: Chunk, *, scale: float, window: int | None = None, soft_cap: float | None = None
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return [num_new, N, H] by the formula, in float64."""
     group = chunk.heads.num // chunk.heads.num_kv
@@ -220,6 +225,9 @@ def answer(
     if soft_cap is not None:
         scores = np.tanh(scores / soft_cap) * soft_cap
     scores = np.where(visible(chunk, window)[None], scores, -np.inf)
+    if sinks is not None:
+        column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate([scores, column], -1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("nts,snh->tnh", weights, value)
+    return np.einsum("nts,snh->tnh", weights[..., : chunk.stop], value)

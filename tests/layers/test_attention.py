@@ -13,14 +13,17 @@ import pytest
 from mmjax.layers.attention.api import DenseAttentionMetadata, attention, dense_attention
 from mmjax.layers.attention.dense import CACHED_SCORES, MANY_SCORES
 from mmjax.layers.attention.kv_cache import TransposedCache
-from mmjax.layers.attention.paged import SLOTS_AT_ONCE
+from mmjax.layers.attention.paged import LARGE_BLOCK, SLOTS_AT_ONCE
 from tests.layers.ragged import (
+    BLOCK_SIZE,
     HEAD_DIM,
     NUM_HEADS,
     NUM_KV_HEADS,
     Batch,
     Chunk,
+    Heads,
     answer,
+    draw_causal_chunk,
     draw_chunk,
     interleave,
     lay_out,
@@ -31,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "global": {"scale": 0.25},
     "window": {"scale": 0.25, "window": 6},
     "soft cap": {"scale": 0.5, "soft_cap": 2.0, "window": 20},
+    "sinks": {"scale": 0.5, "window": 20, "sinks": np.array([-1.0, 0.5, 2.0, 4.0], np.float32)},
 }
 TOLERANCE = 2e-6
 
@@ -150,6 +154,21 @@ def test_values_may_be_narrower_than_keys(value_dim: int, is_decoding: bool, is_
     for chunk, out in zip(chunks, outputs, strict=True):
         expected = answer(chunk, **OPTIONS["soft cap"])[..., :value_dim]
         np.testing.assert_allclose(out, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tile", [1, 64])
+def test_sinks_of_large_blocks_are_the_formula(tile: int):
+    """Where tokens that decode are computed beside a prompt's tiles, and all at once."""
+    generator = np.random.default_rng(6)
+    heads = Heads(num=6, num_kv=2, width=LARGE_BLOCK // (2 * BLOCK_SIZE))
+    lengths = [(50, 1), (0, 1)] if tile == 1 else [(50, 1), (7, 30), (0, 1)]
+    chunks = [draw_causal_chunk(generator, *length, heads) for length in lengths]
+    lay = lay_out_decoding if tile == 1 else lay_out_mixed
+    sinks = np.array([-1, 3, 0.5, 2, 6, 4], np.float32)
+    options: dict[str, Any] = {"scale": 0.05, "sinks": sinks}
+    outputs, _ = attend(lay(chunks), **options)
+    for chunk, out in zip(chunks, outputs, strict=True):
+        np.testing.assert_allclose(out, answer(chunk, **options), atol=TOLERANCE)
 
 
 def test_padding_writes_nothing():

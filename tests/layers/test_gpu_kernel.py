@@ -46,6 +46,7 @@ class Kind(NamedTuple):
     value_dim: int = Heads().width
     soft_cap: float | None = None
     dtype: str = "float32"
+    has_sinks: bool = False
 
 
 KINDS = [
@@ -53,6 +54,8 @@ KINDS = [
     Kind("decode"),
     Kind("mixed", Heads(3, 1, 24), 20, soft_cap=3.0),
     Kind("decode", Heads(3, 1, 24), 16, dtype="bfloat16"),
+    Kind("mixed", has_sinks=True),
+    Kind("decode", Heads(3, 1, 24), 24, has_sinks=True),
 ]
 WINDOWS = (None, 9, 40)
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (72, 40), (192, 128), (576, 512)]
@@ -107,7 +110,9 @@ def draw_case(seed: int) -> tuple[Kind, Batch, list[Chunk], dict[str, Any]]:
     chunks = draw_chunks(generator, kind.shape, kind.heads)
     batch = narrow(lay_out(chunks, **SHAPES[kind.shape], seed=seed), kind.value_dim)
     window = WINDOWS[int(generator.integers(len(WINDOWS)))]
-    return kind, batch, chunks, {"scale": 0.25, "window": window, "soft_cap": kind.soft_cap}
+    sinks = generator.normal(size=kind.heads.num).astype(np.float32) if kind.has_sinks else None
+    options = {"scale": 0.25, "window": window, "soft_cap": kind.soft_cap, "sinks": sinks}
+    return kind, batch, chunks, options
 
 
 def narrow(batch: Batch, value_dim: int) -> Batch:
@@ -129,7 +134,7 @@ def test_it_is_the_formula(seed: int):
     kind, batch, chunks, options = draw_case(seed)
     query, cache, metadata = to_device(batch, jnp.dtype(kind.dtype))
     visible = visible_range(metadata, options["window"])
-    settings = {name: options[name] for name in ("scale", "soft_cap")}
+    settings = {name: options[name] for name in ("scale", "soft_cap", "sinks")}
     out = kernel(query, cache, metadata, metadata.block_tables, visible, **settings)
     out = np.asarray(out, np.float32)
     for chunk, rows in zip(chunks, batch.rows, strict=True):
@@ -191,8 +196,9 @@ def test_neighbours_change_no_bit():
     np.testing.assert_array_equal(*outputs)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
-def test_on_a_mesh_each_device_has_its_heads(shape: tuple[int, int]):
+def test_on_a_mesh_each_device_has_its_heads(shape: tuple[int, int], has_sinks: bool):
     """Key-value heads over one axis, and the query heads of each over the other as well."""
     heads = Heads(num=8, num_kv=shape[0], width=16)
     chunks = [draw_causal_chunk(np.random.default_rng(0), start, 5, heads) for start in (20, 0)]
@@ -200,8 +206,10 @@ def test_on_a_mesh_each_device_has_its_heads(shape: tuple[int, int]):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("kv", "group"))
     cut = HeadSharding(mesh=mesh, query_axes=("kv", "group"), kv_axes=("kv",))
     arguments = (metadata, metadata.block_tables, visible_range(metadata, None))
-    whole = walk(query, cache, *arguments, scale=0.25, soft_cap=None)
-    parts = kernel(query, replace(cache, sharding=cut), *arguments, scale=0.25, soft_cap=None)
+    options = {"scale": 0.25, "soft_cap": None}
+    options["sinks"] = jnp.linspace(-2.0, 3.0, 8) if has_sinks else None
+    whole = walk(query, cache, *arguments, **options)
+    parts = kernel(query, replace(cache, sharding=cut), *arguments, **options)
     rows = np.asarray(metadata.slot_block) < cache.keys.shape[0]
     np.testing.assert_allclose(parts[rows], whole[rows], atol=2e-6)
 

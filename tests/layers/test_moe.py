@@ -9,7 +9,16 @@ import pytest
 from flax import nnx
 
 from mmjax.engine.device.compilation import compiler_options
-from mmjax.layers.moe import FEW_ROWS, Experts, MixtureOfExperts, Router, RouterConfig
+from mmjax.layers.cpu.library import find_kernels
+from mmjax.layers.moe import (
+    FEW_ROWS,
+    ClampedGate,
+    Experts,
+    ExpertWeights,
+    MixtureOfExperts,
+    Router,
+    RouterConfig,
+)
 
 WIDTH, INNER, NUM_EXPERTS = 24, 20, 8
 
@@ -35,14 +44,25 @@ def draw_rows(num_rows: int, seed: int = 1) -> Any:
     return jnp.asarray(rows, jnp.float32)
 
 
+def params_of(experts: Experts) -> list[Any]:
+    return [getattr(experts, name) for name in ExpertWeights._fields]
+
+
 def one_expert(experts: Experts, number: int, x: np.ndarray) -> np.ndarray:
     """Compute one expert in float64."""
-    gate, up, down = (
-        np.asarray(p[...][number], np.float64)
-        for p in (experts.gate_proj, experts.up_proj, experts.down_proj)
+    gate, up, down, *biases = (
+        0.0 if one is None else np.asarray(one[...][number], np.float64)
+        for one in params_of(experts)
     )
-    gated = x @ gate.T
-    return (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+    gated, raised = x @ np.transpose(gate) + biases[0], x @ np.transpose(up) + biases[1]
+    clamped = experts.clamped_gate
+    if clamped is None:
+        inner = gated / (1 + np.exp(-gated)) * raised
+    else:
+        gated = np.minimum(gated, clamped.limit)
+        raised = np.clip(raised, -clamped.limit, clamped.limit)
+        inner = gated / (1 + np.exp(-gated * clamped.alpha)) * (raised + 1)
+    return inner @ np.transpose(down) + biases[2]
 
 
 @pytest.mark.parametrize(
@@ -56,16 +76,24 @@ def one_expert(experts: Experts, number: int, x: np.ndarray) -> np.ndarray:
     ],
     ids=["one", "few", "tiles", "many", "none"],
 )
-def test_each_row_meets_its_expert(sizes: list[int]):
-    """In tiles, on the CPU, and by `ragged_dot`, elsewhere; rows behind the last are of none."""
-    experts = fill(Experts(NUM_EXPERTS, WIDTH, INNER, activation="silu", dtype=jnp.float32))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_bias": True, "clamped_gate": ClampedGate(alpha=1.7, limit=0.8)}],
+    ids=["plain", "clamped, with biases"],
+)
+def test_each_row_meets_its_expert(sizes: list[int], options: dict[str, Any]):
+    """By a kernel or in tiles, on the CPU, and by `ragged_dot`, elsewhere; the last are of none."""
+    settings = {"activation": "silu", "dtype": jnp.float32, **options}
+    experts = fill(Experts(NUM_EXPERTS, WIDTH, INNER, **settings))
     x = draw_rows(sum(sizes) + 2)
     counts = jnp.asarray(sizes, jnp.int32)
     owners = np.repeat(np.arange(NUM_EXPERTS), sizes).tolist()
     rows = [one_expert(experts, n, row) for n, row in zip(owners, np.asarray(x), strict=False)]
-    weights = [p[...] for p in (experts.gate_proj, experts.up_proj, experts.down_proj)]
-    for compute in (experts._by_tiles, experts._by_ragged_dot):
-        ours = np.asarray(jax.jit(compute)(x, counts, *weights))[: len(rows)]
+    arrays: list[Any] = [one if one is None else one[...] for one in params_of(experts)]
+    weights = ExpertWeights(*arrays)
+    by_kernel = (experts._by_kernel,) if find_kernels() else ()
+    for compute in (experts._by_tiles, experts._by_ragged_dot, *by_kernel):
+        ours = np.asarray(jax.jit(compute)(x, counts, weights))[: len(rows)]
         np.testing.assert_allclose(ours, np.reshape(rows, ours.shape), rtol=1e-5, atol=1e-5)
 
 
@@ -112,13 +140,14 @@ def route(logits: np.ndarray, bias: np.ndarray | None, config: RouterConfig) -> 
         {},
         {"is_normalized": True, "scale": 2.5},
         {"num_groups": 4, "num_chosen_groups": 2},
+        {"has_logit_bias": True, "is_normalized": True},
         {"has_sigmoid": True, "has_correction_bias": True, "is_normalized": True, "scale": 2.0},
         {
             **{"has_sigmoid": True, "has_correction_bias": True, "top_k": 2},
             **{"num_groups": 2, "num_chosen_groups": 1},
         },
     ],
-    ids=["greedy", "normalised", "groups", "bias", "groups-and-bias"],
+    ids=["greedy", "normalised", "groups", "logits-bias", "bias", "groups-and-bias"],
 )
 def test_routers_choose_and_weigh_as_their_keys_say(changes: dict[str, Any]):
     config = router_config(**changes)
@@ -129,6 +158,9 @@ def test_routers_choose_and_weigh_as_their_keys_say(changes: dict[str, Any]):
     ours = np.zeros((50, NUM_EXPERTS))
     np.put_along_axis(ours, np.asarray(experts), np.asarray(weights), axis=1)
     logits = np.asarray(x, np.float64) @ np.asarray(router.weight[...], np.float64).T
+    if config.has_logit_bias:
+        assert router.bias is not None
+        logits = logits + np.asarray(router.bias[...])
     bias = router.e_score_correction_bias
     expected = route(logits, None if bias is None else np.asarray(bias[...], np.float64), config)
     np.testing.assert_allclose(ours, expected, atol=1e-6)

@@ -175,7 +175,9 @@ def ask(model: Path, **settings: Any) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("quantization", BOTH)
+@pytest.mark.parametrize(
+    "quantization", ["int8", pytest.param("int8-weights", marks=pytest.mark.slow)]
+)
 def test_answers_are_the_same_from_a_snapshot_and_over_devices(
     checkpoint: Path, tmp_path: Path, quantization: Quantization
 ):

@@ -1,6 +1,7 @@
 """Random adapters as PEFT writes them, and PEFT's own models with them."""
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,14 +9,11 @@ import peft
 import torch
 from peft import LoraConfig
 
-TEXT = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-"""The linear layers of a decoder of Llama's names."""
-TOWERS = (
-    r".*(vision_tower|visual|multi_modal_projector|vision_model).*\."
-    r"(q_proj|k_proj|v_proj|out_proj|projection_layer|fc1|fc2|qkv|proj|linear_1|linear_2|mlp\.0"
-    r"|mlp\.2)"
-)
-"""Those of towers and connectors; a convolution of the same name must be left out."""
+from mmjax.weights.rules import apply_rules
+from tests.families.tiny import TinyModel
+
+TEXT, TOWERS, EMBEDDINGS, HEAD = "text", "towers", "embeddings", "head"
+"""Parts of a model: linear layers of its decoder, those of towers and connectors, and both ends."""
 
 
 class TinyAdapter(NamedTuple):
@@ -26,19 +24,52 @@ class TinyAdapter(NamedTuple):
     """HF's model, with PEFT's layers in it."""
 
 
-def make_adapter(reference: Any, path: Path, *, seed: int = 0, **settings: Any) -> TinyAdapter:
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Where a model has experts, PEFT takes layers of these names, in towers too, for theirs."""
+
+
+def find_layers(model: TinyModel, parts: Collection[str]) -> list[str]:
+    """Return HF's names of the layers of some parts; those that mmjax does not load among them."""
+    modules = dict(model.reference.named_modules())
+    has_experts = any(type(module).__name__.endswith("Experts") for module in modules.values())
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        and _find_part(name, module, model) in parts
+        and not (has_experts and name.endswith(_OF_EXPERTS))
+    ]
+
+
+def _find_part(name: str, module: torch.nn.Module, model: TinyModel) -> str | None:
+    mapped = apply_rules(f"{name}.weight", model.rules) or ""
+    if name.endswith("lm_head"):
+        return HEAD
+    if isinstance(module, torch.nn.Embedding):
+        return EMBEDDINGS if mapped == "language_model.embed_tokens.weight" else None
+    return TEXT if mapped.startswith("language_model.") else TOWERS
+
+
+def make_adapter(
+    model: TinyModel,
+    path: Path,
+    *,
+    parts: Collection[str] = (TEXT,),
+    seed: int = 0,
+    **settings: Any,
+) -> TinyAdapter:
     """Write a random adapter of HF's model, loud enough to change its answers.
 
-    `settings`: PEFT's, of `LoraConfig`.
+    `parts`: those that it adapts; `settings`: PEFT's, of `LoraConfig`.
     """
-    own = {"r": 8, "lora_alpha": 16, "target_modules": TEXT, **settings}
-    model = peft.get_peft_model(copy.deepcopy(reference), LoraConfig(**own))
+    own = {"r": 8, "lora_alpha": 16, "target_modules": find_layers(model, parts), **settings}
+    adapted = peft.get_peft_model(copy.deepcopy(model.reference), LoraConfig(**own))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in adapted.named_parameters():
             if "lora_" in name or (parameter.requires_grad and name.endswith("bias")):
                 draw = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(draw * 0.5 / parameter.shape[-1] ** 0.5)
-    model.save_pretrained(str(path))
-    base: Any = model.base_model
+    adapted.save_pretrained(str(path))
+    base: Any = adapted.base_model
     return TinyAdapter(path, base.model.eval())

@@ -5,7 +5,12 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from mmjax.config.engine_config import LoRAConfig, MultiModalConfig, ParallelConfig
+from mmjax.config.engine_config import (
+    LoRAConfig,
+    MultiModalConfig,
+    ParallelConfig,
+    Quantization,
+)
 from mmjax.engine.core import EngineCore
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.arrays import Sample
@@ -36,6 +41,7 @@ def start_model(
     size: int = 1,
     mm: MultiModalConfig | None = None,
     lora: LoRAConfig | None = None,
+    quantization: Quantization | None = None,
     **settings: Any,
 ) -> EngineCore:
     """Start an engine of three requests at a time, with room for the largest item.
@@ -54,7 +60,7 @@ def start_model(
     block_bytes = config.cache.block_size * width * 4
     config = replace(
         config,
-        model=replace(config.model, hf_config=hf_config),
+        model=replace(config.model, hf_config=hf_config, quantization=quantization),
         cache=replace(
             config.cache,
             kv_cache_memory_bytes=None if num_blocks is None else num_blocks * block_bytes,

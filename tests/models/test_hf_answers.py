@@ -85,7 +85,9 @@ def test_logits_at_every_position_are_hfs(family: Family):
     config = load_model_config(str(family.checkpoint))
     processor, model_class = create_processor(config), load_model_class(config.architecture)
     parts: Any = (family.checkpoint, model_class, config.hf_config)
-    model = PagedModel.from_directory(*parts, max_len=1024)
+    model = PagedModel.from_directory(
+        *parts, max_len=family.llm_settings.get("max_model_len", 1024)
+    )
     reference, prompts = load(family)
     for (text, images), inputs in zip(write_prompts(family), prompts, strict=True):
         given = processor.apply(text, {"image": images} if images else {})

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from mmjax.errors import CheckpointError
+from mmjax.language.llama import LlamaConfig
 from mmjax.layers.module import build_abstract
+from mmjax.layers.vision import join_squares
 from mmjax.models.host_inputs import PromptItem
-from mmjax.models.internvl.model import (
-    InternVLChatModel,
-    InternVLForConditionalGeneration,
-    pixel_shuffle,
-)
+from mmjax.models.internvl.model import InternVLChatModel, InternVLForConditionalGeneration
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference
-from tests.families.internvl import TINY, tiny_config
+from tests.families.internvl import GPT_OSS, PHI3, QWEN3_MOE, TINY, tiny_config
 from tests.families.tiny import Media, Words
 from tests.models.original_internvl import original_config, to_original
 from tests.oracle import assert_close, params_of
@@ -33,6 +31,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_feature_layer": -2,
         "vision": {"attention_bias": True},
     },
+    "qwen3_moe": {"text": QWEN3_MOE},
+    "gpt_oss": {"text": GPT_OSS},
+    "phi3": {"text": PHI3},
+    "internlm3": {"text": {"model_type": "internlm3", "head_dim": 16}},
 }
 
 
@@ -71,10 +73,23 @@ def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
     assert ours.generate(sample, 32) == generate_reference(reference, inputs, 32)
 
 
+def test_longrope_has_another_name_in_the_first_files(tmp_path: Path):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    llm = {
+        **{"model_type": "phi3", "hidden_size": 32, "num_attention_heads": 4, "rope_theta": 1e4},
+        **{"max_position_embeddings": 512, "original_max_position_embeddings": 64},
+        "rope_scaling": {"type": "su", **factors},
+    }
+    text_config = original_config(tiny_config(), tmp_path, llm_config=llm).get_text_config()
+    read = LlamaConfig.from_hf(text_config).rope_parameters
+    expected = {"rope_type": "longrope", "factor": 8, "original_max_position_embeddings": 64}
+    assert read == {**read, **expected, **factors}
+
+
 def test_columns_first_is_the_transpose():
     states = np.random.default_rng(0).normal(size=(2, 16, 3)).astype(np.float32)
     rows, columns = (
-        np.asarray(pixel_shuffle(jnp.asarray(states), 2, is_transposed=is_transposed))
+        np.asarray(join_squares(jnp.asarray(states), 2, is_transposed=is_transposed))
         for is_transposed in (False, True)
     )
     np.testing.assert_array_equal(rows[:, [0, 2, 1, 3]], columns)
@@ -88,8 +103,7 @@ def test_columns_first_is_the_transpose():
         ({"select_layer": 9}, "select_layer.*9"),
         ({"force_image_size": 64}, "force_image_size.*64"),
         ({"downsample_ratio": 0.4}, "downsample_ratio.*0.4"),
-        ({"llm_config": {"model_type": "phi3"}}, "`llm_config.model_type` is `phi3`"),
-        ({"llm_config": {"model_type": "internlm3"}}, "`llm_config.model_type` is `internlm3`"),
+        ({"llm_config": {"model_type": "mixtral"}}, "`llm_config.model_type` is `mixtral`"),
         (
             {"llm_config": {"model_type": "internlm2", "rope_pos_id_version": "v2pe"}},
             "rope_pos_id_version.*v2pe",

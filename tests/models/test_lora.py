@@ -14,8 +14,9 @@ from mmjax.parity.reference import generate_reference, run_reference
 from mmjax.transport.messages import EngineCoreRequest
 from tests.families import TINY_FAMILIES
 from tests.families.tiny import TinyModel
-from tests.models.adapters import TEXT, TOWERS, make_adapter
+from tests.models.adapters import EMBEDDINGS, HEAD, TEXT, TOWERS, make_adapter
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
+from tests.models.test_array_laws import OF_TOWERS
 from tests.oracle import assert_close
 
 pytestmark = [
@@ -31,7 +32,8 @@ pytestmark = [
         "ignore:Adapter 'default'.*invalid shape:UserWarning",
     )
 ]
-NAMES = ("llava", "gemma3", "molmo2", "qwen2_vl", "qwen3_vl", "internvl")
+NAMES = [name for name in TINY_FAMILIES if name != "florence2"]
+"""An encoder-decoder's adapters are refused."""
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     # Scaled as the others are; eight times as loud (states of Qwen2-VL reach 300), it magnifies
@@ -42,22 +44,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 3, "down_proj": 5},
         "alpha_pattern": {"v_proj": 40},
     },
-    "towers": {"target_modules": f"({TEXT})|({TOWERS})", "exclude_modules": r".*patch_embed.*"},
-    "towers-alone": {"target_modules": TOWERS, "exclude_modules": r".*patch_embed.*"},
-    "bias": {
-        "bias": "lora_only",
-        "target_modules": f"({TEXT})|({TOWERS})",
-        "exclude_modules": r".*patch_embed.*",
-    },
+    "towers": {"parts": (TEXT, TOWERS)},
+    "towers-alone": {"parts": (TOWERS,)},
+    "bias": {"bias": "lora_only", "parts": (TEXT, TOWERS)},
     "bias-of-b": {"lora_bias": True},
-    "embeddings": {"target_modules": r".*language_model.*(q_proj|embed_tokens)"},
-    "head": {"target_modules": r".*(q_proj|lm_head)"},
+    "embeddings": {"parts": (TEXT, EMBEDDINGS)},
+    "head": {"parts": (TEXT, HEAD)},
 }
+OF_EVERY_FAMILY = ("bias", "embeddings", "head")
+"""Which layers there are, and under which names; the others are of rules that no family changes."""
+LEAST_ALIKE = ("llava", "gemma3", "molmo2", "qwen2_vl", "qwen3_vl", "internvl")
 DEFAULT = {("llava", "text"), ("gemma3", "towers"), ("qwen2_vl", "towers"), ("internvl", "rank-1")}
 CASES = [
     pytest.param(name, kind, marks=() if (name, kind) in DEFAULT else pytest.mark.slow)
     for name in NAMES
-    for kind in KINDS
+    for kind in (KINDS if name in LEAST_ALIKE else OF_EVERY_FAMILY)
     # HF has one table, whose adapters have rows for the tokens behind the vocabulary, too.
     if (name, kind) != ("molmo2", "embeddings")
 ]
@@ -68,14 +69,14 @@ def test_logits_and_tokens_are_pefts(name: str, kind: str, tmp_path: Path):
     family = TINY_FAMILIES[name]
     model = TinyModel(family, **family.served)
     plain = model.make_paged(model.params)
-    adapter = make_adapter(model.reference, tmp_path, **KINDS[kind])
+    adapter = make_adapter(model, tmp_path, **KINDS[kind])
     model.paged.load_adapter(tmp_path)
     for parts in family.variant_prompts(next(iter(family.variants))).values():
         sample = model.draw_sample(parts)
         module, inputs = family.torch_call(adapter.reference, sample)
         expected = run_reference(module, inputs, model.rules)
         if "video" in family.max_embeds:
-            expected = {key: value for key, value in expected.items() if "visual" not in key}
+            expected = {key: value for key, value in expected.items() if not OF_TOWERS.search(key)}
         assert_close(model.paged.run(sample), expected, 1e-4)
         tokens = model.paged.generate(sample, 32)
         assert tokens == generate_reference(module, inputs, 32)
@@ -107,9 +108,7 @@ class AdaptedModel:
         references: dict[str | None, Any] = {None: self.model.reference}
         self.paths = {one: path / one for one in ADAPTERS}
         for one, settings in ADAPTERS.items():
-            references[one] = make_adapter(
-                self.model.reference, self.paths[one], **settings
-            ).reference
+            references[one] = make_adapter(self.model, self.paths[one], **settings).reference
         self.answers = {
             (one, place): generate_reference(*family.torch_call(module, sample), MAX_TOKENS)
             for one, module in references.items()
@@ -150,13 +149,15 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return AdaptedModel(request.param, tmp_path_factory.mktemp("adapters"))
 
 
+BATCHES = [
+    pytest.param(name, engine, marks=() if name == "qwen2_vl" else pytest.mark.slow)
+    for name in NAMES
+    for engine in (ENGINES if name in LEAST_ALIKE else ("chunked, preempted", "two devices"))
+]
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    "adapted",
-    [pytest.param(name, marks=() if name == "qwen2_vl" else pytest.mark.slow) for name in NAMES],
-    indirect=True,
-)
+@pytest.mark.parametrize(("adapted", "engine"), BATCHES, indirect=["adapted"])
 def test_one_batch_has_pefts_answers_of_four_adapters_and_of_none(
     adapted: AdaptedModel, engine: str
 ) -> None:

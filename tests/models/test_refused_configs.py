@@ -16,6 +16,14 @@ from tests.families.directories import GOLDEN_MODELS
 
 Values = Mapping[str, Any]
 REFUSED: Mapping[str, list[tuple[Values, str]]] = {
+    "aya_vision": [
+        ({"downsample_factor": 3}, "`downsample_factor` is 3; it must divide the 4 patches"),
+        ({"vision_feature_layer": [-1, -2]}, r"`vision_feature_layer` is \[-1, -2\]"),
+        ({"vision_feature_select_strategy": "default"}, "`vision_feature_select_strategy` `defau"),
+        ({"vision": {"model_type": "clip_vision_model"}}, "`vision_config.model_type` is `clip"),
+        ({"text": {"model_type": "cohere", "use_qk_norm": True}}, "`use_qk_norm` is true"),
+        ({"text": {"hidden_act": "mish"}}, "activation `mish` is unknown"),
+    ],
     "blip2": [
         (
             {"text": {"word_embed_proj_dim": 16}},

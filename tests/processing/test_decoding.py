@@ -123,13 +123,27 @@ def test_no_family_looks_at_an_items_neighbours(
         assert one == other
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen2_vl"])
-@pytest.mark.parametrize("place", [(encoded, "load_image_bytes"), (Image.Image, "resize")])
+RESIZED_ONCE = ("gemma3", "llava", "qwen2_vl")
+SIDE_BY_SIDE = [
+    *((name, Image.Image, "resize") for name in RESIZED_ONCE),
+    *(
+        pytest.param(
+            name,
+            encoded,
+            "load_image_bytes",
+            marks=() if name in RESIZED_ONCE else pytest.mark.slow,
+        )
+        for name, family in FAMILIES.items()
+        if family.max_images > 1
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "owner", "attribute"), SIDE_BY_SIDE)
 def test_pictures_are_decoded_and_resized_side_by_side(
-    name: str, place: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, owner: Any, attribute: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Each waits for the other: one after the other, neither would come to its end."""
-    owner, attribute = place
     family, original, both = FAMILIES[name], getattr(owner, attribute), threading.Barrier(2)
 
     def meet(*args: Any, **kwargs: Any) -> Any:

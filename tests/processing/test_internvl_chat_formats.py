@@ -17,12 +17,28 @@ INTERNVL2_5 = (
     "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位"
     "联合开发的多模态大语言模型。"
 )
+GPT_OSS = (
+    "You are InternVL, a large language model trained by Shanghai AI Laboratory.\n"
+    "Knowledge cutoff: 2024-06\nCurrent date: 2025-08-06\n\nReasoning: low\n\n"
+    "# Valid channels: final. Channel must be included for every message."
+)
+CHANNEL = "<|channel|>final<|message|>"
+"""What every answer begins with; the original lets the model write it."""
 CHAT_ML = ("<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n")
 FORMATS: dict[str | None, tuple[tuple[str, str, str], str, str]] = {
     "Hermes-2": (CHAT_ML, "<|im_end|>", INTERNVL2),
     "internlm2-chat": (CHAT_ML, "<|im_end|>", INTERNVL2),
     "phi3-chat": (("<|system|>\n", "<|user|>\n", "<|assistant|>\n"), "<|end|>", INTERNVL2),
     "internvl2_5": (CHAT_ML, "<|im_end|>\n", INTERNVL2_5),
+    "internvl3_5_gpt_oss": (
+        (
+            "<|start|>system<|message|>",
+            "<|start|>user<|message|>",
+            f"<|start|>assistant{CHANNEL}",
+        ),
+        "<|end|>",
+        GPT_OSS,
+    ),
 }
 """By `template`: starts of system, user and assistant; separator; system message."""
 

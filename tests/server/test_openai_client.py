@@ -29,6 +29,9 @@ TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"typ
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 CALLS = f'Let me see.\n{CALL}\n<tool_call>{{"name": "get_time", "arguments": {{}}}}</tool_call>'
 
+THINKING_TEMPLATE = TOOLS_TEMPLATE + "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+"""Opens the reasoning, as those of Qwen's Thinking models."""
+
 
 @pytest.fixture(scope="module")
 def servers_by_name(
@@ -43,6 +46,13 @@ def servers_by_name(
                 enable_auto_tool_choice=True,
                 trust_request_chat_template=True,
             ),
+            "thinking": make(
+                is_roomy=True,
+                trusts_mm_kwargs=True,  # so that it has a processor of its own
+                chat_template=THINKING_TEMPLATE,
+                enable_auto_tool_choice=True,
+                reasoning_parser="qwen3",
+            ),
         }
 
 
@@ -51,6 +61,8 @@ class Seen:
     """What came back, whichever way it came."""
 
     texts: dict[int, str] = field(default_factory=dict)
+    thoughts: dict[int, str] = field(default_factory=dict)
+    """By choice, of those with any."""
     calls: dict[int, list[list[str]]] = field(default_factory=dict)
     """By choice: name and arguments of each call."""
     call_ids: list[str] = field(default_factory=list)
@@ -77,6 +89,10 @@ class Seen:
             part = getattr(choice, "message", None) or getattr(choice, "delta", None)
             text = choice.text if part is None else part.content
             self.texts[choice.index] = self.texts.get(choice.index, "") + (text or "")
+            thought = getattr(part, "reasoning", None)
+            assert thought == getattr(part, "reasoning_content", None)
+            if thought:
+                self.thoughts[choice.index] = self.thoughts.get(choice.index, "") + thought
             for place, call in enumerate(getattr(part, "tool_calls", None) or ()):
                 self.add_call(choice.index, getattr(call, "index", place) or 0, call)
             if choice.finish_reason is not None:
@@ -136,6 +152,10 @@ def chat(name: str, check: Callable[[Seen], Any], **fields: Any) -> Case:
 
 def with_tools(name: str, check: Callable[[Seen], Any], **fields: Any) -> Case:
     return chat(name, check, **{"server": "tools", "tools": [WEATHER, TIME], **fields})
+
+
+def thinking(name: str, check: Callable[[Seen], Any], **fields: Any) -> Case:
+    return chat(f"thinking, {name}", check, **{"server": "thinking", **fields})
 
 
 ANSWERED = [
@@ -236,6 +256,39 @@ CHATS = [
     ),
     chat("an emoji", said("🔴 rød"), says="🔴 rød"),
     chat("nothing said", said(""), says=""),
+    thinking(
+        "then an answer",
+        lambda s: s.thoughts == {0: "a < b?\n"} and s.texts == {0: "\n\nRed."},
+        says="a < b?\n</think>\n\nRed.",
+    ),
+    thinking(
+        "of two choices",
+        lambda s: s.thoughts == {0: "so", 1: "so"} and s.texts == {0: "Red", 1: "Red"},
+        says="so</think>Red",
+        n=2,
+    ),
+    thinking(
+        "not shown",
+        lambda s: s.thoughts == {} and s.texts == {0: "Red"},
+        says="so</think>Red",
+        extra_body={"include_reasoning": False},
+    ),
+    thinking(
+        "cut off", lambda s: s.thoughts == {0: "so </th"} and s.texts == {0: ""}, says="so </th"
+    ),
+    thinking(
+        "then a call",
+        lambda s: s.thoughts == {0: "so"} and s.calls == {0: [OSLO]} and s.texts == {0: ""},
+        says=f"so</think>{CALL}",
+        tools=[WEATHER, TIME],
+    ),
+    thinking(
+        "not where a structure holds",
+        lambda s: s.thoughts == {} and s.calls == {0: [OSLO]},
+        says='[{"name": "get_weather", "parameters": {"city": "Oslo"}}]',
+        tools=[WEATHER, TIME],
+        tool_choice="required",
+    ),
     with_tools("no call", said("It is sunny."), says="It is sunny."),
     with_tools("a call", lambda s: s.calls == {0: [OSLO]} and s.texts == {0: ""}, says=CALL),
     with_tools("why a call stopped", lambda s: s.reasons == {0: "tool_calls"}, says=CALL),

@@ -18,6 +18,7 @@ RULES = (
     Split(
         r"^model\.(.*)\.wqkv\.", [rf"language_model.\1.{part}_proj." for part in "qkv"], [2, 1, 1]
     ),
+    Split(r"^model\.tables\.", ["language_model.embed_tokens.", "new_embed_tokens."], [10, 2]),
     Rule(r"^model\.", "language_model."),
     Rule(r"^lm_head\.", "language_model.lm_head."),
 )
@@ -173,6 +174,8 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path, key: str) -> None
         (pair(f"{LM}down", 6, 5, 3), {}, "their rank is 2"),
         (pair(f"{LM}down", 6, 4), {}, "expected"),
         (pair(f"{LM}down", 7, 5), {}, "expected"),
+        (pair(f"{LM}wqkv", 7, 6), {}, "7 rows"),
+        (pair("base_model.model.model.tables", 6, 12), {}, "leave `embed_tokens` out"),
         (pair(f"{LM}up", 6, 5), {}, r"model\.layers\.0\.up"),
         ({f"{LM}down.lora_A.weight": draw(2, 5)}, {}, "two matrices"),
         ({f"{LM}down.lora_magnitude_vector": draw(2, 5)}, {}, "no part of an adapter"),

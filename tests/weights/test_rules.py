@@ -39,3 +39,25 @@ def test_a_stack_of_matrices_is_cut_along_their_rows(is_transposed: bool):
         np.testing.assert_array_equal(read, parts[name][index])
     np.testing.assert_array_equal(parts["first"], stack[:, :4])
     np.testing.assert_array_equal(parts["second"], stack[:, 4:])
+
+
+@pytest.mark.parametrize("is_square", [False, True])
+def test_parts_of_a_transposed_stack_may_alternate(is_square: bool):
+    """As gpt-oss' experts, whose matrices are square, and their biases."""
+    width = 6 if is_square else 5
+    stack = np.random.default_rng(0).normal(size=(2, width, 6))
+    kind = {"of_stack": True, "is_transposed": True, "is_interleaved": True}
+    rule = Split("^both$", ("first", "second"), (3, 3), **kind)
+    for number, (_, part) in enumerate(map_tensor("both", [rule])):
+        assert isinstance(part, StackPart)
+        assert part.is_fit(stack.shape)
+        assert not part.is_fit((2, 6, 5))
+        expected = stack.swapaxes(1, 2)[:, number::2]
+        assert part.find_shape(stack.shape) == expected.shape
+        np.testing.assert_array_equal(part.apply(stack), expected)
+        index = (slice(1, 2), slice(1, 3), slice(2, 4))
+        read = part.read(stack.shape, stack.__getitem__, index)
+        np.testing.assert_array_equal(read, expected[index])
+        biases = stack[:, 0]
+        assert part.find_shape(biases.shape) == (2, 3)
+        np.testing.assert_array_equal(part.apply(biases), biases[:, number::2])

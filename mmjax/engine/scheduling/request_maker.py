@@ -172,7 +172,8 @@ class RequestMaker:
         largest = self._buckets.encode[-1]
         if num_patches > largest:
             raise RequestRuntimeError(
-                f"item {identifier} has {num_patches} patches; the encoder takes {largest}",
+                f"item {identifier} has {num_patches} patches; the encoder takes {largest}: use a "
+                "smaller picture, or fewer frames, or raise `max_num_batched_tokens`",
                 param="multi_modal_data",
             )
 

@@ -91,18 +91,22 @@ def attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "T N _value"], CacheT]:
     """Return attention outputs and the cache, to which paged attention writes first.
 
-    `key` and `value` None: the cache has them already, of an earlier layer that shares it.
+    `key` and `value` None: the cache has them already, of an earlier layer that shares it. `sinks`:
+    the score of one more key of each head, which every query sees and which has no value
+    (arXiv 2309.17453, section 3.3).
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     cache = _store(key, value, cache, metadata)
     if isinstance(metadata, DenseAttentionMetadata):
         held: Any = DenseCache(key, value) if cache is None else cache
-        return _dense(query, held.keys, held.values, metadata, **options), cache
-    paged = partial(_paged, **options)
-    is_interleaved = isinstance(cache, InterleavedCache)
+        return _dense(query, held.keys, held.values, metadata, sinks=sinks, **options), cache
+    paged = partial(_paged, sinks=sinks, **options)
+    # JAX's kernel for TPUs has no sinks.
+    is_interleaved = isinstance(cache, InterleavedCache) and sinks is None
     if not is_interleaved or not ragged_takes(metadata):
         return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
@@ -168,7 +172,7 @@ def cross_attention(
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
     visible = visible_states(metadata, metadata.cross)
     tables = metadata.cross.block_tables
-    return _within(query, cache, metadata, tables, visible, scale=scale, soft_cap=None)
+    return _within(query, cache, metadata, tables, visible, None, scale=scale, soft_cap=None)
 
 
 def _paged(
@@ -179,15 +183,16 @@ def _paged(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "T N _value"]:
     visible = visible_range(metadata, window)
     tables = metadata.block_tables
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     if metadata.is_seen_ahead is not None:
         # No kernel knows of gaps.
-        return walk_blocks(
-            query, cache, metadata, tables, visible, scale=scale, soft_cap=soft_cap, has_gaps=True
-        )
-    return _within(query, cache, metadata, tables, visible, scale=scale, soft_cap=soft_cap)
+        arguments = (query, cache, metadata, tables, visible, sinks)
+        return walk_blocks(*arguments, **options, has_gaps=True)
+    return _within(query, cache, metadata, tables, visible, sinks, **options)
 
 
 def _within(
@@ -196,12 +201,13 @@ def _within(
     metadata: PagedAttentionMetadata,
     block_tables: Int[Array, "R _blocks"],
     visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    sinks: Float[Array, " N"] | None,
     *,
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "T N _value"]:
     """Attend to the keys within two ends for each query, by a kernel if the layout has one."""
-    arguments = (query, cache, metadata, block_tables, visible)
+    arguments = (query, cache, metadata, block_tables, visible, sinks)
     walk = partial(walk_blocks, scale=scale, soft_cap=soft_cap)
     if not isinstance(cache, SlotCache):
         return walk(*arguments)
@@ -218,6 +224,7 @@ def _dense(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "T N _value"]:
     num_sequences, length = metadata.token_index.shape
     mask = metadata.mask
@@ -226,5 +233,5 @@ def _dense(
         if metadata.beyond_window is not None:
             mask = mask | metadata.beyond_window
     shaped = [x.reshape(num_sequences, length, *x.shape[1:]) for x in (query, key, value)]
-    out = dense_attention(*shaped, mask=mask, scale=scale, soft_cap=soft_cap)
+    out = dense_attention(*shaped, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
     return out.reshape(*query.shape[:2], -1)

@@ -24,9 +24,15 @@ def dense_attention(
     mask: Bool[Array, "B T S"] | None,
     scale: float,
     soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N _value"]:
-    """Attend over whole sequences; the backend is chosen at lowering."""
-    xla = partial(_in_xla, mask=mask, scale=scale, soft_cap=soft_cap)
+    """Attend over whole sequences; the backend is chosen at lowering.
+
+    `sinks` are as in `attention`.
+    """
+    xla = partial(_in_xla, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    if sinks is not None:
+        return xla(query, key, value)
     num_scores = query.shape[1] * query.shape[2] * key.shape[1]
     if mask is None and num_scores >= MANY_SCORES:
         by_heads = partial(_by_heads, scale=scale, soft_cap=soft_cap)
@@ -58,6 +64,7 @@ def _in_xla(
     mask: Bool[Array, "B T S"] | None,
     scale: float,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "B T N _value"]:
     """Attend with heads before positions.
 
@@ -73,7 +80,12 @@ def _in_xla(
     scores = apply_soft_cap(scores * scale, soft_cap)
     if mask is not None:
         scores = jnp.where(jnp.tile(mask, (1, group, 1))[:, None], scores, MASKED)
+    if sinks is not None:
+        of_rows = jnp.repeat(sinks.astype(jnp.float32), length).reshape(1, num_kv_heads, -1, 1)
+        column = jnp.broadcast_to(of_rows, (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = weights if sinks is None else weights[..., :-1]
     out = jnp.einsum("bkts,bksh->bkth", weights, value)
     out = out.reshape(batch, num_heads, length, -1)
     return out.transpose(0, 2, 1, 3)

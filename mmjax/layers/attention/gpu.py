@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.gpu_tiles import (
+    LOG2_E,
     NUM_STAGES,
     Parts,
     Sizes,
@@ -54,30 +55,36 @@ def gpu_attention(
     metadata: PagedAttentionMetadata,
     block_tables: Int[Array, "R _blocks"],
     visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    sinks: Float[Array, " N"] | None = None,
     *,
     scale: float,
     soft_cap: float | None,
     interpret: bool = False,
 ) -> Float[Array, "T N _value"]:
-    """Attend to the keys between the ends of `visible`, as `paged.walk` does; padding gives zeros.
+    """Attend to the keys between the ends of `visible`, as `walk_blocks` does; padding gives zeros.
 
-    `interpret`: run the kernel in XLA, on any platform.
+    `sinks` are as in `attention`. `interpret`: run the kernel in XLA, on any platform.
     """
     queries = Queries(query, metadata.tile_rows, metadata.tile_request, *visible, block_tables)
     kernel = partial(_attend, scale=scale, soft_cap=soft_cap, interpret=interpret)
     sharding = cache.sharding
     if sharding is None:
-        return kernel(queries, cache.keys, cache.values)
+        return kernel(queries, cache.keys, cache.values, sinks)
     by_query_heads = PartitionSpec(None, sharding.query_axes)
     by_kv_heads = PartitionSpec(None, None, sharding.kv_axes)
     replicated = [PartitionSpec()] * (len(Queries._fields) - 1)
     return jax.shard_map(
         kernel,
         mesh=sharding.mesh,
-        in_specs=(Queries._make([by_query_heads, *replicated]), by_kv_heads, by_kv_heads),
+        in_specs=(
+            Queries._make([by_query_heads, *replicated]),
+            by_kv_heads,
+            by_kv_heads,
+            PartitionSpec(sharding.query_axes),
+        ),
         out_specs=by_query_heads,
         check_vma=False,
-    )(queries, cache.keys, cache.values)
+    )(queries, cache.keys, cache.values, sinks)
 
 
 def choose_num_splits(num_programs: int, max_tiles: int) -> int:
@@ -90,6 +97,7 @@ def _attend(
     queries: Queries,
     keys: Float[Array, "M Q K H"],
     values: Float[Array, "M Q K _value"],
+    sinks: Float[Array, " N"] | None,
     *,
     scale: float,
     soft_cap: float | None,
@@ -110,7 +118,8 @@ def _attend(
         cdiv(queries.block_tables.shape[1] * block_size, sizes.num_keys),
     )
     # Rows of padding, which no program writes, are zeros.
-    outputs = _zeros(queries.query, values.shape[3], num_splits)
+    is_whole = num_splits == 1 and sinks is None
+    outputs = _zeros(queries.query, values.shape[3], None if is_whole else num_splits)
     num_inputs = len(queries) + 2
     out = pl.pallas_call(
         partial(paged_kernel, sizes=sizes, scale=scale, soft_cap=soft_cap),
@@ -120,13 +129,13 @@ def _attend(
         compiler_params=triton.CompilerParams(num_warps=sizes.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
     )(*queries, keys, values, *outputs)
-    return out[0] if num_splits == 1 else _combine(*out).astype(queries.query.dtype)
+    return out[0] if is_whole else _combine(*out, sinks=sinks).astype(queries.query.dtype)
 
 
-def _zeros(query: Float[Array, "T N H"], value_dim: int, num_splits: int) -> list[Array]:
-    """Return the kernel's outputs before it: one array, or each split's state of the softmax."""
+def _zeros(query: Float[Array, "T N H"], value_dim: int, num_splits: int | None) -> list[Array]:
+    """Return the kernel's outputs before it: each split's state; None: the results themselves."""
     rows = query.shape[:2]
-    if num_splits == 1:
+    if num_splits is None:
         return [jnp.zeros((*rows, value_dim), query.dtype)]
     rows = (num_splits, *rows)
     return [jnp.zeros(shape, jnp.float32) for shape in (rows, rows, (*rows, value_dim))]
@@ -136,11 +145,19 @@ def _combine(
     peak: Float[Array, "_splits T N"],
     total: Float[Array, "_splits T N"],
     summed: Float[Array, "_splits T N _value"],
+    *,
+    sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "T N _value"]:
     """Combine the states of the splits; the total of one that saw no key is 0."""
     peak = jnp.where(total > 0, peak, MASKED)
-    weights = jnp.exp2(peak - peak.max(0, keepdims=True))
+    highest = peak.max(0, keepdims=True)
+    scores = None if sinks is None else sinks.astype(jnp.float32)[None, None] * LOG2_E
+    if scores is not None:
+        highest = jnp.maximum(highest, scores)
+    weights = jnp.exp2(peak - highest)
     total = (total * weights).sum(0)
+    if scores is not None:
+        total = total + jnp.exp2(scores - highest)[0]
     return (summed * weights[..., None]).sum(0) / jnp.maximum(total, 1e-30)[..., None]
 
 

@@ -75,6 +75,8 @@ class Tiles(NamedTuple):
     """Index in its table of the first block that a tile attends to."""
     end: Int[Array, " W"]
     """Index after the last one; 0 for padding."""
+    sinks: Float[Array, "W K Z"] | None = None
+    """The score of a key without a value, which a query sees beside the others; None: of none."""
     causal_end: Int[Array, "W Z"] | None = None
     """Index after the query's own key: behind it, only keys that are seen ahead. None: all are."""
     shift: Int[Array, " W"] | None = None
@@ -87,6 +89,7 @@ def walk_blocks(
     metadata: PagedAttentionMetadata,
     block_tables: Int[Array, "R _blocks"],
     visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    sinks: Float[Array, " N"] | None = None,
     *,
     scale: float,
     soft_cap: float | None,
@@ -94,8 +97,8 @@ def walk_blocks(
 ) -> Float[Array, "T N _value"]:
     """Attend to the blocks of each query's request, within the two ends of what is visible.
 
-    Keys and values are in `cache` already. `has_gaps`: of keys behind a query's own, only to those
-    that `metadata.is_seen_ahead` names.
+    Keys and values are in `cache` already. `sinks` are as in `attention`. `has_gaps`: of keys
+    behind a query's own, only to those that `metadata.is_seen_ahead` names.
     """
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
@@ -105,7 +108,8 @@ def walk_blocks(
     upper, lower = (jnp.tile(end, (1, group)) for end in visible)
     num_rows = tiled.shape[2]
     is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
-    tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds)
+    of_rows = None if sinks is None else _tile_sinks(sinks, tiled)
+    tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds, sinks=of_rows)
     tiles = tiles if is_large else _pad_single_row(tiles)
     columns = cache.value_dim if is_large else _columns_alike(cache.value_dim)
     is_decoding = metadata.tile_rows.shape[1] == 1
@@ -161,11 +165,23 @@ def _pad_single_row(tiles: Tiles) -> Tiles:
     """
     if tiles.query.shape[2] > 1:
         return tiles
+    sinks = tiles.sinks
     return tiles._replace(
         query=jnp.pad(tiles.query, ((0, 0), (0, 0), (0, 1), (0, 0))),
         upper=jnp.pad(tiles.upper, ((0, 0), (0, 1))),
         lower=jnp.pad(tiles.lower, ((0, 0), (0, 1))),
+        sinks=None if sinks is None else jnp.pad(sinks, ((0, 0), (0, 0), (0, 1))),
     )
+
+
+def _tile_sinks(
+    sinks: Float[Array, " N"], tiled: Float[Array, "W K _rows H"]
+) -> Float[Array, "W K _rows"]:
+    """Return the sink of each of the tiles' queries, in float32."""
+    num_tiles, num_kv_heads, num_rows, _ = tiled.shape
+    width = num_rows * num_kv_heads // len(sinks)
+    of_rows = jnp.repeat(sinks.astype(jnp.float32), width).reshape(1, num_kv_heads, num_rows)
+    return jnp.broadcast_to(of_rows, (num_tiles, num_kv_heads, num_rows))
 
 
 def _has_one_token(upper: Int[Array, "W Z"]) -> Bool[Array, " W"]:
@@ -192,9 +208,13 @@ def _attend_single_tokens(
         return field.at[tile].get(mode="fill", fill_value=0)
 
     query = tiles.query.reshape(*tiles.query.shape[:2], group, -1, tiles.query.shape[3])
-    of_heads = [jnp.tile(end[:, :1], (1, group)) for end in visible]
-    fields = (query[:, :, :, 0], tiles.tables, *of_heads, tiles.first, tiles.end)
-    out = attend(_pad_single_row(Tiles(*map(take, fields))))[:, :, :group]
+    upper, lower = (jnp.tile(end[:, :1], (1, group)) for end in visible)
+    sinks = tiles.sinks
+    if sinks is not None:
+        sinks = sinks.reshape(*sinks.shape[:2], group, -1)[..., 0]
+    first = query[:, :, :, 0]
+    alone = Tiles(first, tiles.tables, upper, lower, tiles.first, tiles.end, sinks)
+    out = attend(_pad_single_row(jax.tree.map(take, alone)))[:, :, :group]
     return out.reshape(num_requests, -1, out.shape[3])
 
 
@@ -235,10 +255,11 @@ def _attend_tiles(
         indices = number * blocks_at_once + jnp.arange(blocks_at_once, dtype=jnp.int32)
         return fold(state, tiles, first[:, None] + indices[None])
 
-    shape = tiles.query.shape[:3]
+    shape, sinks = tiles.query.shape[:3], tiles.sinks
+    # A sink is a key that was seen before the others, and gave nothing.
     state = (
-        jnp.full(shape, MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
+        jnp.full(shape, MASKED, jnp.float32) if sinks is None else sinks,
+        jnp.full(shape, 0 if sinks is None else 1, jnp.float32),
         jnp.zeros((*shape, value_dim), jnp.float32),
     )
     num_groups = cdiv((tiles.end - first).max(), blocks_at_once)

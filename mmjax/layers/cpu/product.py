@@ -1,13 +1,15 @@
 """The product `x @ weight.T`, weights `[out, in]` as in checkpoints, fast on each platform."""
 
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8, Int32, Shaped
+
+from mmjax.layers.cpu.dispatch import Form, by_platform
 
 MAX_FEW_ROWS = 16
 """Rows of a decode step on the CPU up to which reading weights takes most of the time."""
@@ -18,8 +20,14 @@ MIN_WEIGHT_SIZE = 2**18
 """Smaller weights fit into the CPU's caches, and are computed equally for any number of rows."""
 LONG_ROW = 1024
 """Floats in 4 KiB: the CPU's prefetcher stops at the end of a page."""
-
-Product = Callable[[Float[Array, "T D"], Float[Array, "F D"]], Float[Array, "T F"]]
+_KERNELS = {
+    ("float32", "float32"): ("mmjax_product_float32", jnp.float32),
+    ("bfloat16", "bfloat16"): ("mmjax_product_bfloat16", jnp.float32),
+    ("float32", "int8"): ("mmjax_product_float32_int8", jnp.float32),
+    ("bfloat16", "int8"): ("mmjax_product_bfloat16_int8", jnp.float32),
+    ("int8", "int8"): ("mmjax_product_int8", jnp.int32),
+}
+"""Of the dtypes of `x` and `weight`: the kernel, and the dtype of its sums."""
 
 
 def product(
@@ -27,14 +35,58 @@ def product(
 ) -> Float[Array, "T F"]:
     """Return `x @ weight.T`, accumulated and returned in `dtype` (None: the inputs')."""
     by_rows = partial(_by_rows, dtype=dtype)
-    on_cpu = by_rows
-    if weight.dtype == jnp.float32:
-        on_cpu = _choose(x, weight) or by_rows
-    elif x.dtype == weight.dtype == jnp.bfloat16:
-        on_cpu = partial(_by_float32_sums, dtype=dtype)
-    if on_cpu is by_rows:
+    form = _choose(x, weight)
+    on_cpu = partial(form, dtype=dtype)
+    if has_kernel(x, weight) and not is_small(weight):
+        kernel = partial(_by_kernel, dtype=dtype or x.dtype)
+        return by_platform(x, weight, kernel=kernel, cpu=on_cpu, default=by_rows)
+    if form is _by_rows:
         return by_rows(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=by_rows)
+
+
+def integer_product(x: Int8[Array, "T D"], weight: Int8[Array, "F D"]) -> Int32[Array, "T F"]:
+    """Return `x @ weight.T`: exact, in whatever order a device adds."""
+    kernel, by_two_rows, by_rows = (
+        partial(form, dtype=jnp.dtype(jnp.int32)) for form in (_by_kernel, _by_two_rows, _by_rows)
+    )
+    if not has_kernel(x, weight):
+        return by_rows(x, weight)
+    return by_platform(x, weight, kernel=kernel, cpu=by_two_rows, default=by_rows)
+
+
+def widened_product(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
+    """Return `x @ weight.T` in float32: weights become numbers of the inputs' dtype."""
+    if not has_kernel(x, weight) or is_small(weight):
+        return _by_widened(x, weight)
+    kernel = partial(_by_kernel, dtype=jnp.float32)
+    return by_platform(x, weight, kernel=kernel, cpu=_by_widened, default=_by_widened)
+
+
+def has_kernel(x: Any, weight: Any) -> bool:
+    """Return whether a kernel multiplies these: few rows, of dtypes that it knows."""
+    is_few = 0 < x.shape[0] <= MAX_FEW_ROWS
+    return is_few and (x.dtype.name, weight.dtype.name) in _KERNELS
+
+
+def _by_kernel(x: Array, weight: Array, dtype: Any) -> Array:
+    """Multiply in C++: a row has the same bits beside any others, and beside none."""
+    name, sums = _KERNELS[x.dtype.name, weight.dtype.name]
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), sums)
+    return jax.ffi.ffi_call(name, shape)(x, weight).astype(dtype)
+
+
+def group_product(
+    x: Float[Array, "R D"], weight: Float[Array, "E F D"], sizes: Int32[Array, " E"]
+) -> Float[Array, "R F"]:
+    """Return `x @ weight[e].T` in float32, by a kernel: rows stand by e, `sizes` rows of each."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(f"mmjax_groups_{x.dtype.name}", shape)(x, weight, sizes)
+
+
+def has_group_kernel(x: Any, weight: Any) -> bool:
+    """Return whether `group_product` takes these, where the platform has kernels."""
+    return x.dtype == weight.dtype and x.dtype in (jnp.float32, jnp.bfloat16)
 
 
 @cache
@@ -52,19 +104,23 @@ def is_small(weight: Array | jax.ShapeDtypeStruct) -> bool:
     return weight.size < MIN_WEIGHT_SIZE
 
 
-def _choose(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Product | None:
-    """Return the CPU's program for float32; None: the plain product."""
+def _choose(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Form:
+    """Return XLA's fastest program for the CPU."""
     rows = x.shape[0]
+    if x.dtype == weight.dtype == jnp.bfloat16:
+        return _by_float32_sums
+    if weight.dtype != jnp.float32:
+        return _by_rows
     if is_small(weight):
-        return _by_two_rows if rows == 1 else None
+        return _by_two_rows
     if not 1 < rows <= MAX_FEW_ROWS and rows != SHORT_PROMPT_ROWS:
-        return None
+        return _by_rows
     return _by_pairs if _can_pair(x, weight) else _by_columns
 
 
 def _by_rows(
-    x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None
-) -> Float[Array, "T F"]:
+    x: Shaped[Array, "T D"], weight: Shaped[Array, "F D"], dtype: jnp.dtype | None
+) -> Shaped[Array, "T F"]:
     dims = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, dims, preferred_element_type=dtype)
 
@@ -77,23 +133,32 @@ def _by_float32_sums(
     XLA's CPU library has programs for such sums, from two rows on: a lone row, or sums in bfloat16,
     would take up to ten times as long (docs/notes/log.md).
     """
+    return _by_two_rows(x, weight, jnp.dtype(jnp.float32)).astype(dtype or x.dtype)
+
+
+def _by_widened(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
+    return product(x, weight.astype(x.dtype), jnp.dtype(jnp.float32))
+
+
+def _by_two_rows(
+    x: Shaped[Array, "T D"], weight: Shaped[Array, "F D"], dtype: jnp.dtype | None
+) -> Shaped[Array, "T F"]:
+    """Pad a lone row to two: XLA's CPU library has another order for it, and is not faster."""
     rows = x if len(x) > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
-    out = _by_rows(rows, weight, jnp.dtype(jnp.float32))[: len(x)]
-    return out.astype(dtype or x.dtype)
+    return _by_rows(rows, weight, dtype)[: len(x)]
 
 
-def _by_two_rows(x: Float[Array, "1 D"], weight: Float[Array, "F D"]) -> Float[Array, "1 F"]:
-    """Pad to two rows: a single one sums in another order, and is not faster here."""
-    return _by_rows(jnp.concatenate([x, jnp.zeros_like(x)]), weight, None)[:1]
-
-
-def _by_columns(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Array, "T F"]:
+def _by_columns(
+    x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None
+) -> Float[Array, "T F"]:
     """Compute the transposed product, for which XLA's CPU library packs `x`, not the weights.
 
     The barriers keep XLA from undoing both transpositions.
     """
     dims = (((1,), (0,)), ((), ()))
-    return optimization_barrier(jax.lax.dot_general(weight, optimization_barrier(x.T), dims)).T
+    columns = optimization_barrier(x.T)
+    out = jax.lax.dot_general(weight, columns, dims, preferred_element_type=dtype)
+    return optimization_barrier(out).T
 
 
 def _can_pair(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> bool:
@@ -103,7 +168,9 @@ def _can_pair(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> bool:
     return is_tall and width < LONG_ROW and 2 * x.shape[0] <= MAX_FEW_ROWS
 
 
-def _by_pairs(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Array, "T F"]:
+def _by_pairs(
+    x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None
+) -> Float[Array, "T F"]:
     """Read two rows of the weights as one, multiplied by `[x, 0]` and `[0, x]`.
 
     Twice the sums, in register lanes that would be empty, and longer sequential reads.
@@ -111,5 +178,5 @@ def _by_pairs(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Arra
     rows, width = x.shape
     none = jnp.zeros_like(x)
     pairs = jnp.concatenate([jnp.hstack([x, none]), jnp.hstack([none, x])])
-    out = _by_columns(pairs, weight.reshape(-1, 2 * width))
+    out = _by_columns(pairs, weight.reshape(-1, 2 * width), dtype)
     return out.reshape(2, rows, -1).transpose(1, 2, 0).reshape(rows, -1)

@@ -145,10 +145,9 @@ class Florence2MultiModalProcessor(
     ) -> AnswerParser | None:
         """Return the task's parser; None without a task, and where the image's size is unknown."""
         task = self.info.find_task(prompt)
-        if task is None:
+        if task is None or (sizes := self.find_image_sizes(mm_items)) is None:
             return None
-        sizes = self.find_image_sizes(mm_items)
-        return partial(self._parse_answer, task=task, image_size=sizes[0]) if sizes else None
+        return partial(self._parse_answer, task=task, image_size=sizes[0])
 
     def _parse_answer(
         self, token_ids: Sequence[int], *, task: str, image_size: ImageSize

@@ -112,6 +112,7 @@ _FIXED_SETTINGS = {
 
 class FuyuProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {"Caption": "Generate a coco-style caption."}
     data_parser = ImagesOnlyDataParser
     host_inputs = FuyuHostInputs
     limits: ClassVar = {"image": 1}

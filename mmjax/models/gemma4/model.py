@@ -15,11 +15,11 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm, divide_by_rms
 from mmjax.models.gemma4.host_inputs import Gemma4HostInputs, Gemma4UnifiedHostInputs
 from mmjax.models.interface import MultiModalModel
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import TOWER, WRAPPER_RULES
 from mmjax.rounding import cdiv
 from mmjax.towers.gemma4_vit import Gemma4ViT, Gemma4ViTConfig
-from mmjax.weights.rules import Rule, RuleTypes, Split
+from mmjax.weights.rules import Rule, RuleTypes
 
 
 class Gemma4MultimodalEmbedder(nnx.Module):
@@ -90,9 +90,6 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
         What layers that read another's keys have for keys and values is not read.
         """
         text = hf_config.get_text_config()
-        experts = r"^model\.language_model\.(layers\.\d+\.experts\.)"
-        inner = getattr(text, "moe_intermediate_size", 0) or 0
-        parts = [rf"language_model.\1{name}_proj" for name in ("gate", "up")]
         num_layers, num_shared = text.num_hidden_layers, text.num_kv_shared_layers or 0
         return (
             Rule(r"^(model\.)?(audio_tower|embed_audio)\.", None),
@@ -100,9 +97,12 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
                 Rule(rf"language_model\.(model\.)?layers\.{number}\.self_attn\.[kv]_", None)
                 for number in range(num_layers - num_shared, num_layers)
             ),
-            Split(experts + "gate_up_proj$", parts, (inner, inner), of_stack=True),
+            *text_rules(hf_config),
             Rule(r"\.router\.norm\.", None),  # without a weight
             Rule(r"^model\.language_model\.(.*\.router\.)proj\.", r"language_model.\1"),
+            Rule(
+                TOWER + r"encoder\.layers\.(.*_proj)\.linear\.", r"vision_tower.encoder_layers.\3."
+            ),
             Rule(TOWER + r"encoder\.layers\.", "vision_tower.encoder_layers."),
             Rule(TOWER, "vision_tower."),
             Rule(r"^(model\.)?embed_vision\.", "embed_vision."),

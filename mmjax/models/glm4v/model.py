@@ -5,7 +5,8 @@ from typing import Any
 
 from mmjax.models.glm4v.host_inputs import Glm4vHostInputs, GlmOcrHostInputs
 from mmjax.models.qwen2_vl.model import Qwen2VLForConditionalGeneration
-from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
+from mmjax.models.text_model import text_rules
+from mmjax.weights.rules import Rule, RuleTypes
 
 
 class GlmOcrForConditionalGeneration(Qwen2VLForConditionalGeneration):
@@ -16,13 +17,11 @@ class GlmOcrForConditionalGeneration(Qwen2VLForConditionalGeneration):
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, which is also save_pretrained's, and the module's own names."""
-        text = hf_config.text_config
-        mlp = r"^model\.language_model\.(layers\.\d+\.mlp)\."
-        halves = [rf"language_model.\1.{name}_proj." for name in ("gate", "up")]
+        num_layers = hf_config.text_config.num_hidden_layers
         return (
             # The layer behind the last guesses several tokens at once.
-            Rule(rf"^model\.language_model\.layers\.{text.num_hidden_layers}\.", None),
-            Split(mlp + r"gate_up_proj\.", halves, [text.intermediate_size] * 2),
+            Rule(rf"^model\.language_model\.layers\.{num_layers}\.", None),
+            *text_rules(hf_config),
             Rule(r"^model\.visual\.embeddings\.$", None),  # HF's has no output here
             Rule(r"^model\.visual\.embeddings\.position_embedding\.", "visual.pos_embed."),
             Rule(r"^model\.visual\.patch_embed\.proj\.", "visual.patch_embed."),
@@ -45,18 +44,3 @@ class Glm46VForConditionalGeneration(Glm4vForConditionalGeneration):
 
 class Glm4vMoeForConditionalGeneration(Glm4vForConditionalGeneration):
     """Served as HF's class of this name."""
-
-    @staticmethod
-    def rules(hf_config: Any) -> Sequence[RuleTypes]:
-        """Map the hub's layout, in which experts lie apart, and the module's own, of stacks."""
-        experts = r"^model\.language_model\.(layers\.\d+\.mlp\.experts)\."
-        inner = hf_config.text_config.moe_intermediate_size
-        halves = [rf"language_model.\1.{name}_proj" for name in ("gate", "up")]
-        # Those of the layer behind the last are dropped before they are stacked.
-        dropped, *others = Glm4vForConditionalGeneration.rules(hf_config)
-        return (
-            dropped,
-            Stack(experts + r"(?P<index>\d+)\.(\w+_proj)\.weight$", r"language_model.\1.\3"),
-            Split(experts + "gate_up_proj$", halves, (inner, inner), of_stack=True),
-            *others,
-        )

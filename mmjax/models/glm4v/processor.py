@@ -70,9 +70,23 @@ class Glm4vProcessingInfo(Qwen2VLProcessingInfo):
         return {"image": self.get_largest_frame("image")[1]}
 
 
+class GlmGroundingProcessingInfo(Glm4vProcessingInfo):
+    """GLM-4.5V's and 4.6V's, which were trained to find what is described."""
+
+    tasks: ClassVar = {
+        "Boxes": "Help me to locate {the red cup} in the image and give me its bounding boxes."
+    }
+
+
 class GlmOcrProcessingInfo(Glm4vProcessingInfo):
+    tasks: ClassVar = {
+        "Read text": "Text Recognition:",
+        "Table": "Table Recognition:",
+        "Formula": "Formula Recognition:",
+    }
     host_inputs = GlmOcrHostInputs
 
 
 FACTORIES = make_factories(Glm4vProcessingInfo)
+GROUNDING_FACTORIES = make_factories(GlmGroundingProcessingInfo)
 OCR_FACTORIES = make_factories(GlmOcrProcessingInfo)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from mmjax.errors import CheckpointError
 from mmjax.models.host_inputs import UnitHostInputs
 
@@ -25,4 +27,25 @@ class Idefics3HostInputs(UnitHostInputs):
                 f"`scale_factor` is {factor}; it must divide the {side // patch_size} patches of a "
                 "tile's side"
             )
+        if not has_own_positions(side // patch_size):
+            raise CheckpointError(
+                f"`image_size` {side} and `patch_size` {patch_size} of `vision_config` give tiles "
+                f"of {side // patch_size} patches a side, whose positions HF's float32 rounds "
+                "otherwise on each kind of device; published are 26, 27 and 32"
+            )
         return (vision.num_channels, side, side), (side // patch_size // factor) ** 2
+
+
+def has_own_positions(side: int) -> bool:
+    """Return whether each of `side` patches has the position of its number, whatever rounds it.
+
+    HF looks for i * (1 / side) among the multiples of 1 / side (`Idefics3VisionEmbeddings`), which
+    `torch.arange` rounds by vectors of a device's width, or one by one.
+    """
+    step, index = 1 / side, np.arange(side - 1)
+    places = (index + 1).astype(np.float32) * np.float32(step)
+    for width in (1, 4, 8, 16):
+        firsts = np.float32(step + index // width * width * step).astype(np.float64)
+        if (places < (firsts + index % width * step).astype(np.float32)).any():
+            return False
+    return True

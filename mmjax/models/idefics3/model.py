@@ -3,70 +3,48 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.linear import Linear
+from mmjax.layers.vision import join_squares
 from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
-from mmjax.models.interface import MultiModalModel
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
+from mmjax.models.tower_model import TowerModel
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes
 
 
-class Idefics3SimpleMLP(nnx.Module):
-    """A product; parameter `proj`."""
-
-    def __init__(self, in_features: int, out_features: int, *, dtype: Any) -> None:
-        self.proj = Linear(in_features, out_features, use_bias=False, dtype=dtype)
-
-
-class Idefics3Connector(nnx.Module):
-    """Each square of `scale_factor` x `scale_factor` patches becomes one embedding."""
-
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        self.factor = hf_config.scale_factor
-        width, text = hf_config.vision_config.hidden_size, hf_config.text_config
-        self.modality_projection = Idefics3SimpleMLP(
-            width * self.factor**2, text.hidden_size, dtype=dtype
-        )
-
-    def __call__(self, patches: Float[Array, "I P D"]) -> Float[Array, "I _tokens F"]:
-        """Return the embeddings of every unit; the patches of a square lie row by row."""
-        units, num_patches, width = patches.shape
-        factor = self.factor
-        side = round(num_patches**0.5) // factor
-        grid = patches.reshape(units, side, factor, side, factor, width)
-        squares = grid.transpose(0, 1, 3, 2, 4, 5).reshape(units, side**2, -1)
-        return self.modality_projection.proj(squares)
-
-
-class Idefics3ForConditionalGeneration(MultiModalModel):
-    """Served as HF's class of this name; parameters bear its names."""
+class Idefics3ForConditionalGeneration(TowerModel):
+    """Served as HF's class of this name."""
 
     host_inputs = Idefics3HostInputs
     modality_names = ("image",)
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        vision, width = hf_config.vision_config, hf_config.text_config.hidden_size
+        self.factor = hf_config.scale_factor
         with self._mark_tower_model(hf_config, {*self.modality_names}):
-            self.vision_model = ViT(ViTConfig.from_hf(hf_config.vision_config), dtype=dtype)
-            self.connector = Idefics3Connector(hf_config, dtype=dtype)
+            self.vision_tower = ViT(ViTConfig.from_hf(vision), dtype=dtype)
+            self.multi_modal_projector = Linear(
+                vision.hidden_size * self.factor**2, width, use_bias=False, dtype=dtype
+            )
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        connector = r"^model\.connector\.(modality_projection\.proj\.)?"
         return (
+            *text_rules(hf_config),
             Rule(r"^model\.text_model\.", "language_model."),
             Rule(r"^lm_head\.", "language_model.lm_head."),
-            Rule(r"^model\.", ""),
+            Rule(r"^model\.vision_model\.", "vision_tower."),
+            Rule(connector, "multi_modal_projector."),
         )
 
-    def embed_multimodal(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
-        with jax.named_scope("vision_model"):
-            states, _ = self.vision_model(pixel_values)
-        with jax.named_scope("connector"):
-            return self.connector(states)
+    def encode_units(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
+        """Return the squares of `scale_factor` x `scale_factor` patches, which are embeddings."""
+        states, _ = self.vision_tower(pixel_values)
+        return join_squares(states, self.factor)
 
 
 class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):

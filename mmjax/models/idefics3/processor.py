@@ -76,12 +76,25 @@ class SmolVLMDataParser(ImagesOnlyDataParser):
         return VideoProcessorItems(videos, items.metadata, has_pairs=True)
 
 
+DOCTAG = "<doctag>"
+"""Granite-Docling's tokenizer alone has it, of all that are served as Idefics3."""
+DOCLING_TASKS = {
+    "Page to DocTags": "Convert this page to docling.",
+    "Chart to a table": "Convert chart to OTSL.",
+    "Code to text": "Convert code to text.",
+}
+
+
 class Idefics3ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = Idefics3HostInputs
     placeholders: ClassVar = {"image": IMAGE}
     embed_token = IMAGE
+
+    def get_tasks(self) -> Mapping[str, str]:
+        """Return Granite-Docling's; others are asked in words of one's own."""
+        return DOCLING_TASKS if DOCTAG in self.get_tokenizer().get_vocab() else self.tasks
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the parts: HF's processor of SmolVLM needs torchvision and num2words."""
@@ -131,9 +144,9 @@ class Idefics3ProcessingInfo(FamilyInfo):
         return cutter.find_largest_grid(self.scope_kwargs(self.get_planned_mm_kwargs()))
 
     def get_largest_image(self) -> ImageSize:
-        side = self.encoder_spec.inputs["pixel_values"][0][-1]
+        unit = super().get_largest_image()
         rows, columns = self.get_largest_grid()
-        return ImageSize(width=max(columns, 1) * side, height=max(rows, 1) * side)
+        return ImageSize(width=max(columns, 1) * unit.width, height=max(rows, 1) * unit.height)
 
     def get_max_image_tokens(self) -> int:
         rows, columns = self.get_largest_grid()
@@ -169,25 +182,6 @@ class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
 
     def get_target(self, modality: str) -> Target:
         return as_ids(self.placeholders[modality], self.get_tokenizer())
-
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        side = self.encoder_spec.inputs["pixel_values"][0][-1]
-        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
-
-    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
-        num_tokens = seq_len or self.ctx.model_config.max_model_len
-        num_videos = max((mm_counts or {}).get("video", 0), 1)
-        num_frames = num_tokens // self.num_unit_tokens // num_videos
-        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        num_frames = self.get_max_frames(seq_len, mm_counts)
-        return {"image": self.get_max_image_tokens(), "video": num_frames * self.num_unit_tokens}
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         counts = np.asarray(outputs.get("num_frames", ()), int)

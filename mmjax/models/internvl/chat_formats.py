@@ -18,6 +18,12 @@ _SYSTEM_2_5 = (
     "联合开发的多模态大语言模型。"
 )
 
+_SYSTEM_GPT_OSS = (
+    "You are InternVL, a large language model trained by Shanghai AI Laboratory.\n"
+    "Knowledge cutoff: 2024-06\nCurrent date: 2025-08-06\n\nReasoning: low\n\n"
+    "# Valid channels: final. Channel must be included for every message."
+)
+
 _SOURCE = """\
 {%- set starts = {'system': SYSTEM, 'user': USER, 'assistant': ASSISTANT} -%}
 {%- if messages[0].role != 'system' and DEFAULT -%}
@@ -68,6 +74,15 @@ _FORMATS: Mapping[str, _Format] = MappingProxyType(
             default=_SYSTEM_2,
         ),
         "internvl2_5": _Format(end="<|im_end|>\n", default=_SYSTEM_2_5),
+        "internvl3_5_gpt_oss": _Format(
+            system="<|start|>system<|message|>",
+            user="<|start|>user<|message|>",
+            # NOTE: the original lets the model write the channel, of which its system message
+            # allows this one alone: here an answer is its text and no more.
+            assistant="<|start|>assistant<|channel|>final<|message|>",
+            end="<|end|>",
+            default=_SYSTEM_GPT_OSS,
+        ),
     }
 )
 _PLAIN = _Format(end="<|im_end|>\n", default="")

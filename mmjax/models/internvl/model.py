@@ -12,11 +12,12 @@ from jaxtyping import Array, Float
 
 from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
+from mmjax.layers.vision import join_squares
 from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
 from mmjax.towers.vit import ViT, ViTConfig
-from mmjax.weights.rules import Rule, Split, Squeeze
+from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze
 
 _PROJECTOR_EPS = 1e-5
 """Of the projector's norm, which no configuration names: torch's own."""
@@ -106,21 +107,6 @@ def count_blocks(feature_layer: Any, num_hidden_layers: int, *, name: str) -> in
     return feature_layer % num_states
 
 
-def pixel_shuffle(
-    states: Float[Array, "I P D"], factor: int, *, is_transposed: bool = False
-) -> Float[Array, "I _tokens _width"]:
-    """Join each square of `factor` by `factor` patches into one state, row by row.
-
-    `is_transposed`: the squares stand column by column (`ps_version` v1, as models before 2024 saw
-    them).
-    """
-    images, num_patches, width = states.shape
-    side = round(num_patches**0.5) // factor
-    squares = states.reshape(images, side, factor, side, factor, width)
-    order = (0, 3, 1, 2, 4, 5) if is_transposed else (0, 1, 3, 2, 4, 5)
-    return squares.transpose(order).reshape(images, side * side, factor**2 * width)
-
-
 class InternVLModel(TowerModel):
     """What both layouts build, of configurations that are spelled differently."""
 
@@ -151,9 +137,12 @@ class InternVLModel(TowerModel):
     def encode_units(
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens _width"]:
-        """Return the squares of patches of every tile or frame."""
+        """Return the squares of patches of every tile or frame.
+
+        They stand column by column with `ps_version` v1, as models before 2024 saw them.
+        """
         states, _ = self.vision_tower(pixel_values)
-        return pixel_shuffle(states[:, 1:], self.factor, is_transposed=self.is_transposed)
+        return join_squares(states[:, 1:], self.factor, is_transposed=self.is_transposed)
 
 
 class InternVLForConditionalGeneration(InternVLModel):
@@ -175,7 +164,7 @@ class InternVLForConditionalGeneration(InternVLModel):
         )
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, save_pretrained's, and the module's own names."""
         vision = _read_vision(hf_config)
         tower = r"^(?:model\.)?vision_tower\."
@@ -187,6 +176,7 @@ class InternVLForConditionalGeneration(InternVLModel):
         return (
             *(Rule(pattern, None) for pattern in dropped),
             *rename_tower(tower),
+            *text_rules(hf_config),
             *WRAPPER_RULES,
         )
 
@@ -210,7 +200,7 @@ class InternVLChatModel(InternVLModel):
         )
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Cut what is fused (InternLM2's by groups of a key head), and map the published names."""
         vision, text = _read_original_vision(hf_config), hf_config.get_text_config()
         unread = range(vision.num_hidden_layers, _read_original(hf_config)["num_hidden_layers"])
@@ -232,6 +222,7 @@ class InternVLChatModel(InternVLModel):
                 Rule(rf"^vision_model\.embeddings\.{name}$", *target)
                 for name, target in _EMBEDDINGS.items()
             ),
+            *text_rules(hf_config),
             *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
         )
 

@@ -14,9 +14,10 @@ import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, item_fields, make_factories
+from mmjax.models.family import FamilyProcessor, Target, item_fields, make_factories
 from mmjax.models.internvl.chat_formats import find_chat_template
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
+from mmjax.models.tiles import TiledInfo
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import (
@@ -24,21 +25,12 @@ from mmjax.processing.image_processors.tiling import (
     HFTileCutter,
     OriginalFrameCutter,
     OriginalTileCutter,
-    find_largest_picture,
 )
 from mmjax.processing.items.parse import (
     ImageSize,
     MultiModalDataParser,
 )
-from mmjax.processing.prompt_updates.matching import (
-    MultiModalPromptUpdatesApplyResult,
-    has_long_target,
-    splice_in_text,
-)
-from mmjax.processing.prompt_updates.updates import (
-    MultiModalPromptUpdates,
-    as_ids,
-)
+from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
@@ -58,7 +50,7 @@ class InternVLDataParser(MultiModalDataParser):
     }
 
 
-class BaseInternVLProcessingInfo(FamilyInfo):
+class BaseInternVLProcessingInfo(TiledInfo):
     """Common to both formats."""
 
     chat_template = find_chat_template(None)
@@ -66,9 +58,8 @@ class BaseInternVLProcessingInfo(FamilyInfo):
     host_inputs = InternVLHostInputs
     limits: ClassVar = {"image": None, "video": None}
     embed_token = CONTEXT
+    item_bounds = (START, END)
     frame_separator: ClassVar[str]
-    tile_kwargs: ClassVar[tuple[str, str]]
-    """Names of the kwargs that enable tiles, and limit their number."""
     pixel_keys: ClassVar[Mapping[str, str]]
     """Modality -> name of its pixel values."""
 
@@ -78,8 +69,8 @@ class BaseInternVLProcessingInfo(FamilyInfo):
         """Side of a tile, in pixels."""
 
     @cached_property
-    def num_tile_tokens(self) -> int:
-        """Number of embeddings of a tile."""
+    def num_unit_tokens(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Number of embeddings of a tile, also where the encoder's are refused for their size."""
         hf_config = self.get_hf_config()
         patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
         return int((self.tile_size // patch_size) ** 2 * hf_config.downsample_ratio**2)
@@ -87,59 +78,18 @@ class BaseInternVLProcessingInfo(FamilyInfo):
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of whole tiles, thumbnail included, or of whole frames."""
         part = {"image": "tile", "video": "frame"}[modality]
-        most = self.get_mm_max_tokens_per_item()[modality] if modality == "image" else num_embeds
-        if 0 < num_embeds <= most and num_embeds % self.num_tile_tokens == 0:
+        most = self.get_max_image_tokens() if modality == "image" else num_embeds
+        if 0 < num_embeds <= most and num_embeds % self.num_unit_tokens == 0:
             return
         many = f", {most} rows at most" * (modality == "image")
         raise RequestValueError(
-            f"{modality} embeddings have {num_embeds} rows; a {part} has {self.num_tile_tokens}: "
+            f"{modality} embeddings have {num_embeds} rows; a {part} has {self.num_unit_tokens}: "
             f"give those of whole {part}s{many}",
             param="multi_modal_data",
         )
 
-    def get_unit_size(self) -> None:
-        """Return nothing: the cutters refuse other tiles themselves."""
-
-    def get_largest_picture(self) -> tuple[ImageSize, int]:
-        """Return the size of an image with the most tiles, and their number."""
-        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return find_largest_picture(self.get_image_processor(), kwargs)
-
-    def get_largest_image(self) -> ImageSize:
-        return self.get_largest_picture()[0]
-
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        side = self.tile_size
-        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
-
-    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return kwargs with the larger number of tiles of the checkpoint's and the operator's."""
-        switch, name = self.tile_kwargs
-        parts = self.get_hf_processor()
-        levels = [parts.scope_kwargs(kwargs) for kwargs in ({}, self.ctx.merge_mm_kwargs({}))]
-        limits = [
-            parts.image_processor.get_limits({**level["images_kwargs"], switch: True})
-            for level in levels
-        ]
-        return {switch: True, name: max(most for _, most in limits)}
-
-    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
-        num_tokens = seq_len or self.ctx.model_config.max_model_len
-        num_videos = max((mm_counts or {}).get("video", 0), 1)
-        num_frames = num_tokens // self.num_tile_tokens // num_videos
-        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        _, num_tiles = self.get_largest_picture()
-        most = {"image": num_tiles, "video": self.get_max_frames(seq_len, mm_counts)}
-        return {
-            modality: most[modality] * self.num_tile_tokens for modality in self.supported_mm_limits
-        }
+    def get_unit_size(self) -> ImageSize:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ImageSize(width=self.tile_size, height=self.tile_size)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         fields: dict[str, MultiModalFieldConfig] = {}
@@ -153,15 +103,12 @@ class BaseInternVLProcessingInfo(FamilyInfo):
     def get_target(self, modality: str) -> Target:
         return as_ids(self.find_placeholder_str(modality, 1) or "", self.get_tokenizer())
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
-        return int(tensors[f"{modality}_num_patches"]) * self.num_tile_tokens
-
     def write_item(self, modality: str, size: int) -> list[int]:
         if modality == "image":
             tokens = super().write_item(modality, size)
             return [self.get_token_id(START), *tokens, self.get_token_id(END)]
-        tile = START + CONTEXT * self.num_tile_tokens + END
-        numbers = range(1, size // self.num_tile_tokens + 1)
+        tile = START + CONTEXT * self.num_unit_tokens + END
+        numbers = range(1, size // self.num_unit_tokens + 1)
         text = self.frame_separator.join(f"Frame{number}: {tile}" for number in numbers)
         return as_ids(text, self.get_tokenizer())
 
@@ -203,7 +150,6 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
     """HF's format (InternVLForConditionalGeneration)."""
 
     frame_separator = "\n"
-    tile_kwargs = ("crop_to_patches", "max_patches")
     pixel_keys = PIXEL_KEYS["hf"]
     placeholders: ClassVar = {"image": CONTEXT, "video": "<video>"}
 
@@ -222,7 +168,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
         path, hf_config = self.ctx.model_config.path, self.get_hf_config()
         for name, found, wanted in (
             ("image_token_id", self.get_token_id(CONTEXT), hf_config.image_token_id),
-            ("image_seq_length", self.num_tile_tokens, hf_config.image_seq_length),
+            ("image_seq_length", self.num_unit_tokens, hf_config.image_seq_length),
         ):
             if found != wanted:
                 raise CheckpointError(
@@ -249,17 +195,6 @@ class InternVLMultiModalProcessor(FamilyProcessor[BaseInternVLProcessingInfo]):
         for modality in ("image", "video"):
             outputs[f"{modality}_token_id"] = np.array(self.info.get_token_id(CONTEXT))
         return outputs
-
-    def _apply_token_matches(
-        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
-    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
-        """Replace; a target of several tokens is replaced in the text, as the original does."""
-        if has_long_target(mm_prompt_updates):
-            tokenizer = self.info.get_tokenizer()
-            spliced = splice_in_text(prompt, mm_prompt_updates, tokenizer, before=END, after=START)
-            if spliced is not None:
-                return spliced
-        return super()._apply_token_matches(prompt, mm_prompt_updates)
 
 
 FACTORIES = make_factories(InternVLProcessingInfo, InternVLMultiModalProcessor)

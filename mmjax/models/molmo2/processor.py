@@ -201,7 +201,9 @@ class Molmo2MultiModalProcessor(FamilyProcessor[Molmo2ProcessingInfo]):
     ) -> AnswerParser | None:
         """Return what finds points; None where an image's size is not known."""
         sizes = self.find_image_sizes(mm_items)
-        return partial(self._parse_answer, image_sizes=sizes) if sizes else None
+        if sizes is None:
+            return None
+        return partial(self._parse_answer, image_sizes=sizes)
 
     def _parse_answer(
         self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]

@@ -37,6 +37,12 @@ CHAT_TEMPLATE = r"""
 
 class PaddleOCRVLProcessingInfo(Qwen2VLProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Read text": "OCR:",
+        "Table": "Table Recognition:",
+        "Formula": "Formula Recognition:",
+        "Chart": "Chart Recognition:",
+    }
     host_inputs = PaddleOCRVLHostInputs
     limits: ClassVar = {"image": None}
     placeholders: ClassVar = {"image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"}

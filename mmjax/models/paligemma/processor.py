@@ -116,7 +116,9 @@ class PaliGemmaMultiModalProcessor(FamilyProcessor[PaliGemmaProcessingInfo]):
     ) -> AnswerParser | None:
         """Return what finds objects; None without one image whose size is known."""
         sizes = self.find_image_sizes(mm_items)
-        return partial(self._parse_answer, image_size=sizes[0]) if len(sizes) == 1 else None
+        if sizes is None or len(sizes) > 1:
+            return None
+        return partial(self._parse_answer, image_size=sizes[0])
 
     def _parse_answer(
         self, token_ids: Sequence[int], *, image_size: ImageSize

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.layers.attention.segments import refine_segments
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.qwen2_vl.host_inputs import Qwen2VLHostInputs, Qwen25VLHostInputs
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
 from mmjax.weights.rules import Rule, RuleTypes
 
@@ -33,6 +33,7 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
             Rule(r"^(model\.)?visual\.merger\.mlp\.0\.", "visual.merger.fc1."),
             Rule(r"^(model\.)?visual\.merger\.mlp\.2\.", "visual.merger.fc2."),
             Rule(r"^(model\.)?visual\.", "visual."),
+            *text_rules(hf_config),
             Rule(r"^lm_head\.", "language_model.lm_head."),
             Rule(r"^model\.(language_model\.)?", "language_model."),
         )

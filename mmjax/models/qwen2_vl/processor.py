@@ -277,6 +277,16 @@ class Qwen2VLProcessingInfo(FamilyInfo):
 
 
 class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
+    tasks: ClassVar = {
+        "Boxes": (
+            "Outline the position of {each small cake} and output all the coordinates in JSON "
+            "format."
+        ),
+        "Text with places": (
+            "Spotting all the text in the image with line-level, and output in JSON format."
+        ),
+        "Page to HTML": "QwenVL HTML",
+    }
     host_inputs = Qwen25VLHostInputs
     parser = Qwen25VLDataParser
     video_patcher = TimedVideoPatcher

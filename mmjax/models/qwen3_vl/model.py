@@ -8,7 +8,7 @@ from typing import Any
 
 from mmjax.models.qwen2_vl.model import Qwen2VLForConditionalGeneration
 from mmjax.models.qwen3_vl.host_inputs import Qwen3VLHostInputs
-from mmjax.weights.rules import Rule, RuleTypes, Split
+from mmjax.weights.rules import Rule, RuleTypes
 
 
 class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
@@ -35,19 +35,3 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
     """Served as HF's class of this name."""
-
-    @staticmethod
-    def rules(hf_config: Any) -> Sequence[RuleTypes]:
-        """Map the hub's layout: gate and up of all experts are one tensor.
-
-        Its matrices are `[in, out]` as published, and `[out, in]` where HF's module was saved.
-        """
-        experts = r"^model\.(?:language_model\.)?(layers\.\d+\.mlp\.experts\.)"
-        text = hf_config.get_text_config()
-        width, inner = text.hidden_size, text.moe_intermediate_size
-        names = [rf"language_model.\1{name}_proj" for name in ("gate", "up", "down")]
-        return (
-            Split(experts + "gate_up_proj$", names[:2], (inner, inner), of_stack=True),
-            Split(experts + "down_proj$", names[2:], (width,), of_stack=True),
-            *Qwen3VLForConditionalGeneration.rules(hf_config),
-        )

@@ -43,6 +43,17 @@ class Qwen3VLDataParser(TimedDataParser):
 
 class Qwen3VLProcessingInfo(Qwen2VLProcessingInfo):
     chat_template = TURNS
+    tasks: ClassVar = {
+        "Boxes": (
+            'Locate every instance that belongs to the following categories: "{head, hand}". '
+            "Report bbox coordinates in JSON format."
+        ),
+        "Text with places": (
+            "Spotting all the text in the image with line-level, and output in JSON format."
+        ),
+        "Page to HTML": "qwenvl html",
+        "Page to Markdown": "qwenvl markdown",
+    }
     host_inputs = Qwen3VLHostInputs
     parser = Qwen3VLDataParser
     video_patcher = SampledVideoPatcher

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mmjax.errors import CheckpointError
 from mmjax.models.host_inputs import PromptItem, RotaryPositions, UnitHostInputs
 from mmjax.rounding import count_halvings
@@ -39,8 +37,4 @@ class QwenVLHostInputs(UnitHostInputs):
         level = 0
         if self.hf_config.use_dynamic_ntk:
             level = count_halvings(num_tokens, self.hf_config.seq_length)
-        indices = np.arange(num_tokens, dtype=np.int32)
-        positions = np.stack([indices, indices, np.full(num_tokens, level, np.int32)])
-        return RotaryPositions(
-            positions, 0, is_constant=(False, False, True), cache_key=f"ntk {level}" * bool(level)
-        )
+        return RotaryPositions.of_level(num_tokens, level, "ntk")

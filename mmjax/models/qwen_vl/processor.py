@@ -69,6 +69,9 @@ class QwenVLImageProcessor:
 
 class QwenVLProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Caption with boxes": "Generate the caption in English with grounding:",
+    }
     host_inputs = QwenVLHostInputs
     embed_token = IMG_PAD
     reserves_embed_token = True

@@ -21,6 +21,8 @@ from mmjax.processing.items.items import ImageSize
 MAX_TILES = 128
 """No model has seen as many, and the time to list arrangements grows with their number."""
 
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _AFFINE = make_affine(rescale_factor=1 / 255, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 """As the original normalises what it cuts."""
 
@@ -73,6 +75,27 @@ def choose_arrangement(
     return best
 
 
+def cut_tiles(
+    image: Image.Image,
+    canvas: tuple[int, int],
+    side: int,
+    *,
+    has_thumbnail: bool = True,
+    resample: Image.Resampling = Image.Resampling.BICUBIC,
+) -> list[Image.Image]:
+    """Scale an image to (columns, rows) of tiles, and cut it; the whole comes last of several."""
+    columns, rows = canvas
+    resized = image.resize((side * columns, side * rows), resample)
+    tiles = [
+        resized.crop((x * side, y * side, (x + 1) * side, (y + 1) * side))
+        for y in range(rows)
+        for x in range(columns)
+    ]
+    if has_thumbnail and len(tiles) > 1:
+        tiles.append(image.resize((side, side), resample))
+    return tiles
+
+
 def find_largest_picture(cutter: TileCutter, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
     """Return the size of an image with the most tiles, and how many."""
     sizes = [
@@ -118,7 +141,16 @@ class OriginalTileCutter:
     ) -> dict[str, np.ndarray]:
         """Return `pixel_values_flat` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
         arrangements = list_arrangements(*self.get_limits(kwargs))
-        tiles = [self._cut(image, arrangements) for image in images]
+        side = self.tile_size
+        tiles = [
+            cut_tiles(
+                image,
+                choose_arrangement(ImageSize(*image.size), arrangements, side),
+                side,
+                has_thumbnail=self.use_thumbnail,
+            )
+            for image in images
+        ]
         return {
             "pixel_values_flat": np.stack([to_pixels(tile) for one in tiles for tile in one]),
             "image_num_patches": np.array([len(one) for one in tiles], dtype=np.int64),
@@ -143,20 +175,80 @@ class OriginalTileCutter:
         columns, rows = choose_arrangement(size, arrangements, self.tile_size)
         return columns * rows + int(self.use_thumbnail and columns * rows > 1)
 
-    def _cut(
-        self, image: Image.Image, arrangements: Sequence[tuple[int, int]]
-    ) -> list[Image.Image]:
+
+def list_canvases(most: int) -> list[tuple[int, int]]:
+    """Return every (columns, rows) of at most so many tiles, as Cohere's code orders them."""
+    sides = range(1, most + 1)
+    canvases = [(columns, rows) for columns in sides for rows in sides if columns * rows <= most]
+    return sorted(canvases, key=lambda one: one[0] * one[1])
+
+
+def choose_canvas(size: ImageSize, most: int, tile_size: int) -> tuple[int, int]:
+    """Return the (columns, rows) to which an image is scaled up least; else down least."""
+    canvases = list_canvases(most)
+    scales = [
+        min(columns * tile_size / size.width, rows * tile_size / size.height)
+        for columns, rows in canvases
+    ]
+    larger = [scale for scale in scales if scale >= 1]
+    return canvases[scales.index(min(larger) if larger else max(scales))]
+
+
+class CanvasCutter:
+    """HF's `Cohere2VisionImageProcessor`, which needs torchvision, by preprocessor_config.json."""
+
+    valid_kwargs = frozenset({"min_patches", "max_patches", "crop_to_patches"})
+
+    def __init__(self, settings: Mapping[str, Any], tile_size: int) -> None:
+        """`settings`: those of the file; what it leaves out is as in HF."""
+        size = settings.get("size", {"height": 512, "width": 512})
+        if (size.get("height"), size.get("width")) != (tile_size, tile_size):
+            raise CheckpointError(
+                f"the image processor makes tiles of {dict(size)} pixels, but the vision tower "
+                f"takes {tile_size}x{tile_size}; make them equal"
+            )
+        self.tile_size = tile_size
+        self.resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
+        names = {"min_patches": 1, "max_patches": 12, "crop_to_patches": True}
+        self.defaults = {name: settings.get(name, value) for name, value in names.items()}
+        self.affine = make_affine(
+            rescale_factor=settings.get("rescale_factor", 1 / 255),
+            mean=settings.get("image_mean", _CLIP_MEAN),
+            std=settings.get("image_std", _CLIP_STD),
+        )
+
+    def __call__(
+        self, images: Sequence[Image.Image], *, return_tensors: str, **kwargs: Any
+    ) -> dict[str, np.ndarray]:
+        """Return `pixel_values` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
+        _, most = self.get_limits(kwargs)
         side = self.tile_size
-        columns, rows = choose_arrangement(ImageSize(*image.size), arrangements, side)
-        resized = image.resize((side * columns, side * rows), Image.Resampling.BICUBIC)
         tiles = [
-            resized.crop((x * side, y * side, (x + 1) * side, (y + 1) * side))
-            for y in range(rows)
-            for x in range(columns)
+            cut_tiles(
+                image,
+                choose_canvas(ImageSize(*image.size), most, side),
+                side,
+                resample=self.resample,
+            )
+            for image in images
         ]
-        if self.use_thumbnail and len(tiles) > 1:
-            tiles.append(image.resize((side, side), Image.Resampling.BICUBIC))
-        return tiles
+        return {
+            "pixel_values": np.stack([to_pixels(tile) for one in tiles for tile in one]),
+            "image_num_patches": np.array([len(one) for one in tiles], dtype=np.int64),
+            "image_affine": self.affine,
+        }
+
+    def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return 1 and the most tiles: HF's class takes `min_patches`, and does nothing with it."""
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        values = {**self.defaults, **given}
+        names = ("min_patches", "max_patches")
+        _, most = _check_limits(values[names[0]], values[names[1]], names)
+        return (1, most) if values["crop_to_patches"] else (1, 1)
+
+    def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
+        columns, rows = choose_canvas(size, self.get_limits(kwargs)[1], self.tile_size)
+        return columns * rows + int(columns * rows > 1)
 
 
 class OriginalFrameCutter:

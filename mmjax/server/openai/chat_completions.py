@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +17,7 @@ from mmjax.errors import CapacityError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.output.reasoning import REASONING_FORMATS, ReasoningFormat
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.explain import Explanation
@@ -43,7 +45,7 @@ from mmjax.server.openai.responses import (
 )
 from mmjax.server.openai.streaming import while_connected
 from mmjax.server.openai.structure import errors_of_format
-from mmjax.server.openai.tool_use import AnswerReader, ToolUse, plan_tool_use
+from mmjax.server.openai.tool_use import AnswerReader, ToolUse, plan_reasoning, plan_tool_use
 
 T = TypeVar("T")
 
@@ -130,25 +132,37 @@ class ChatService:
         """Check a chat and give it to the engine; RequestError if it is refused."""
         self._generation.check(request, body)
         tools = self._tool_use(body)
-        params = body.sampling_params(self._generation.default_params)
-        if tools is not None:
-            params = tools.sampling_params(params)
+        params, form = self._sampling(body, tools)
         prompt = await self._prompt_source(request, body)
         with errors_of_format(body.response_format is not None):
             streams = await self._generation.submit(
                 request, body, request_id, [prompt], params, continues_prompt=False
             )
+        tokenizer, (first, *_) = self._client.input_processor.tokenizer, streams
+        is_shown = body.include_reasoning is not False
+        prompt_ids = first.request.prompt_token_ids
+        reasoning = plan_reasoning(form, prompt_ids, tokenizer, is_shown=is_shown)
+        role = _role_of(body, self._config)
         return ChatRun(
             params=params,
             streams=streams,
-            reader=AnswerReader(tools, echo=_echo_of(body)),
-            options=choice_options(
-                body,
-                body.top_logprobs,
-                self._client.input_processor.tokenizer,
-                _role_of(body, self._config),
-            ),
+            reader=AnswerReader(tools, echo=_echo_of(body), reasoning=reasoning),
+            options=choice_options(body, body.top_logprobs, tokenizer, role),
         )
+
+    def _sampling(
+        self, body: ChatCompletionRequest, tools: ToolUse | None
+    ) -> tuple[SamplingParams, ReasoningFormat | None]:
+        """Return the parameters, and the format in which the reasoning is read."""
+        params = body.sampling_params(self._generation.default_params)
+        if tools is not None:
+            params = tools.sampling_params(params)
+        # A structure holds from the first token on: such an answer has no reasoning.
+        if self._config.reasoning_parser is None or params.structured_outputs is not None:
+            return params, None
+        form = REASONING_FORMATS[self._config.reasoning_parser]
+        skips = params.skip_special_tokens and not form.keeps_special_tokens
+        return msgspec.structs.replace(params, skip_special_tokens=skips), form
 
     async def render(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve its /render: describe the processed prompt, without running the model."""

@@ -332,7 +332,7 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: ReasoningEffort | None = None
     """For a chat template that asks for it; no effect where none does."""
     include_reasoning: StrictBool | None = None
-    """No effect: vLLM's, of the thoughts of a model, which are nowhere apart from the answer."""
+    """vLLM's: false leaves a model's reasoning out, where `--reasoning-parser` tells it apart."""
     echo: StrictBool = False
     documents: Objects | None = None
     metadata: Annotated[dict[Label, MetadataValue], Field(fail_fast=True)] | None = None

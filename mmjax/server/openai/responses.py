@@ -88,6 +88,10 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     content: str | None
     """None of an answer of calls alone."""
     refusal: None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """What the model thought before, where `--reasoning-parser` tells it apart; not OpenAI's."""
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """The same, under the name that vLLM had for it, and some clients read."""
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     parsed: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """Boxes and labels, where the model's answers hold such; not OpenAI's."""
@@ -98,6 +102,8 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] = []
     parsed: Mapping[str, Any] | None = None
     """As `ChatAnswer.parsed`, of the whole answer, in its last chunk."""
@@ -128,7 +134,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     def says_something(self) -> bool:
         """Whether there is anything in it for a client."""
         delta = self.delta
-        has_text = bool(delta.content or delta.tool_calls or delta.role)
+        has_text = bool(delta.content or delta.reasoning or delta.tool_calls or delta.role)
         return has_text or bool(self.finish_reason or self.logprobs or self.token_ids)
 
 
@@ -298,6 +304,8 @@ def chat_choice(output: CompletionOutput, piece: AnswerPiece, options: ChoiceOpt
         message=ChatAnswer(
             role=options.role,
             content=piece.text or (None if calls else ""),
+            reasoning=piece.reasoning or msgspec.UNSET,
+            reasoning_content=piece.reasoning or msgspec.UNSET,
             tool_calls=calls or msgspec.UNSET,
             parsed=_parsed(output),
         ),
@@ -316,7 +324,13 @@ def chat_chunk_choice(
     calls = [_tool_call(call, is_chunk=True) for call in piece.calls]
     return ChatChunkChoice(
         index=output.index,
-        delta=ChatDelta(content=piece.text or None, tool_calls=calls, parsed=output.parsed),
+        delta=ChatDelta(
+            content=piece.text or None,
+            reasoning=piece.reasoning or None,
+            reasoning_content=piece.reasoning or None,
+            tool_calls=calls,
+            parsed=output.parsed,
+        ),
         logprobs=chat_logprobs(output.logprobs, options),
         finish_reason=piece.finish_reason,
         stop_reason=output.stop_reason if is_finished else msgspec.UNSET,

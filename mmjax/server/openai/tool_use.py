@@ -13,6 +13,7 @@ import msgspec
 from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.output.outputs import CompletionOutput
+from mmjax.frontend.output.reasoning import ReasoningFormat, ReasoningReader
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
     NamedCallParser,
@@ -26,13 +27,15 @@ from mmjax.params.sampling_params import SamplingParams, StructuredOutputsParams
 from mmjax.server.openai.continuation import new_hex
 
 _MARKS: Mapping[str, str] = {
+    "<arg_key>": "glm45",
+    "<|tool_call>": "gemma4",
     "<tool_call>": "hermes",
     "[TOOL_CALLS]": "mistral",
     "<|plugin|>": "internlm",
     "<|python_tag|>": "llama3_json",
     "tool_code": "pythonic",
 }
-"""What a chat template writes -> the format of its model's calls."""
+"""What a chat template writes -> the format of its model's calls; the first that is found."""
 
 _NAMELESS = frozenset({"auto", "none", "required"})
 
@@ -53,7 +56,7 @@ class ToolUse:
     def parser(self) -> ToolCallParser:
         """Return a parser for one answer."""
         if self.format is not None:
-            return self.format.make(frozenset(self.functions))
+            return self.format.make(self.functions)
         if self.choice == "required":
             return required_call_parser()
         return NamedCallParser(self.choice)
@@ -171,6 +174,37 @@ def _format(config: ServerConfig, template: ChatTemplate) -> ToolCallFormat:
     return TOOL_CALL_FORMATS[found]
 
 
+# ---- reasoning -----------------------------------------------------------------------------------
+
+_MAX_OPENING_TOKENS = 32
+"""At a prompt's end, among which a chat template's opening mark stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningUse:
+    """How the reasoning of one request's answers is read."""
+
+    format: ReasoningFormat
+    is_open: bool
+    """Whether an answer begins within reasoning."""
+    is_shown: bool
+    """`include_reasoning`."""
+
+
+def plan_reasoning(
+    form: ReasoningFormat | None,
+    prompt_token_ids: Sequence[int],
+    tokenizer: Any,
+    *,
+    is_shown: bool,
+) -> ReasoningUse | None:
+    """Return how reasoning is read in a format; None: it is not told apart."""
+    if form is None:
+        return None
+    end = tokenizer.decode(prompt_token_ids[-_MAX_OPENING_TOKENS:], skip_special_tokens=False)
+    return ReasoningUse(format=form, is_open=form.is_open(end), is_shown=is_shown)
+
+
 # ---- answers ------------------------------------------------------------------------------------
 
 
@@ -190,6 +224,8 @@ class AnswerPiece:
     """What an output adds to one of a chat's answers."""
 
     text: str
+    reasoning: str = ""
+    """What the model thought before it, where that is told apart."""
     calls: list[CallPiece] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -197,10 +233,14 @@ class AnswerPiece:
 class AnswerReader:
     """Reads the `n` answers of one chat."""
 
-    def __init__(self, tools: ToolUse | None, *, echo: str = "") -> None:
+    def __init__(
+        self, tools: ToolUse | None, *, echo: str = "", reasoning: ReasoningUse | None = None
+    ) -> None:
         """`echo`: text that comes before each answer."""
         self._tools = tools
         self._echo = echo
+        self._reasoning = reasoning
+        self._thoughts: dict[int, ReasoningReader] = {}
         self._parsers: dict[int, ToolCallParser] = {}
         self._num_calls: dict[int, int] = {}
         self._begun: set[int] = set()
@@ -208,24 +248,40 @@ class AnswerReader:
     @property
     def holds_text_back(self) -> bool:
         """Whether an output may add nothing that can be shown yet."""
-        return self._tools is not None
+        return self._tools is not None or self._reasoning is not None
 
     def read(self, output: CompletionOutput) -> AnswerPiece:
         """Return what `output` adds; each text must come once."""
-        piece = self._parse(output)
+        reasoning, text = self._tell_apart(output)
+        piece = self._parse(output, text)
+        piece.reasoning = reasoning
         if output.index not in self._begun:
             self._begun.add(output.index)
             piece.text = self._echo + piece.text
         return piece
 
-    def _parse(self, output: CompletionOutput) -> AnswerPiece:
+    def _tell_apart(self, output: CompletionOutput) -> tuple[str, str]:
+        """Return what `output` adds to the reasoning that is shown, and to the text behind it."""
+        use, index = self._reasoning, output.index
+        if use is None:
+            return "", output.text
+        if index not in self._thoughts:
+            self._thoughts[index] = ReasoningReader(use.format, is_open=use.is_open)
+        reader = self._thoughts[index]
+        parts = [reader.push(output.text)]
+        if output.finish_reason is not None:
+            parts.append(reader.finish())
+        thought = "".join(part.reasoning for part in parts) if use.is_shown else ""
+        return thought, "".join(part.text for part in parts)
+
+    def _parse(self, output: CompletionOutput, text: str) -> AnswerPiece:
         tools, index = self._tools, output.index
         if tools is None:
-            return AnswerPiece(text=output.text, finish_reason=output.finish_reason)
+            return AnswerPiece(text=text, finish_reason=output.finish_reason)
         if index not in self._parsers:
             self._parsers[index] = tools.parser()
         parser = self._parsers[index]
-        deltas = [parser.push(output.text)]
+        deltas = [parser.push(text)]
         if output.finish_reason is not None:
             deltas.append(parser.finish())
         calls = [

@@ -7,8 +7,16 @@ take the same way as streams. No regular expressions: a model's text may be a us
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
+from mmjax.frontend.output.reasoning import find_overlap
+from mmjax.frontend.output.tool_calls.bodies import (
+    BodyCallParser,
+    Functions,
+    read_gemma_call,
+    read_glm_call,
+)
 from mmjax.frontend.output.tool_calls.deltas import AnswerDelta
 from mmjax.frontend.output.tool_calls.json_scanner import (
     MAX_NAME_CHARS,
@@ -138,7 +146,7 @@ class JsonCallParser:
             self._read = self._read_calls
             return found + len(self._start)
         shown = text[place:]
-        kept = len(shown) - _overlap(shown, self._start)
+        kept = len(shown) - find_overlap(shown, self._start)
         kept = len(shown[:kept].rstrip(_SPACES))
         if len(shown) - kept > _MAX_HELD_CHARS:
             kept = len(shown)
@@ -352,18 +360,12 @@ class PythonCallParser:
         return f"{opening}{self._name}({''.join(self._arguments)}"
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that `mark` begins with."""
-    lengths = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(mark[:length])), 0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallFormat:
     """A format of tool calls, under vLLM's name for its parser."""
 
-    make: Callable[[Collection[str]], ToolCallParser]
-    """The tools' names -> the parser of one answer."""
+    make: Callable[[Functions], ToolCallParser]
+    """The functions that may be called -> the parser of one answer."""
     keeps_special_tokens: bool = False
     """Whether the marks are special tokens, which must stay in the text."""
     id_length: int | None = None
@@ -371,25 +373,43 @@ class ToolCallFormat:
 
 
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
+    "gemma4": ToolCallFormat(
+        make=lambda functions: BodyCallParser(
+            start="<|tool_call>", end="<tool_call|>", read=read_gemma_call
+        ),
+        keeps_special_tokens=True,
+    ),
+    "glm45": ToolCallFormat(
+        make=lambda functions: BodyCallParser(
+            start="<tool_call>",
+            end="</tool_call>",
+            read=partial(read_glm_call, functions=functions),
+        ),
+        keeps_special_tokens=True,
+    ),
     "hermes": ToolCallFormat(
-        make=lambda names: JsonCallParser(start="<tool_call>", end="</tool_call>")
+        make=lambda functions: JsonCallParser(start="<tool_call>", end="</tool_call>")
     ),
     "internlm": ToolCallFormat(
-        make=lambda names: JsonCallParser(start="<|action_start|><|plugin|>", end="<|action_end|>"),
+        make=lambda functions: JsonCallParser(
+            start="<|action_start|><|plugin|>", end="<|action_end|>"
+        ),
         keeps_special_tokens=True,
     ),
     "llama3_json": ToolCallFormat(
-        make=lambda names: JsonCallParser(
-            start="<|python_tag|>", end=_FENCE, unmarked=True, tool_names=names
+        make=lambda functions: JsonCallParser(
+            start="<|python_tag|>", end=_FENCE, unmarked=True, tool_names=functions.keys()
         ),
         keeps_special_tokens=True,
     ),
     "mistral": ToolCallFormat(
-        make=lambda names: JsonCallParser(start="[TOOL_CALLS]", takes_names=True),
+        make=lambda functions: JsonCallParser(start="[TOOL_CALLS]", takes_names=True),
         keeps_special_tokens=True,
         id_length=9,
     ),
-    "pythonic": ToolCallFormat(make=lambda names: PythonCallParser(tool_names=names)),
+    "pythonic": ToolCallFormat(
+        make=lambda functions: PythonCallParser(tool_names=functions.keys())
+    ),
 }
 """By vLLM's name of the parser."""
 

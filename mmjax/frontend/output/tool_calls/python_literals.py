@@ -48,15 +48,18 @@ class CallScanner:
 
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return the arguments by name; ValueError for anything but names with literals."""
-    return _Reader(text).arguments()
+    return LiteralReader(text).arguments()
 
 
-class _Reader:
+class LiteralReader:
+    """Reads literals from a text's beginning on."""
+
     def __init__(self, text: str) -> None:
         self._text = text
         self._place = 0
 
     def arguments(self) -> dict[str, Any]:
+        """Return what `name=literal` and commas say, to the end of the text."""
         found: dict[str, Any] = {}
         while self._peek():
             name = self._word()
@@ -102,13 +105,16 @@ class _Reader:
         self._expect("{")
         found: dict[str, Any] = {}
         while self._peek() != "}":
-            key = self._string()
+            key = self._key()
             self._expect(":")
             found[key] = self._value(depth + 1)
             if self._peek() != "}":
                 self._expect(",")
         self._expect("}")
         return found
+
+    def _key(self) -> str:
+        return self._string()
 
     def _string(self) -> str:
         quote = self._peek()

@@ -1,0 +1,196 @@
+r"""Tool calls between two marks, each read as one when its closing mark is there.
+
+GLM-4.5's `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`, and
+Gemma 4's `<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mmjax.frontend.output.reasoning import find_overlap
+from mmjax.frontend.output.tool_calls.deltas import AnswerDelta
+from mmjax.frontend.output.tool_calls.json_scanner import MAX_NAME_CHARS
+from mmjax.frontend.output.tool_calls.python_literals import LiteralReader
+
+_SPACES = " \t\r\n"
+_MAX_BODY_CHARS = 2**18
+_MAX_HELD_CHARS = 1024
+"""Spaces before a call, at most; more are text."""
+
+Functions = Mapping[str, Mapping[str, Any]]
+"""Name -> function, as OpenAI's `tools` have it."""
+Call = tuple[str, dict[str, Any]]
+"""A function's name, and its arguments."""
+
+
+class BodyCallParser:
+    """Calls between `start` and `end`, of what `read` makes of the text between them."""
+
+    def __init__(self, *, start: str, end: str, read: Callable[[str], Call]) -> None:
+        """`read`: the text between the marks -> a call; ValueError: it is none, but text."""
+        self._start, self._end, self._read_body = start, end, read
+        self._held = ""
+        """Spaces, or the beginning of a mark: text, if nothing comes of it."""
+        self._opening: str | None = None
+        """The spaces before a call and its mark; None: there is none to be read."""
+        self._body: list[str] = []
+        self._num_chars = 0
+        self._num_calls = 0
+        self._delta = AnswerDelta()
+
+    def push(self, text: str) -> AnswerDelta:
+        """Return what `text` adds."""
+        self._delta = AnswerDelta()
+        text, self._held = self._held + text, ""
+        place = 0
+        while place < len(text):
+            read = self._read_text if self._opening is None else self._read_call
+            place = read(text, place)
+        return self._delta
+
+    def finish(self) -> AnswerDelta:
+        """Return what was held back."""
+        self._delta = AnswerDelta()
+        if self._opening is not None:
+            self._give_up(self._held)
+        elif not self._num_calls or self._held.strip(_SPACES):
+            self._delta.add_text(self._held)
+        self._held = ""
+        return self._delta
+
+    # ---- each reads on from `place`, and returns the index behind what it read ------------------
+
+    def _read_text(self, text: str, place: int) -> int:
+        found = text.find(self._start, place)
+        if found >= 0:
+            # The line break before a call belongs to neither.
+            shown = text[place:found].rstrip(_SPACES)
+            self._delta.add_text(shown)
+            behind = found + len(self._start)
+            self._opening = text[place + len(shown) : behind]
+            return behind
+        shown = text[place:]
+        kept = len(shown) - find_overlap(shown, self._start)
+        kept = len(shown[:kept].rstrip(_SPACES))
+        if len(shown) - kept > _MAX_HELD_CHARS:
+            kept = len(shown)
+        self._delta.add_text(shown[:kept])
+        self._held = shown[kept:]
+        return len(text)
+
+    def _read_call(self, text: str, place: int) -> int:
+        found = text.find(self._end, place)
+        stop = found if found >= 0 else len(text) - find_overlap(text[place:], self._end)
+        self._body.append(text[place:stop])
+        self._num_chars += stop - place
+        if self._num_chars > _MAX_BODY_CHARS:
+            self._give_up("")
+            return stop
+        if found < 0:
+            self._held = text[stop:]
+            return len(text)
+        try:
+            name, arguments = self._read_body("".join(self._body))
+            shown = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            self._give_up(self._end)
+            return found + len(self._end)
+        self._delta.add_call(self._num_calls, name=name, arguments=shown)
+        self._num_calls += 1
+        self._end_call()
+        return found + len(self._end)
+
+    def _give_up(self, rest: str) -> None:
+        """Take as text what looked like a call."""
+        self._delta.add_text(f"{self._opening}{''.join(self._body)}{rest}")
+        self._end_call()
+
+    def _end_call(self) -> None:
+        self._opening, self._body, self._num_chars = None, [], 0
+
+
+def _check_name(name: str) -> str:
+    if not 0 < len(name) <= MAX_NAME_CHARS or any(mark in name for mark in "<>{}\n"):
+        raise ValueError("no name of a function")
+    return name
+
+
+# ---- GLM-4.5 -------------------------------------------------------------------------------------
+
+_KEY, _KEY_END = "<arg_key>", "</arg_key>"
+_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+
+
+def read_glm_call(body: str, functions: Functions) -> Call:
+    """Read GLM-4.5's; a value is JSON, unless its function says that it is a text."""
+    head, *parts = body.split(_KEY)
+    name = _check_name(head.strip(_SPACES))
+    parameters = functions.get(name, {}).get("parameters") or {}
+    properties = parameters.get("properties") or {}
+    arguments: dict[str, Any] = {}
+    for part in parts:
+        key, mark, rest = part.partition(_KEY_END)
+        value, end, behind = rest.lstrip(_SPACES).removeprefix(_VALUE).rpartition(_VALUE_END)
+        is_whole = mark and end and rest.lstrip(_SPACES).startswith(_VALUE)
+        if not is_whole or behind.strip(_SPACES):
+            raise ValueError("an argument without its value")
+        key = key.strip(_SPACES)
+        arguments[key] = _read_value(value, properties.get(key))
+    return name, arguments
+
+
+def _read_value(text: str, schema: Any) -> Any:
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# ---- Gemma 4 -------------------------------------------------------------------------------------
+
+_CALL, _QUOTE = "call:", '<|"|>'
+
+
+def read_gemma_call(body: str) -> Call:
+    """Read Gemma 4's: keys without quotes, texts between quotes of their own."""
+    begun = body.strip(_SPACES)
+    name, bracket, rest = begun.removeprefix(_CALL).partition("{")
+    if not begun.startswith(_CALL) or not bracket:
+        raise ValueError("no call")
+    return _check_name(name.strip(_SPACES)), GemmaReader(bracket + rest).whole()
+
+
+class GemmaReader(LiteralReader):
+    """Reads an object as Gemma 4 writes it."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the object that the text is; ValueError for anything else."""
+        found = self._dict(0)
+        if self._peek():
+            raise ValueError("text behind the arguments")
+        return found
+
+    def _value(self, depth: int) -> Any:
+        return self._string() if self._peek() == "<" else super()._value(depth)
+
+    def _string(self) -> str:
+        if not self._text.startswith(_QUOTE, self._place):
+            return super()._string()
+        start = self._place + len(_QUOTE)
+        end = self._text.find(_QUOTE, start)
+        if end < 0:
+            raise ValueError("a text without its end")
+        self._place = end + len(_QUOTE)
+        return self._text[start:end]
+
+    def _key(self) -> str:
+        if self._peek() in ("<", '"'):
+            return self._string()
+        end = self._text.find(":", self._place)
+        if end < 0:
+            raise ValueError("a key without its value")
+        key, self._place = self._text[self._place : end].rstrip(_SPACES), end
+        return key

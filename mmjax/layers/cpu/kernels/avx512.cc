@@ -1,0 +1,31 @@
+// AVX-512 (F, BW, VL), with neither VNNI nor bfloat16 instructions.
+#include "avx512.h"
+
+namespace mmjax {
+namespace {
+
+// Products of pairs of 16 bits, added in 32: exact.
+struct Int8Lanes : Uncorrected, IntegerSums {
+  using X = int8_t;
+  using W = int8_t;
+  using Weights = __m512i;
+  static constexpr int kWidth = 32;
+  static __m512i load_inputs(const X* x) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
+  static __m512i load_inputs(const X* x, int64_t n) {
+    return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first32(n), x));
+  }
+  static Weights load_weights(const W* w) { return load_inputs(w); }
+  static Weights load_weights(const W* w, int64_t n) { return load_inputs(w, n); }
+  static void add(Sum& sum, __m512i x, Weights w) {
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(x, w));
+  }
+};
+
+}  // namespace
+
+const Products kAvx512 = {multiply<Float32Lanes>, multiply<Bfloat16Lanes>, multiply<Int8Lanes>,
+                          multiply<Float32Int8Lanes>, multiply<Bfloat16Int8Lanes>, "avx512"};
+
+}  // namespace mmjax

@@ -1,0 +1,101 @@
+// The loops that all instruction sets share. Included by files that are compiled with other flags
+// each, so everything here is in an unnamed namespace, and no header of the library is included:
+// the linker would keep one file's copy of an inline function for all.
+#pragma once
+
+#include "products.h"
+
+namespace mmjax {
+namespace {
+
+// `Lanes` multiplies `Lanes::kWidth` numbers at a time: a `Sum` holds the sums of one row with one
+// feature, in lanes. Every output is summed in the same order whatever the tile, the rows beside it
+// and the thread are, so that a row has the same bits in any batch.
+template <typename Lanes, int kRows, int kFeatures>
+inline void multiply_tile(const typename Lanes::X* x, const typename Lanes::W* weight,
+                          typename Lanes::Out* out, int64_t width, int64_t features) {
+  typename Lanes::Sum sums[kRows][kFeatures];
+  typename Lanes::Correction corrections[kFeatures];
+  for (int f = 0; f < kFeatures; ++f) {
+    corrections[f] = Lanes::no_correction();
+    for (int r = 0; r < kRows; ++r) sums[r][f] = Lanes::zero();
+  }
+  int64_t d = 0;
+  for (; d + Lanes::kWidth <= width; d += Lanes::kWidth) {
+    typename Lanes::Weights weights[kFeatures];
+    for (int f = 0; f < kFeatures; ++f) {
+      __builtin_prefetch(weight + (kFeatures + f) * width + d);
+      weights[f] = Lanes::load_weights(weight + f * width + d);
+      Lanes::correct(corrections[f], weights[f]);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const auto inputs = Lanes::load_inputs(x + r * width + d);
+      for (int f = 0; f < kFeatures; ++f) Lanes::add(sums[r][f], inputs, weights[f]);
+    }
+  }
+  if (d < width) {
+    const int64_t left = width - d;
+    typename Lanes::Weights weights[kFeatures];
+    for (int f = 0; f < kFeatures; ++f) {
+      weights[f] = Lanes::load_weights(weight + f * width + d, left);
+      Lanes::correct(corrections[f], weights[f]);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const auto inputs = Lanes::load_inputs(x + r * width + d, left);
+      for (int f = 0; f < kFeatures; ++f) Lanes::add(sums[r][f], inputs, weights[f]);
+    }
+  }
+  typename Lanes::Out totals[kRows * kFeatures];
+  for (int r = 0; r < kRows; ++r) {
+    for (int f = 0; f < kFeatures; ++f) sums[r][f] = Lanes::corrected(sums[r][f], corrections[f]);
+  }
+  Lanes::template add_lanes<kRows * kFeatures>(&sums[0][0], totals);
+  for (int r = 0; r < kRows; ++r) {
+    for (int f = 0; f < kFeatures; ++f) out[r * features + f] = totals[r * kFeatures + f];
+  }
+}
+
+template <typename Lanes, int kFeatures>
+inline void multiply_rows(const typename Lanes::X* x, const typename Lanes::W* weight,
+                          typename Lanes::Out* out, int64_t rows, int64_t width,
+                          int64_t features) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    multiply_tile<Lanes, 4, kFeatures>(x + r * width, weight, out + r * features, width, features);
+  }
+  for (; r + 2 <= rows; r += 2) {
+    multiply_tile<Lanes, 2, kFeatures>(x + r * width, weight, out + r * features, width, features);
+  }
+  if (r < rows) {
+    multiply_tile<Lanes, 1, kFeatures>(x + r * width, weight, out + r * features, width, features);
+  }
+}
+
+// Four features at a time stay in the first cache while all rows pass over them.
+template <typename Lanes>
+void multiply(const typename Lanes::X* x, const typename Lanes::W* weight,
+              typename Lanes::Out* out, int64_t rows, int64_t width, int64_t features,
+              int64_t begin, int64_t end) {
+  int64_t f = begin;
+  for (; f + 4 <= end; f += 4) {
+    multiply_rows<Lanes, 4>(x, weight + f * width, out + f, rows, width, features);
+  }
+  for (; f < end; ++f) {
+    multiply_rows<Lanes, 1>(x, weight + f * width, out + f, rows, width, features);
+  }
+}
+
+// What lanes have that need no correction of their sums.
+struct Uncorrected {
+  struct Correction {};
+  static Correction no_correction() { return {}; }
+  template <typename Weights>
+  static void correct(Correction&, Weights) {}
+  template <typename Sum>
+  static Sum corrected(Sum sum, Correction) {
+    return sum;
+  }
+};
+
+}  // namespace
+}  // namespace mmjax

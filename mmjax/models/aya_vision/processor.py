@@ -1,0 +1,117 @@
+"""Aya Vision's prompt side: tiles of a picture by their numbers, and the whole of it last.
+
+Before: `look <image> please`. After, of a picture of two tiles: `look <|START_OF_IMG|> TILE_1
+<|IMG_PATCH|>*N TILE_2 <|IMG_PATCH|>*N TILE_GLOBAL <|IMG_PATCH|>*N <|END_OF_IMG|> please`; of one
+that is not cut, TILE_GLOBAL alone. Only the N take embeddings. Of Command A Vision: before
+`<|IMG_PATCH|>`, after `<|START_OF_IMG|>`, for every tile `<|IMG_PATCH|>*N <|IMG_LINE_BREAK|>`, and
+`<|END_OF_IMG|>`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from mmjax.errors import CheckpointError
+from mmjax.models.aya_vision.host_inputs import AyaVisionHostInputs
+from mmjax.models.family import Target, make_factories
+from mmjax.models.tiles import TiledInfo
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
+from mmjax.processing.image_processors.tiling import CanvasCutter, HFTileCutter
+from mmjax.processing.prompt_updates.updates import as_ids
+
+START, PATCH, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"
+LINE_BREAK = "<|IMG_LINE_BREAK|>"
+
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {%- set roles = {'user': 'USER', 'assistant': 'CHATBOT', 'system': 'SYSTEM'} -%}
+    {{- '<|START_OF_TURN_TOKEN|><|' + roles[message.role] + '_TOKEN|>' -}}
+    {%- for part in message.content -%}
+        {{- '<image>' if part.type == 'image' else part.text -}}
+    {%- endfor -%}
+    {{- '<|END_OF_TURN_TOKEN|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}
+{%- endif -%}
+"""
+"""Command R's turns, without the system message that published checkpoints add."""
+
+
+class AyaVisionProcessingInfo(TiledInfo):
+    chat_template = CHAT_TEMPLATE
+    host_inputs = AyaVisionHostInputs
+    placeholders: ClassVar = {"image": "<image>"}
+    embed_token = PATCH
+    reserves_embed_token = True
+    item_bounds = (START, END)
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        self.check_token(PATCH)
+        self.check_grid(self.processor_settings)
+        side = self.encoder_spec.inputs["pixel_values"][0][-1]
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=HFTileCutter.from_pretrained(self.ctx.model_config.path, side),
+            defaults={"images_kwargs": {"crop_to_patches": True}},  # as HF's AyaVisionProcessor
+        )
+
+    def check_grid(self, settings: Mapping[str, Any]) -> None:
+        """Refuse a processor that writes another number of tokens than a tile has embeddings."""
+        # Without the keys: what HF's AyaVisionProcessor takes.
+        image, patch = settings.get("img_size", 364), settings.get("patch_size", 28)
+        stride = patch * settings.get("downsample_factor", 1)
+        if (image // stride) ** 2 != self.num_unit_tokens:
+            side = math.isqrt(self.num_unit_tokens)
+            raise CheckpointError(
+                f"`img_size` {image} and `patch_size` times `downsample_factor` {stride} of "
+                f"processor_config.json give {image // stride} tokens a side of a tile, but "
+                f"config.json {side}; make them agree"
+            )
+
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        """Demand the rows of whole tiles."""
+        each, most = self.num_unit_tokens, self.get_max_image_tokens()
+        hint = f"{each} for each of its tiles, the whole included, {most} at most"
+        self.check_rows(modality, num_embeds, range(each, most + 1, each), hint)
+
+    def get_target(self, modality: str) -> Target:
+        return as_ids(self.placeholders[modality], self.get_tokenizer())
+
+    def write_item(self, modality: str, size: int) -> list[int]:
+        """Write a picture of so many embeddings."""
+        numbers = range(1, size // self.num_unit_tokens)
+        names = [*(f"TILE_{number}" for number in numbers), "TILE_GLOBAL"]
+        tiles = "".join(name + PATCH * self.num_unit_tokens for name in names)
+        return as_ids(START + tiles + END, self.get_tokenizer())
+
+
+class Cohere2VisionProcessingInfo(AyaVisionProcessingInfo):
+    """Command A Vision's: a mark behind every tile, and none before it."""
+
+    chat_template = CHAT_TEMPLATE.replace("<image>", PATCH)
+    placeholders: ClassVar = {"image": PATCH}
+    reserves_embed_token = False
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        self.check_token(PATCH)
+        side = self.encoder_spec.inputs["pixel_values"][0][-1]
+        settings = load_image_settings(self.ctx.model_config.path)
+        tile = settings.get("patch_size", 16)
+        if tile**2 != self.num_unit_tokens:
+            raise CheckpointError(
+                f"`patch_size` of preprocessor_config.json is {tile}, the tokens of a tile's side, "
+                f"but config.json gives {math.isqrt(self.num_unit_tokens)}; make them equal"
+            )
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(), image_processor=CanvasCutter(settings, side)
+        )
+
+    def write_item(self, modality: str, size: int) -> list[int]:
+        tile = PATCH * self.num_unit_tokens + LINE_BREAK
+        text = START + tile * (size // self.num_unit_tokens) + END
+        return as_ids(text, self.get_tokenizer())
+
+
+FACTORIES = make_factories(AyaVisionProcessingInfo)
+COHERE2_FACTORIES = make_factories(Cohere2VisionProcessingInfo)

@@ -1,0 +1,160 @@
+r"""DeepSeek-OCR 2's prompt side: each `<image>` becomes one id for each embedding of an image.
+
+Before: `<image>\nFree OCR.`. After: `<image>*n \nFree OCR.`: 144 a tile, 256, and the separator.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from mmjax.models.deepseek_ocr2.answers import parse_boxes
+from mmjax.models.deepseek_ocr2.host_inputs import (
+    MAX_TILES,
+    STRIDE,
+    TILE_TOKENS,
+    DeepseekOcr2HostInputs,
+    Sides,
+    count_tokens,
+    read_sides,
+)
+from mmjax.models.deepseek_ocr2.image_processor import ViewAndTiles
+from mmjax.models.family import (
+    FamilyInfo,
+    FamilyProcessor,
+    check_settings,
+    item_fields,
+    make_factories,
+)
+from mmjax.processing.context import InputProcessingContext
+from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.tiling import list_arrangements
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
+from mmjax.processing.prepared import AnswerParser
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+
+IMAGE = "<image>"
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {{- message.content | trim -}}
+{%- endfor -%}
+"""
+"""The published format `plain`: messages follow each other without any mark."""
+
+
+class DeepseekOcr2ProcessingInfo(FamilyInfo):
+    chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Page to Markdown": "<|grounding|>Convert the document to markdown.",
+        "Read text": "Free OCR.",
+        "Text with places": "<|grounding|>OCR this image.",
+        "Figure": "Parse the figure.",
+        "Describe": "Describe this image in detail.",
+        "Find a phrase": "Locate <|ref|>{the title}<|/ref|> in the image.",
+    }
+    host_inputs = DeepseekOcr2HostInputs
+    placeholders: ClassVar = {"image": IMAGE}
+
+    def __init__(self, ctx: InputProcessingContext) -> None:
+        super().__init__(ctx)
+        # DeepSeek's code begins every prompt with BOS, which transformers drops of a byte-level
+        # tokenizer whose class is said to be Llama's.
+        is_dropped = getattr(ctx.tokenizer, "add_bos_token", None) is False
+        if self.is_original and is_dropped:
+            ctx.tokenizer.add_bos_token = True
+
+    @property
+    def is_original(self) -> bool:
+        """Whether the checkpoint is in DeepSeek's own layout, whose code has all settings."""
+        return getattr(self.get_hf_config(), "is_original", False)
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        """Assemble the parts: HF's class writes what the row writes."""
+        self.check_token(IMAGE)
+        sides, sam = read_sides(self.get_hf_config()), self.get_hf_config().vision_config.sam_config
+        facts = {"patch_size": sam.patch_size, "downsample_ratio": STRIDE}
+        check_settings({} if self.is_original else self.processor_settings, facts)
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=ViewAndTiles(self._load_image_processor(sides), sides),
+        )
+
+    def _load_image_processor(self, sides: Sides) -> Any:
+        path = self.ctx.model_config.path
+        if not self.is_original:
+            return load_image_processor(path, {"DeepseekOcr2": "deepseek_ocr2"})
+        # Imported here: it imports torch if it is installed.
+        from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
+            DeepseekOcr2ImageProcessorPil,
+        )
+
+        size = {"height": sides.view, "width": sides.view}
+        return keep_bytes(DeepseekOcr2ImageProcessorPil)(size=size, tile_size=sides.tile)
+
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Leave out tiles where no image has one, as HF's processor does."""
+        has_tiles = len(tensors.get("pixel_values_local", ()))
+        return {k: v for k, v in tensors.items() if has_tiles or k != "pixel_values_local"}
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the larger number of tiles of the checkpoint's and the operator's."""
+        cutter: ViewAndTiles = self.get_image_processor()
+        limits = [cutter.get_limits(kwargs) for kwargs in ({}, self.scope_kwargs({}))]
+        return {"max_patches": max(most for _, most in limits)}
+
+    def get_most_tiles(self) -> tuple[int, int]:
+        """Return the columns and rows of an image with the most tiles."""
+        cutter: ViewAndTiles = self.get_image_processor()
+        limits = cutter.get_limits(self.scope_kwargs(self.get_planned_mm_kwargs()))
+        return list_arrangements(*limits)[-1]
+
+    def get_largest_image(self) -> ImageSize:
+        columns, rows = self.get_most_tiles()
+        # An image of a tile's size is not cut.
+        side = self.get_image_processor().sides.tile + 1
+        return ImageSize(width=columns * side, height=rows * side)
+
+    def get_max_image_tokens(self) -> int:
+        columns, rows = self.get_most_tiles()
+        return count_tokens(columns * rows)
+
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        """Demand the rows of a view, the separator and whole tiles."""
+        known = [count_tokens(number) for number in range(MAX_TILES + 1)]
+        hint = f"{known[0]}, and {TILE_TOKENS} for each of up to {MAX_TILES} tiles"
+        self.check_rows(modality, num_embeds, known, hint)
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        return item_fields(
+            "image",
+            rows=["pixel_values"],
+            units=["pixel_values_local"],
+            counts=outputs.get("num_local_patches", ()),
+            on_host=["num_local_patches"],
+        )
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
+        return count_tokens(int(tensors["num_local_patches"]))
+
+
+class DeepseekOcr2MultiModalProcessor(FamilyProcessor[DeepseekOcr2ProcessingInfo]):
+    def _get_answer_parser(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> AnswerParser | None:
+        """Return what finds boxes of one image; None where its size is not known."""
+        sizes = self.find_image_sizes(mm_items)
+        if sizes is None or len(sizes) != 1:
+            return None
+        return partial(self._parse_answer, image_size=sizes[0])
+
+    def _parse_answer(
+        self, token_ids: Sequence[int], *, image_size: ImageSize
+    ) -> Mapping[str, Any]:
+        text = self.info.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+        return parse_boxes(text, image_size)
+
+
+FACTORIES = make_factories(DeepseekOcr2ProcessingInfo, DeepseekOcr2MultiModalProcessor)

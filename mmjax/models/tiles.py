@@ -1,0 +1,51 @@
+"""Rows whose images are cut into tiles, which the encoder takes one by one, and the whole last."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from mmjax.models.family import FamilyInfo, item_fields
+from mmjax.processing.image_processors.tiling import find_largest_picture
+from mmjax.processing.items.parse import ImageSize
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+
+
+class TiledInfo(FamilyInfo):
+    """A row whose `load_hf_processor` gives a `TileCutter` as the image processor."""
+
+    tile_kwargs: ClassVar[tuple[str, str]] = ("crop_to_patches", "max_patches")
+    """Names of the kwargs that enable tiles, and limit their number."""
+
+    def get_unit_size(self) -> None:
+        """Return nothing: the cutters refuse other tiles themselves."""
+
+    def get_largest_picture(self) -> tuple[ImageSize, int]:
+        """Return the size of an image with the most tiles, and their number."""
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        return find_largest_picture(self.get_image_processor(), kwargs)
+
+    def get_largest_image(self) -> ImageSize:
+        return self.get_largest_picture()[0]
+
+    def get_max_image_tokens(self) -> int:
+        return self.get_largest_picture()[1] * self.num_unit_tokens
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return kwargs with the larger number of tiles of the checkpoint's and the operator's."""
+        switch, name = self.tile_kwargs
+        parts = self.get_hf_processor()
+        levels = [parts.scope_kwargs(kwargs) for kwargs in ({}, self.ctx.merge_mm_kwargs({}))]
+        limits = [
+            parts.image_processor.get_limits({**level["images_kwargs"], switch: True})
+            for level in levels
+        ]
+        return {switch: True, name: max(most for _, most in limits)}
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        tiles = outputs.get("image_num_patches", ())
+        return item_fields(
+            "image", units=["pixel_values"], counts=tiles, on_host=["image_num_patches"]
+        )
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
+        """Return how many embeddings all tiles of an item have."""
+        return int(tensors[f"{modality}_num_patches"]) * self.num_unit_tokens

@@ -1,0 +1,337 @@
+"""Tiny Aya Visions and Command A Visions: tiles of a picture, and the whole, before Cohere's."""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from transformers import (
+    AyaVisionConfig,
+    AyaVisionForConditionalGeneration,
+    Cohere2VisionConfig,
+    Cohere2VisionForConditionalGeneration,
+)
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+from mmjax.models.aya_vision import model as ours
+from mmjax.parity.arrays import Sample
+from mmjax.parity.reference import make_reference_inputs
+from mmjax.rounding import round_up
+from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
+from tests.families.family import Family, assemble, call_processor
+from tests.families.published import THREE_LAYOUTS, Published
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
+from tests.oracle import fill_with_unit_norms
+
+PATCH_TOKEN, TILE_TOKEN = 125, 124
+TEXT: dict[str, Any] = {
+    "model_type": "cohere2",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    # NOTE: HF's class leaves the scale out; tests/models/test_aya_vision.py compares it.
+    "logit_scale": 1.0,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "vision_use_head": False,
+}
+NUM_TILES = (3, 1, 2)
+"""By turns, the whole included."""
+
+
+def tiny_config(
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> AyaVisionConfig:
+    """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each."""
+    config = AyaVisionConfig(
+        text_config={**TEXT, **(text or {})},
+        vision_config={**VISION, **(vision or {})},
+        image_token_index=PATCH_TOKEN,
+        **{"alignment_intermediate_size": 56, **settings},
+    )
+    config.architectures = ["AyaVisionForConditionalGeneration"]
+    return config
+
+
+def draw_item(config: Any, media: Media) -> DrawnItem:
+    """Return a processed image."""
+    tiles, side = NUM_TILES[media.seed % len(NUM_TILES)], config.vision_config.image_size
+    per_tile = (side // config.vision_config.patch_size // config.downsample_factor) ** 2
+    ids = [TILE_TOKEN, *[PATCH_TOKEN] * per_tile] * tiles
+    pixels = draw_bytes(media.seed, (tiles, 3, side, side))
+    tensors = {"pixel_values": pixels, "image_affine": AFFINE}
+    return DrawnItem(tensors, ids, np.equal(ids, PATCH_TOKEN))
+
+
+def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
+    """Return the sample as HF's processor would give it: the tiles of all images, one by one."""
+    return make_reference_inputs(sample.token_ids, joined(sample))
+
+
+def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
+    """Return keywords of `tiny_config` for another decoder, whose heads share the width."""
+    heads = {"num_attention_heads": width // head_dim, "num_key_value_heads": 1}
+    return {"text": {"hidden_size": width, **heads}}
+
+
+fill = partial(fill_with_unit_norms, sharpness=1.4)
+TINY = TinyFamily(
+    name="aya_vision",
+    model_class=ours.AyaVisionForConditionalGeneration,
+    reference_class=AyaVisionForConditionalGeneration,
+    make_config=tiny_config,
+    resize=resize,
+    served={},
+    draw_item=draw_item,
+    torch_inputs=torch_inputs,
+    word_ids=range(1, TILE_TOKEN),
+    published_head_dim=128,
+    max_embeds={"image": 12},
+    fill=fill,
+    variants={
+        "cohere2": Variant({}, 9),
+        "cohere, a head of its own, a state before the last": Variant(
+            {
+                "text": {"model_type": "cohere", "attention_bias": True},
+                "tie_word_embeddings": False,
+                "vision_feature_layer": -2,
+                "downsample_factor": 4,
+            },
+            8,
+        ),
+    },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+IMAGE, PATCH = "<image>", "<|IMG_PATCH|>"
+SIDE = 56
+FEWER: dict[str, Any] = {"max_patches": 3, "min_patches": 2}
+
+
+def write_files(path: Path) -> Path:
+    roles = [f"<|{role}_TOKEN|>" for role in ("USER", "CHATBOT", "SYSTEM")]
+    turns = ["<|START_OF_TURN_TOKEN|>", *roles]
+    tiles = [f"TILE_{number}" for number in range(1, 13)]
+    images = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", PATCH, "TILE", *tiles, "TILE_GLOBAL"]
+    tokenizer = make_tokenizer(
+        [*turns, *images], bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>", pad="<PAD>"
+    )
+    config = tiny_config(
+        text={
+            "vocab_size": round_up(len(tokenizer), 64),
+            "hidden_size": 64,
+            "num_key_value_heads": 4,
+        },
+        vision={"image_size": SIDE, "patch_size": 14},
+    )
+    config.image_token_index = tokenizer.convert_tokens_to_ids(PATCH)
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        preprocessor_config={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "crop_to_patches": False,
+            "size": {"height": SIDE, "width": SIDE},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        processor_config={
+            "img_size": SIDE,
+            "patch_size": 28,
+            "processor_class": "AyaVisionProcessor",
+        },
+    )
+
+
+path = made_once(write_files)
+
+
+@cache
+def hf_processor() -> Any:
+    """HF's own processor, built apart from ours."""
+    settings: dict[str, Any] = {"img_size": SIDE, "patch_size": 28}
+    return assemble(AyaVisionProcessor, GotOcr2ImageProcessorPil, path(), **settings)
+
+
+TURN = "<|START_OF_TURN_TOKEN|><|{role}_TOKEN|>"
+ASKED, SAID, TOLD = (TURN.format(role=role) for role in ("USER", "CHATBOT", "SYSTEM"))
+AYA_VISION = Family(
+    name="aya_vision",
+    architecture="AyaVisionForConditionalGeneration",
+    tiny=TINY,
+    is_written=True,
+    path=path,
+    write=with_weights(write_files, fill),
+    needless_files=frozenset({"tokenizer_config.json"}),
+    published=Published(layouts=THREE_LAYOUTS),
+    rendered=(
+        f"{ASKED}{IMAGE}what is it<|END_OF_TURN_TOKEN|>{SAID}a car<|END_OF_TURN_TOKEN|>"
+        f"{ASKED}which color<|END_OF_TURN_TOKEN|>{SAID}"
+    ),
+    with_system=("", f"{TOLD}be short<|END_OF_TURN_TOKEN|>"),
+    probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
+    call_hf=partial(call_processor, hf_processor),
+    placeholder=IMAGE,
+    lowering_kwargs={"max_patches": 2},
+    extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
+    mm_configs=(
+        {},
+        {"mm_processor_kwargs": {"max_patches": 11}},
+        {"mm_processor_kwargs": {"crop_to_patches": False}},
+        {"trust_request_mm_kwargs": True},
+    ),
+)
+
+
+# ---- Command A Vision ----------------------------------------------------------------------------
+
+
+def tiny_cohere2_config(
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Cohere2VisionConfig:
+    """Return HF's config, with four embeddings a tile."""
+    config = Cohere2VisionConfig(
+        text_config={**TEXT, **(text or {})},
+        vision_config={**VISION, **(vision or {})},
+        image_token_id=PATCH_TOKEN,
+        **{"alignment_intermediate_size": 56, **settings},
+    )
+    config.architectures = ["Cohere2VisionForConditionalGeneration"]
+    return config
+
+
+COHERE2_TINY = replace(
+    TINY,
+    name="cohere2_vision",
+    model_class=ours.Cohere2VisionForConditionalGeneration,
+    reference_class=Cohere2VisionForConditionalGeneration,
+    make_config=tiny_cohere2_config,
+    variants={
+        "plain": Variant({}, 10),
+        "squares of four, a head of its own": Variant(
+            {"downsample_factor": 4, "tie_word_embeddings": False}, 10
+        ),
+    },
+)
+
+
+@cache
+def load_canvas() -> Any:
+    """Return HF's choice of tiles, out of its file: importing that needs torchvision."""
+    name = "models/cohere2_vision/image_processing_cohere2_vision.py"
+    source = (Path(transformers.__file__).parent / name).read_text(encoding="utf-8")
+    wanted = ("get_all_supported_aspect_ratios", "get_optimal_tiled_canvas")
+    tree = ast.parse(source)
+    tree.body = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name in wanted]
+    assert len(tree.body) == len(wanted)
+    found: dict[str, Any] = {"np": np, "lru_cache": lru_cache}
+    exec(compile(tree, name, "exec"), found)
+    return found["get_optimal_tiled_canvas"]
+
+
+class Cohere2VisionPil(GotOcr2ImageProcessorPil):
+    """HF's `Cohere2VisionImageProcessor` with Pillow: as GotOcr2's, with a canvas of its own."""
+
+    size = {"height": 512, "width": 512}  # noqa: RUF012
+    crop_to_patches = True
+    patch_size = 16
+
+    def crop_image_to_patches(self, *args: Any, **kwargs: Any) -> Any:
+        before = got_ocr2.get_optimal_tiled_canvas
+        got_ocr2.get_optimal_tiled_canvas = load_canvas()
+        try:
+            return super().crop_image_to_patches(*args, **kwargs)
+        finally:
+            got_ocr2.get_optimal_tiled_canvas = before
+
+
+def write_cohere2_files(path: Path) -> Path:
+    roles = [f"<|{role}_TOKEN|>" for role in ("USER", "CHATBOT", "SYSTEM")]
+    named = {
+        "boi_token": "<|START_OF_IMG|>",
+        "eoi_token": "<|END_OF_IMG|>",
+        "image_token": PATCH,
+        "img_line_break_token": "<|IMG_LINE_BREAK|>",
+    }
+    tokenizer = make_tokenizer(
+        ["<|START_OF_TURN_TOKEN|>", *roles, *named.values()],
+        bos="<BOS_TOKEN>",
+        eos="<|END_OF_TURN_TOKEN|>",
+        pad="<PAD>",
+        named=named,
+    )
+    vocab_size = round_up(len(tokenizer), 64)
+    config = tiny_cohere2_config(
+        text={"vocab_size": vocab_size, "hidden_size": 64, "num_key_value_heads": 4},
+        vision={"image_size": SIDE, "patch_size": 14},
+    )
+    config.image_token_id = tokenizer.convert_tokens_to_ids(PATCH)
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        preprocessor_config={
+            "image_processor_type": "Cohere2VisionImageProcessor",
+            "patch_size": 2,
+            "size": {"height": SIDE, "width": SIDE},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        processor_config={"processor_class": "Cohere2VisionProcessor"},
+    )
+
+
+cohere2_path = made_once(write_cohere2_files)
+
+
+@cache
+def hf_cohere2_processor() -> Any:
+    """HF's own processor, with Pillow's resizing in place of torchvision's."""
+    return assemble(Cohere2VisionProcessor, Cohere2VisionPil, cohere2_path())
+
+
+COHERE2_VISION = replace(
+    AYA_VISION,
+    name="cohere2_vision",
+    architecture="Cohere2VisionForConditionalGeneration",
+    tiny=COHERE2_TINY,
+    path=cohere2_path,
+    write=with_weights(write_cohere2_files, fill),
+    needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
+    published=Published(),
+    rendered=AYA_VISION.rendered.replace(IMAGE, PATCH),
+    call_hf=partial(call_processor, hf_cohere2_processor),
+    placeholder=PATCH,
+    extra_kwargs=({}, {"max_patches": 3}, {"crop_to_patches": False}),
+)

@@ -1,0 +1,164 @@
+"""The kernels in C++: what they compute, on every instruction set that this machine has."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmjax.layers.cpu import build, dispatch
+from mmjax.layers.cpu.library import SOURCES, find_kernels, library_path
+from mmjax.layers.cpu.product import (
+    MAX_FEW_ROWS,
+    MIN_WEIGHT_SIZE,
+    integer_product,
+    product,
+    widened_product,
+)
+from mmjax.layers.moe import Experts
+
+SHAPES = [(512, 1024), (1280, 640), (1281, 640), (262, 1031), (300, 1000)]
+
+
+def has_compiler() -> bool:
+    try:
+        build.find_compiler()
+    except build.BuildError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="this machine has no C++ compiler")
+
+
+@pytest.fixture
+def kernels() -> str:
+    name = find_kernels()
+    if name is None:
+        pytest.skip("the kernels were not compiled: no compiler, or a CPU without AVX2")
+    return name
+
+
+def draw(rows: int, shape: tuple[int, int], dtypes: tuple[str, str]) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(rows)
+    arrays = rng.standard_normal((rows, shape[1])), rng.standard_normal(shape)
+    scaled = (40 * a if d == "int8" else a for a, d in zip(arrays, dtypes, strict=True))
+    x, weight = (jnp.asarray(a).astype(d) for a, d in zip(scaled, dtypes, strict=True))
+    return x, weight
+
+
+FORMS = {
+    ("float32", "float32"): product,
+    ("bfloat16", "bfloat16"): lambda x, w: product(x, w, jnp.dtype(jnp.float32)),
+    ("float32", "int8"): widened_product,
+    ("bfloat16", "int8"): widened_product,
+    ("int8", "int8"): integer_product,
+}
+
+
+def lower(dtypes: tuple[str, str], x: jax.Array, weight: jax.Array):
+    return jax.jit(lambda x, weight: FORMS[dtypes](x, weight)).lower(x, weight)
+
+
+@pytest.mark.parametrize("dtypes", FORMS, ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_kernel_equals_xla_up_to_the_order_of_sums(
+    kernels: str, shape: tuple[int, int], dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rows in (1, 2, 3, 7, MAX_FEW_ROWS):
+        x, weight = draw(rows, shape, dtypes)
+        lowered = lower(dtypes, x, weight)
+        assert "mmjax_product" in lowered.as_text()
+        got = np.asarray(lowered.compile()(x, weight))
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "find_kernels", lambda: None)
+            plain = lower(dtypes, x, weight)
+            assert "mmjax_product" not in plain.as_text()
+            expected = np.asarray(plain.compile()(x, weight))
+        assert got.dtype == expected.dtype
+        if dtypes == ("int8", "int8"):
+            np.testing.assert_array_equal(got, expected)
+        else:
+            scale = 40 if "int8" in dtypes else 1
+            np.testing.assert_allclose(got, expected, atol=4e-4 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("dtypes", FORMS, ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_beside_any_others(
+    kernels: str, shape: tuple[int, int], dtypes: tuple[str, str]
+) -> None:
+    """A lone row, too: decoding alone equals decoding in a batch."""
+    assert shape[0] * shape[1] >= MIN_WEIGHT_SIZE
+    x, weight = draw(MAX_FEW_ROWS, shape, dtypes)
+    whole = np.asarray(jax.jit(FORMS[dtypes])(x, weight))
+    for rows in (1, 2, 3, 4, 5, 8, 13):
+        for first in (0, len(x) - rows):
+            got = jax.jit(FORMS[dtypes])(x[first : first + rows], weight)
+            np.testing.assert_array_equal(got, whole[first : first + rows])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_with_large_weights_are_multiplied_where_they_lie(
+    kernels: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In decoding; XLA's loop over tiles copies an expert's weights before it multiplies."""
+    rng = np.random.default_rng(0)
+    experts = Experts(4, 512, 640, activation="silu", dtype=jnp.dtype(dtype))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        shape = getattr(experts, name).shape
+        values = jnp.asarray(rng.standard_normal(shape) / 20, dtype)
+        setattr(experts, name, nnx.Param(values))
+    x = jnp.asarray(rng.standard_normal((12, 512)), dtype)
+    sizes = jnp.asarray([0, 7, 1, 4], jnp.int32)
+    lowered = jax.jit(lambda x, sizes: experts(x, sizes)).lower(x, sizes)
+    assert "mmjax_groups" in lowered.as_text()
+    got = np.asarray(lowered.compile()(x, sizes), np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "find_kernels", lambda: None)
+        expected = np.asarray(jax.jit(lambda x, sizes: experts(x, sizes))(x, sizes), np.float32)
+    np.testing.assert_allclose(got, expected, atol=1e-5 if dtype == "float32" else 0.03, rtol=0.02)
+
+
+def test_concurrent_calls_do_not_disturb_each_other(kernels: str) -> None:
+    """Calls that are in flight together share the pool of threads."""
+    x, weight = draw(4, (2048, 640), ("float32", "float32"))
+    call = jax.jit(product)
+    expected = np.asarray(call(x, weight))
+    for got in [call(x, weight) for _ in range(200)]:
+        np.testing.assert_array_equal(got, expected)
+
+
+@needs_compiler
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """All instruction sets of this machine, at widths and rows around those of their loops."""
+    program = tmp_path / "kernels_main"
+    kernels = [source for source in SOURCES.glob("*.cc") if source.name != "handlers.cc"]
+    checks = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    sources = [*kernels, Path(__file__).with_name("kernels_main.cc")]
+    build.compile_sources(sources, program, checks, checks)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_a_compiler_the_build_says_so(tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": str(tmp_path), "CXX": ""}
+    command = [sys.executable, "-m", "mmjax.layers.cpu.build"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert "no C++ compiler was found" in done.stderr
+
+
+def test_a_library_of_other_sources_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "products.h").write_text("// changed\n", "utf-8")
+    monkeypatch.setattr("mmjax.layers.cpu.library.SOURCES", tmp_path)
+    assert library_path().parent == tmp_path
+    assert not library_path().exists()
+    assert find_kernels.__wrapped__() is None

@@ -1,0 +1,73 @@
+"""Aya Vision beyond the laws: what logits are scaled by, files that contradict each other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmjax.errors import CheckpointError
+from mmjax.parity.__main__ import main
+from mmjax.processing import BaseMultiModalProcessor
+from tests.families import FAMILIES
+from tests.families.aya_vision import write_cohere2_files, write_files
+from tests.families.directories import edit_json, golden_processor
+
+
+def test_parity_knows_that_hfs_class_leaves_out_what_logits_are_scaled_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Of the decoder alone HF multiplies: tests/language/test_decoders.py compares that."""
+    family = FAMILIES["aya_vision"]
+    path = family.write(tmp_path)
+    edit_json(path / "config.json", {"text_config.logit_scale": 0.25})
+    arguments = ["--prompts", "Which?", "--num-images", "1", "--max-tokens", "8"]
+    assert main([str(path), *arguments, "--summary-only"]) == 1
+    result, note = capsys.readouterr().out.splitlines()[-2:]
+    assert result.startswith("parity: NO")
+    assert note.startswith("note: config.json sets `logit_scale` to 0.25: mmjax obeys, HF's")
+
+
+def make_edited(folder: Path, file: str, edit: dict[str, Any]) -> BaseMultiModalProcessor[Any]:
+    path = write_files(folder)
+    edit_json(path / file, edit)
+    return golden_processor("aya_vision", path=path)
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "match"),
+    [
+        ("processor_config.json", {"patch_size": 14}, "`img_size` 56 and .* give 4 tokens a side"),
+        ("processor_config.json", {"img_size": None}, "`img_size` 364 and .* but config.json 2"),
+        ("preprocessor_config.json", {"size": {"height": 28, "width": 28}}, "28x28 pixels, but"),
+        ("config.json", {"image_token_index": 7}, "but `image_token_id` of config.json is 7"),
+    ],
+)
+def test_files_that_contradict_each_other_are_refused(
+    tmp_path: Path, file: str, edit: dict[str, Any], match: str
+):
+    with pytest.raises(CheckpointError, match=match):
+        make_edited(tmp_path, file, edit).info.get_hf_processor()
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (
+            {"patch_size": 16},
+            "`patch_size` of preprocessor_config.json is 16, .* config.json gives 2",
+        ),
+        ({"size": {"height": 28, "width": 28}}, "takes 56x56; make them equal"),
+    ],
+)
+def test_command_a_visions_files_too(tmp_path: Path, edit: dict[str, Any], match: str):
+    path = write_cohere2_files(tmp_path)
+    edit_json(path / "preprocessor_config.json", edit)
+    with pytest.raises(CheckpointError, match=match):
+        golden_processor("cohere2_vision", path=path).info.get_hf_processor()
+
+
+def test_a_placeholder_of_several_tokens_is_replaced_in_the_text():
+    """`<image>` is no token of the published tokenizer; words around it are as HF's."""
+    family = FAMILIES["aya_vision"]
+    tokenizer = family.make_processor().info.get_tokenizer()
+    assert len(tokenizer.encode("<image>", add_special_tokens=False)) > 1

@@ -1,0 +1,83 @@
+"""Weights in 8 bits, of every family: the rounded weights' answers, chunked, preempted, cut."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
+from mmjax.layers.quantization import find_quantized, quantize_params
+from mmjax.models.interface import build_model
+from mmjax.parity.arrays import PagedModel
+from mmjax.parity.compare import LOGITS
+from tests.families import TINY_FAMILIES, served_model
+from tests.families.tiny import TinyModel
+from tests.models.served import count_least_blocks, make_request, serve, start_engine
+
+MAX_TOKENS = 16
+ENGINES: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunks, preempted": {"max_num_batched_tokens": 7, "is_cramped": True},
+    "two devices": {"size": 2},
+}
+IN_DEFAULT_RUN = {"gemma4"}
+"""Its decoder has most kinds of layers; engines of Gemma 3 are in `tests/layers`."""
+
+
+def quantize(model: TinyModel, quantization: Any) -> PagedModel:
+    parts = (model.family.model_class, model.config, None, quantization)
+    _, abstract = build_abstract(build_model, *parts, dtype=jnp.float32)
+    params = quantize_params(model.params, abstract)
+    return PagedModel(*parts[:2], params, 256, quantization=quantization)
+
+
+def restore(params: Any) -> Any:
+    """Return float32 weights of the values that weights in 8 bits stand for."""
+    leaves = flatten_params(params)
+    for name, scales in find_quantized(leaves).items():
+        scale = np.asarray(leaves.pop(scales))
+        leaves[name] = jnp.asarray(np.asarray(leaves[name], np.float32) * scale[:, None])
+    return unflatten_params(leaves)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else pytest.mark.slow) for n in TINY_FAMILIES],
+)
+def test_the_logits_are_those_of_the_rounded_weights(name: str):
+    model = served_model(name)
+    rounded = quantize(model, "int8-weights")
+    restored = model.make_paged(restore(rounded.params))
+    plain = flatten_params(model.params)
+    quantized = find_quantized(flatten_params(rounded.params))
+    blocks = {one for one in plain if ".layers." in one and one.startswith("language_model.")}
+    experts = {one for one in blocks if ".experts." in one or one.endswith("router.weight")}
+    matrices = {one for one in blocks - experts if plain[one].ndim == 2}
+    assert quantized.keys() >= {one for one in matrices if not one.endswith(".gate.weight")}
+    for parts in model.family.variant_prompts(next(iter(model.family.variants))).values():
+        sample = model.draw_sample(parts)
+        found, expected = (one.run(sample)[LOGITS] for one in (rounded, restored))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+        assert not np.allclose(found, model.paged.run(sample)[LOGITS], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_answers_are_those_of_one_pass(name: str, engine: str):
+    """Sums of 8 bits are exact, so that even several devices give the same numbers."""
+    model, settings = served_model(name), dict(ENGINES[engine])
+    samples = [model.draw_sample(parts) for parts in model.family.workload]
+    alone = quantize(model, "int8")
+    expected = [list(alone.generate(sample, MAX_TOKENS)) for sample in samples]
+    if settings.pop("is_cramped", False):
+        settings["num_blocks"] = count_least_blocks(model, model.family.max_model_len) + 1
+        chunk = settings["max_num_batched_tokens"]
+        settings["max_num_batched_tokens"] = max(chunk, model.family.longest_run)
+    core = start_engine(model, quantization="int8", **settings)
+    batch = [make_request(f"{n}", one, max_tokens=MAX_TOKENS) for n, one in enumerate(samples)]
+    assert serve(core, batch) == expected
+    assert serve(core, batch) == expected, "out of the cache"
+    assert (core.num_preemptions > 0) == ("num_blocks" in settings)
+    assert core.compilations == 0
