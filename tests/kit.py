@@ -95,11 +95,14 @@ def _gemma_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, merges
 
 
-def gemma_tokenizer() -> Any:
+def gemma_tokenizer(*, named: Mapping[str, str] | None = None) -> Any:
     """Return an HF tokenizer that behaves as Gemma's: `▁` for space, bytes, newline runs.
 
     A run of two to six newlines is one token, and the longest run wins, so that putting an image's
     tokens beside a newline merges tokens, as with the published tokenizer.
+
+    Args:
+        named: Special tokens that are attributes, as HF's processors want; None: Gemma 3's.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
@@ -129,11 +132,8 @@ def gemma_tokenizer() -> Any:
         padding_side="left",
         model_max_length=4096,
         clean_up_tokenization_spaces=False,
-        extra_special_tokens={
-            "image_token": IMAGE_SOFT,
-            "boi_token": IMAGE_START,
-            "eoi_token": IMAGE_END,
-        },
+        extra_special_tokens=named
+        or {"image_token": IMAGE_SOFT, "boi_token": IMAGE_START, "eoi_token": IMAGE_END},
     )
 
 

@@ -156,7 +156,8 @@ class SchedulerConfig:
     )
     enable_chunked_prefill: bool = setting(
         True,
-        "Whether a prompt may be computed over several steps.",
+        """Whether a prompt may be computed over several steps; never one whose tokens see each
+        other (PaliGemma), which `max_num_batched_tokens` must hold.""",
     )
     scheduling_policy: SchedulingPolicy = setting(
         "fcfs",

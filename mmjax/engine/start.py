@@ -33,7 +33,7 @@ from mmjax.layers.cpu.library import report_kernels
 from mmjax.layers.cpu.product import has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params
 from mmjax.layers.quantization import quantize_params
-from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, Sees
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
 from mmjax.models.registry import load_model_class
@@ -81,7 +81,8 @@ class _MediaPlan(NamedTuple):
     host_inputs: HostInputs
     has_tower: bool
     takes_embeds: bool
-    has_spans: bool
+    sees: Sees
+    """What a prompt's tokens see, of what they may have."""
     keeps_runs_whole: bool
     largest_item: int
     """Embeddings that are encoded at once, at most; 0: none are."""
@@ -124,7 +125,7 @@ def start_engine(
     with timed("allocate", "allocating the caches"):
         limits, scheduler = _make_scheduler(config, plan, programs, num_blocks)
         runner = ModelRunner(
-            programs, compiled, model.params, num_blocks=num_blocks, has_spans=plan.has_spans
+            programs, compiled, model.params, num_blocks=num_blocks, has_spans=plan.sees != "past"
         )
     adapters = _open_adapters(config, model)
     if config.lora.modules:
@@ -290,9 +291,16 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     schedule, module = config.scheduler, bind(model.graphdef, model.params)
     host_inputs: HostInputs = model.model_class.host_inputs(config.model.hf_config)
     has_tower, takes_embeds = not model.left_out, config.model.mm.enable_mm_embeds
-    has_spans = (has_tower or takes_embeds) and module.sees != "past"
-    keeps_runs_whole = has_spans or schedule.disable_chunked_mm_input
-    if has_spans and not schedule.disable_chunked_mm_input:
+    has_items = has_tower or takes_embeds or module.sees == "prompt"
+    sees: Sees = module.sees if has_items else "past"
+    keeps_runs_whole = sees != "past" or schedule.disable_chunked_mm_input
+    if sees == "prompt":
+        logger.info(
+            "a prompt's tokens see each other: each prompt is computed in one step, so that it may "
+            "have `--max-num-batched-tokens` %d at most",
+            schedule.max_num_batched_tokens,
+        )
+    elif sees != "past" and not schedule.disable_chunked_mm_input:
         logger.info("a picture's embeddings go in one step: they see each other both ways")
     largest: Mapping[str, int] = {}
     if has_tower or takes_embeds:
@@ -317,7 +325,7 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
         host_inputs=host_inputs,
         has_tower=has_tower,
         takes_embeds=takes_embeds,
-        has_spans=has_spans,
+        sees=sees,
         keeps_runs_whole=keeps_runs_whole,
         largest_item=largest_item,
         encoder_budget=encoder_budget,
@@ -342,7 +350,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         max_num_batched_tokens=schedule.max_num_batched_tokens,
         **(choose_sizes(spec, budget, plan.largest_item) if plan.has_tower else no_tower),
         max_written=budget if plan.takes_embeds else 0,
-        span_variants=span_variants(cache_type, has_spans=plan.has_spans),
+        span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,
         has_adapters=model.adapted is not None,
     )
@@ -404,6 +412,7 @@ def _make_scheduler(
         encoder_budget=min(plan.encoder_budget, plan.num_encoder_rows),
         keeps_runs_whole=plan.keeps_runs_whole,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
+        sees=plan.sees,
         max_encoder_len=plan.max_encoder_len,
     )
     scheduler = Scheduler(

@@ -1,4 +1,8 @@
-"""Gemma 3's decoder (arXiv 2503.19786): embeddings to hidden states."""
+"""The decoders of Gemma 1 (arXiv 2403.08295), 2 (2408.00118) and 3 (2503.19786).
+
+Gemma 1 norms what attention and MLP read, the others also what they give. Gemma 2 caps scores and
+logits, Gemma 3 norms each head's queries and keys.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +14,13 @@ from jaxtyping import Array, Float, Int
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.attention.paged import apply_soft_cap
-from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, SandwichNormLayer
+from mmjax.layers.decoder import (
+    Angles,
+    Decoder,
+    GroupedQueryAttention,
+    PreNormLayer,
+    SandwichNormLayer,
+)
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import GemmaRMSNorm
 from mmjax.layers.rope import text_angles
@@ -20,7 +30,7 @@ _LAYER_TYPES = ("sliding_attention", "full_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig:
-    """The keys of a `gemma3_text` config that the arrays depend on."""
+    """The keys that arrays depend on, of a config of `gemma`, `gemma2` or `gemma3_text`."""
 
     vocab_size: int
     hidden_size: int
@@ -39,19 +49,32 @@ class GemmaConfig:
     """Per layer type: `rope_theta`, `rope_type`, `factor`."""
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
+    has_output_norms: bool
+    """Whether what attention and MLP give is normed, too."""
+    has_head_norms: bool
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> "GemmaConfig":
-        """Read HF's `Gemma3TextConfig`; `CheckpointError` for unsupported values."""
-        if hf_config.use_bidirectional_attention:
+        """Read HF's config; `CheckpointError` for unsupported values."""
+        kind = hf_config.model_type
+        # PaliGemma's decoders have the key, whose prompts see themselves (`sees` of the model).
+        if hf_config.use_bidirectional_attention and kind == "gemma3_text":
             raise CheckpointError(
                 "`use_bidirectional_attention` is true: an encoder, not a generator; "
                 "mmjax serves checkpoints with causal text"
             )
         values: dict[str, Any] = {
-            name: getattr(hf_config, name) for name in cls.__dataclass_fields__
+            name: getattr(hf_config, name, None) for name in cls.__dataclass_fields__
         }
-        values["layer_types"] = tuple(hf_config.layer_types)
+        values |= {"has_output_norms": kind != "gemma", "has_head_norms": kind == "gemma3_text"}
+        if kind == "gemma":
+            values["hidden_activation"] = hf_config.hidden_act
+            values["query_pre_attn_scalar"] = hf_config.head_dim
+            values["layer_types"] = ["full_attention"] * hf_config.num_hidden_layers
+        values["layer_types"] = tuple(values["layer_types"])
+        if kind != "gemma3_text":
+            rope = hf_config.rope_parameters
+            values["rope_parameters"] = dict.fromkeys(values["layer_types"], rope)
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             # config.json may hold an integer.
             values[name] = None if values[name] is None else float(values[name])
@@ -65,7 +88,7 @@ class GemmaConfig:
 
 
 class GemmaTextModel(Decoder):
-    """Gemma 3's text model; its tokens' embeddings are scaled, its logits may be capped."""
+    """Gemma's text model; its tokens' embeddings are scaled, its logits may be capped."""
 
     def __init__(self, config: GemmaConfig, *, is_tied: bool, dtype: Any) -> None:
         self.config = config
@@ -105,6 +128,7 @@ class GemmaTextModel(Decoder):
 
 def _build_layer(config: GemmaConfig, layer_type: str, *, dtype: Any) -> nnx.Module:
     width, options = config.hidden_size, {"eps": config.rms_norm_eps, "dtype": dtype}
+    head_norms = [GemmaRMSNorm(config.head_dim, **options) for _ in range(2)]
     attention = GroupedQueryAttention(
         width,
         num_heads=config.num_attention_heads,
@@ -112,7 +136,7 @@ def _build_layer(config: GemmaConfig, layer_type: str, *, dtype: Any) -> nnx.Mod
         head_dim=config.head_dim,
         has_qkv_bias=config.attention_bias,
         has_output_bias=config.attention_bias,
-        norms=(GemmaRMSNorm(config.head_dim, **options), GemmaRMSNorm(config.head_dim, **options)),
+        norms=(head_norms[0], head_norms[1]) if config.has_head_norms else (None, None),
         scale=config.query_pre_attn_scalar**-0.5,
         window=config.sliding_window if layer_type == "sliding_attention" else None,
         soft_cap=config.attn_logit_softcapping,
@@ -121,4 +145,5 @@ def _build_layer(config: GemmaConfig, layer_type: str, *, dtype: Any) -> nnx.Mod
     mlp = GatedMLP(
         width, config.intermediate_size, activation=config.hidden_activation, dtype=dtype
     )
-    return SandwichNormLayer(attention, mlp, lambda: GemmaRMSNorm(width, **options))
+    layer = SandwichNormLayer if config.has_output_norms else PreNormLayer
+    return layer(attention, mlp, lambda: GemmaRMSNorm(width, **options))

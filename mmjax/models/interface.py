@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config.engine_config import MultiModalConfig, Quantization
-from mmjax.layers.attention.api import AttentionMetadata
+from mmjax.layers.attention.api import AttentionMetadata, with_gaps
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder
 from mmjax.layers.linear import Linear
@@ -87,7 +87,9 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     sees: Sees = "past"
     """What a prompt's tokens see; an instance may set it by its config. `items`: a run of an item's
     embeddings (those without a mark between them) see each other both ways, so that a step holds
-    each run whole. Of units, none is longer than a unit."""
+    each run whole. Of units, none is longer than a unit. `all_items`: all of a prompt's embeddings
+    do, whatever is between them, and a step holds what is from the first to the last. `prompt`: a
+    step holds all of a prompt."""
     max_encoder_len: int = 0
     """Tokens of the longest prompt of an encoder-decoder's encoder; 0 for a decoder alone.
 
@@ -150,6 +152,7 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
 
         `more`: the `token_ids` of a language model that reads them.
         """
+        metadata = with_gaps(metadata) if self.sees == "all_items" else metadata
         with jax.named_scope("language_model"):
             return self.language_model(inputs_embeds, positions, kv_cache, metadata, **more)
 

@@ -119,6 +119,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "PaddleOCRVLForConditionalGeneration": ModelRow(
             "paddleocr_vl", "PaddlePaddle/PaddleOCR-VL"
         ),
+        "PaliGemmaForConditionalGeneration": ModelRow(
+            "paligemma", "google/paligemma2-3b-mix-224", has_one_unit_items=True
+        ),
         "PixtralForConditionalGeneration": ModelRow("pixtral", "mistral-community/pixtral-12b"),
         "QWenLMHeadModel": ModelRow("qwen_vl", "Qwen/Qwen-VL-Chat", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", "Qwen/Qwen2-VL-2B-Instruct"),

@@ -30,6 +30,8 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "cohere": (LlamaConfig.from_hf, LlamaTextModel),
         "cohere2": (LlamaConfig.from_hf, LlamaTextModel),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
+        "gemma": (GemmaConfig.from_hf, GemmaTextModel),
+        "gemma2": (GemmaConfig.from_hf, GemmaTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "gemma4_text": (Gemma4Config.from_hf, Gemma4TextModel),
         "gemma4_unified_text": (Gemma4Config.from_hf, Gemma4TextModel),

@@ -30,7 +30,7 @@ from mmjax.layers.module import (
     seeing_modules,
     unflatten_params,
 )
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, PromptItem
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, PromptItem, Sees
 from mmjax.models.interface import AdapterSizes, build_model
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.compare import LOGITS
@@ -63,14 +63,6 @@ class Sample:
     def is_embed(self) -> np.ndarray:
         """bool[T]: whether an encoder's row stands there."""
         return find_embeds(self.num_tokens, self.items)
-
-    def span_end(self, *, is_bidirectional: bool) -> np.ndarray:
-        """Return int32[T]: index + 1, or the exclusive end of the run of embeddings around it."""
-        ends, is_embed = np.arange(1, self.num_tokens + 1), self.is_embed
-        for i in range(self.num_tokens - 2, -1, -1):
-            if is_bidirectional and is_embed[i] and is_embed[i + 1]:
-                ends[i] = ends[i + 1]
-        return ends.astype(np.int32)
 
 
 def find_embeds(num_tokens: int, items: Sequence[PromptItem]) -> np.ndarray:
@@ -123,7 +115,7 @@ class PagedModel:
         self.cache_spec = structure.kv_cache_spec
         self.max_len = round_up(max_len, BLOCK_SIZE)
         self.max_encoder_len = structure.max_encoder_len
-        self.has_spans: bool = structure.sees != "past"
+        self.sees: Sees = structure.sees
         self._num_blocks = self.max_len // BLOCK_SIZE
         self._num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self._rows = EncoderRows(
@@ -140,7 +132,7 @@ class PagedModel:
             max_blocks=self._num_blocks,
             max_num_seqs=1,
             rows_of=self._rows.get,
-            has_spans=self.has_spans,
+            has_spans=self.sees != "past",
             max_encoder_blocks=self._num_encoder_blocks,
         )
         self._jit()
@@ -261,6 +253,7 @@ class PagedModel:
             items=items if encoder is None else (),
             encoder=encoder,
             rotary=self.host_inputs.rotary_positions(sample.num_tokens, sample.items),
+            sees=self.sees,
         )
 
     def _new_state(self) -> StepState:

@@ -142,12 +142,18 @@ class Parity:
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)
-        return with_float_pixels(self.hf_processor)(
-            text=[text],
-            images=[list(case.images)] if case.images else None,
-            return_tensors="pt",
-            **(case.mm_processor_kwargs or {}),
-        )
+        try:
+            return with_float_pixels(self.hf_processor)(
+                text=[text],
+                images=[list(case.images)] if case.images else None,
+                return_tensors="pt",
+                **(case.mm_processor_kwargs or {}),
+            )
+        except ValueError:
+            if case.images:
+                raise
+            # PaliGemma's refuses a text alone, which its model takes.
+            return self._as_reference(self._apply(case))
 
     def _as_reference(self, inputs: Any) -> dict[str, Any]:
         """Return what our processor gave, of it what HF's model takes."""

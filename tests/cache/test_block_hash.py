@@ -36,6 +36,7 @@ class Prompt:
     lora_name: str | None = None
     lora_request: Adapter | None = None
     positions_key: str = ""
+    seen_ahead: tuple[int, str] | None = None
 
 
 def image(identifier: str, offset: int, length: int, is_embed: np.ndarray | None = None):
@@ -105,6 +106,17 @@ def test_positions_that_depend_on_the_whole_prompt_are_in_the_first_block():
     hashes = [tuple(iter_block_hashes(other, 4)) for other in others]
     assert len(set(hashes)) == 3
     assert set(hashes[0]).isdisjoint(hashes[1])
+
+
+def test_what_is_seen_ahead_is_in_the_block_that_sees_it_first():
+    prompt = Prompt(range(8), seen_ahead=(5, "digest"))
+    found = [generate_block_hash_extra_keys(prompt, start, start + 2, 0) for start in (2, 4, 6)]
+    assert [keys for keys, _ in found] == [None, (("ahead", "digest"),), None]
+    others = [Prompt(range(12), seen_ahead=one) for one in (None, (5, "a"), (5, "b"), (0, "a"))]
+    hashes = [list(iter_block_hashes(other, 4)) for other in others]
+    assert len({tuple(one) for one in hashes}) == 4
+    assert hashes[0][0] == hashes[1][0] == hashes[2][0], "which sees nothing ahead"
+    assert len({one[2] for one in hashes}) == 4, "through its parents"
 
 
 def test_an_adapter_may_have_a_path():

@@ -29,9 +29,9 @@ MAX_ANSWER = 20
 ULPS = 2e-6
 """Where the two best logits are nearer than this, the engine alone and the oracle may differ: one
 adds block by block, the other over whole sequences."""
-Prefix = tuple[bool, tuple[int, ...], tuple[str, ...]]
-"""All that a state depends on: whether images are causal, the tokens up to one, and the images that
-begin among them (of an encoder-decoder: all that its encoder read)."""
+Prefix = tuple[bool, tuple[int, ...], tuple[str, ...], int]
+"""All that a state depends on: whether images are causal, the tokens that it sees, the images that
+begin among them (of an encoder-decoder: all that its encoder read), and its place."""
 
 
 @dataclass
@@ -60,16 +60,18 @@ class Bench:
         self.model = model
         self.largest = max(*model.family.max_embeds.values(), model.paged.max_encoder_len)
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_num_batched_tokens
+        goes_at_once = model.paged.sees in ("all_items", "prompt")
+        self.most_encoded = self.largest * (model.family.max_items if goes_at_once else 2)
         self.core = start_engine(
             model,
             max_model_len=choose_max_model_len(model),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             encoder_cache_size=4 * self.largest,
-            max_num_encoder_input_tokens=2 * self.largest,
+            max_num_encoder_input_tokens=self.most_encoded,
         )
         self.oracle = DenseOracle(model)
-        self.has_spans = model.paged.has_spans
+        self.has_spans = model.paged.sees != "past"
         self.num_states = self.core._scheduler._max_num_encoder_states
         self.num_prompts = num_prompts
         self.min_gap = min_gap
@@ -130,8 +132,9 @@ class Bench:
         for scheduled in output.requests:
             request = scheduled.request
             for place in range(scheduled.start, scheduled.end):
-                images = find_images(request, place)
-                yield self._is_causal, tuple(request.token_ids[: place + 1].tolist()), images
+                seen = place if self._is_causal else find_last_seen(request, place)
+                images = find_images(request, seen)
+                yield self._is_causal, tuple(request.token_ids[: seen + 1].tolist()), images, place
 
     def _configure(self, rng: random.Random) -> bool:
         """Give the idle engine other limits; return whether pictures are causal."""
@@ -141,9 +144,9 @@ class Bench:
         num_blocks = rng.choice([*(int(least * part) for part in shares), self.limits.num_blocks])
         encoder_rows = rng.choice([largest * 2 // 3, largest, 2 * largest, 4 * largest])
         max_num_seqs = rng.choice([n for n in (1, 2, 3, 5, 8) if n <= self.max_num_seqs])
-        sizes = [n for n in (4, 5, 7, 13, 16, 21, 40, 64) if n <= self.max_tokens]
+        sizes = [n for n in (4, 5, 7, 13, 16, 21, 40, 64, 96) if n <= self.max_tokens]
         max_tokens = rng.choice(sizes)
-        budget = rng.choice([largest * 2 // 3, largest, 2 * largest])
+        budget = rng.choice([largest * 2 // 3, largest, self.most_encoded])
         core._requests.block_hasher = self.block_hasher if rng.random() < 0.7 else None
         self._limit(
             num_blocks=num_blocks,
@@ -240,7 +243,7 @@ class Bench:
             encoder_rows=4 * self.largest,
             max_num_seqs=1,
             max_num_batched_tokens=self.max_tokens,
-            budget=2 * self.largest,
+            budget=self.most_encoded,
             is_causal=is_causal,
         )
         self._is_recording = False
@@ -318,6 +321,12 @@ def choose_max_model_len(model: TinyModel) -> int:
     """Return room for `random_parts` and an answer; an encoder-decoder's are in two prompts."""
     family = model.family
     return max(160, family.max_model_len) if family.max_items > 1 else family.max_model_len
+
+
+def find_last_seen(request: Request, place: int) -> int:
+    """Return the last place that a token's state depends on, beside the image that it is of."""
+    first = request.spans.first_ahead
+    return place if first is None or place < first else max(place, request.spans.stop - 1)
 
 
 def find_images(request: Request, place: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind
+from mmjax.models.host_inputs import Sees
 from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
 from tests.families.tiny import Parts, TinyModel
@@ -63,13 +64,12 @@ class DenseOracle:
         is_embed[:prompt] = sample.is_embed
         if rows is not None:
             embeds[is_embed] = rows
-        end = np.arange(self._length, dtype=np.int32) + 1
-        end[:prompt] = sample.span_end(is_bidirectional=not is_causal)
+        ahead = see_ahead(sample, "past" if is_causal else self._paged.sees, self._length)
         rotary = self._paged.host_inputs.rotary_positions(sample.num_tokens, sample.items)
         indices = np.tile(np.arange(self._length, dtype=np.int32), (3, 1))
         positions = indices if rotary is None else rotary.between(0, self._length)
         row = np.int32(num_tokens - 1)
-        arguments = (token_ids, (embeds, is_embed), end, (positions, row))
+        arguments = (token_ids, (embeds, is_embed), ahead, (positions, row))
         return np.asarray(self._forward(self._paged.params, *arguments))
 
     def _over_blocks(self, sample: Sample, ids: np.ndarray) -> np.ndarray:
@@ -79,9 +79,13 @@ class DenseOracle:
         return self._paged.run(whole)[LOGITS][len(ids) - 1]
 
     def _logits_at(
-        self, params: Any, ids: Any, merged: tuple[Any, Any], end: Any, places: tuple[Any, Any]
+        self, params: Any, ids: Any, merged: tuple[Any, Any], ahead: Any, places: tuple[Any, Any]
     ) -> Any:
-        """`merged`: embeddings and where; `places`: positions, and the row that is asked for."""
+        """Return the logits of a row.
+
+        `merged`: embeddings and where; `ahead`: as `see_ahead` gives it; `places`: positions, and
+        the row that is asked for.
+        """
         (embeds, is_embed), (positions, row) = merged, places
         model = bind(self._paged.graphdef, params)
         text = model.embed_input_ids(ids)
@@ -89,8 +93,24 @@ class DenseOracle:
         text = jnp.pad(text, ((0, 0), (0, embeds.shape[1] - text.shape[1])))
         hidden = jnp.where(is_embed[:, None], embeds, text)
         index = jnp.arange(self._length, dtype=jnp.int32)
-        metadata = DenseAttentionMetadata(index[None], (index[None, :] < end[:, None])[None])
+        mask = (index[None, :] <= index[:, None]) | ahead
+        beyond = ahead[None] if self._paged.sees == "prompt" else None
+        metadata = DenseAttentionMetadata(index[None], mask[None], beyond)
         reads_ids = model.language_model.reads_token_ids
         more = {"token_ids": ids} if reads_ids else {}
         states, _ = model(hidden, positions, None, metadata, **more)
         return model.compute_logits(jax.lax.dynamic_slice_in_dim(states, row, 1))[0]
+
+
+def see_ahead(sample: Sample, sees: Sees, length: int) -> np.ndarray:
+    """Return bool[length, length]: which tokens see which others wherever these are."""
+    found, is_embed = np.zeros((length, length), bool), sample.is_embed
+    inside = slice(0, sample.num_tokens)
+    if sees == "prompt":
+        found[inside, inside] = True
+    elif sees == "all_items":
+        found[inside, inside] = is_embed[:, None] & is_embed
+    elif sees == "items":
+        run = np.cumsum(~is_embed)
+        found[inside, inside] = (run[:, None] == run) & is_embed[:, None] & is_embed
+    return found

@@ -109,6 +109,28 @@ def test_without_chunks_a_prompts_items_are_computed_in_one_step() -> None:
     assert caught.value.param == "multi_modal_data"
 
 
+def test_a_prompt_that_sees_itself_is_computed_in_one_step() -> None:
+    limits = AdmissionLimits(**{**LIMITS, "sees": "prompt", "max_model_len": 32})
+    other = EncoderItem(identifier="y", mm_position=PlaceholderRange(12, 3, None))
+    limits.check_prompt([3] * 16, [item(0, 6)])
+    with pytest.raises(RequestValueError, match=r"17 tokens, which see .* holds 16") as caught:
+        limits.check_prompt([3] * 17, [])
+    assert caught.value.param == "prompt"
+    with pytest.raises(RequestValueError, match=r"9 embeddings, .* since they see each other"):
+        limits.check_prompt([3] * 16, [item(0, 6), other])
+
+
+def test_items_that_see_each_other_are_computed_in_one_step() -> None:
+    limits = AdmissionLimits(**{**LIMITS, "sees": "all_items", "encoder_budget": 9})
+    limits.check_prompt([3] * 30, [item(2, 6), item(12, 6)])  # one picture twice
+    with pytest.raises(RequestValueError, match=r"has 17 tokens .* holds 16") as caught:
+        limits.check_prompt([3] * 30, [item(2, 6), item(13, 6)])
+    assert caught.value.param == "multi_modal_data"
+    other = EncoderItem(identifier="y", mm_position=PlaceholderRange(12, 4, None))
+    with pytest.raises(RequestValueError, match="10 embeddings"):
+        limits.check_prompt([3] * 30, [item(2, 6), other])
+
+
 def test_an_encoders_prompt_and_its_items_fit_one_step() -> None:
     limits = AdmissionLimits(**{**LIMITS, "max_encoder_len": 64, "encoder_budget": 50})
     image = item(0, 10)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
+from mmjax.models.host_inputs import Sees
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
 
@@ -15,6 +16,7 @@ def make_request(
     items: tuple = (),
     *,
     eos_token_ids: Sequence[int] = (1,),
+    sees: Sees = "past",
     **sampling: object,
 ) -> Request:
     return Request(
@@ -24,6 +26,7 @@ def make_request(
         max_model_len=12,
         items=items,
         eos_token_ids=eos_token_ids,
+        sees=sees,
     )
 
 
@@ -36,7 +39,23 @@ def item(offset: int, mask: list[int]) -> EncoderItem:
 
 def test_spans_are_the_runs_of_embeddings() -> None:
     request = make_request(9, items=(item(1, [0, 1, 1, 0, 1, 0]),))
-    assert request.span_ends.tolist() == [0, 0, 4, 4, 0, 6, 0, 0, 0]
+    assert request.spans.ends.tolist() == [0, 0, 4, 4, 0, 6, 0, 0, 0]
+
+
+def test_a_prompt_that_sees_itself_is_one_run() -> None:
+    request = make_request(5, items=(item(1, [1, 1]),), sees="prompt")
+    assert request.spans.ends.tolist() == [-5] * 5
+    assert [request.spans.last_cut(end) for end in range(8)] == [0, 0, 0, 0, 0, 5, 6, 7]
+    assert request.spans.are_between(4, 5), "a lone token sees beyond a window"
+    assert not request.spans.are_between(5, 6)
+
+
+def test_items_that_see_each_other_are_one_run_with_gaps() -> None:
+    request = make_request(9, items=(item(1, [0, 1, 1]), item(5, [1, 0])), sees="all_items")
+    assert request.spans.ends.tolist() == [0, 0, 6, 6, 0, 6, 0, 0, 0]
+    assert [request.spans.last_cut(end) for end in range(10)] == [0, 1, 2, 2, 2, 2, 6, 7, 8, 9]
+    assert (request.spans.first_ahead, request.spans.stop) == (2, 6)
+    assert make_request(9, sees="all_items").spans.first_ahead is None
 
 
 def test_items_come_in_the_order_of_their_places() -> None:

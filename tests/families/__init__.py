@@ -23,6 +23,7 @@ from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
 from tests.families.molmo2 import MOLMO2
 from tests.families.paddleocr_vl import PADDLEOCR_VL
+from tests.families.paligemma import PALIGEMMA
 from tests.families.pixtral import PIXTRAL
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
@@ -57,6 +58,7 @@ _ROWS = (
     MOLMO,
     MOLMO2,
     PADDLEOCR_VL,
+    PALIGEMMA,
     PIXTRAL,
     QWEN2_5_VL,
     QWEN2_VL,

@@ -111,6 +111,8 @@ class Family:
     """Of what crosses to P1, before rescaling and normalising."""
     updates_encoder_prompt: bool = False
     """Whether images stand in the encoder's prompt (encoder-decoder models)."""
+    sizes: tuple[tuple[int, int], tuple[int, int]] = ((90, 70), (37, 211))
+    """Width and height of the pictures about which `tests/models/test_hf_answers.py` asks."""
     has_pixel_counts: bool = False
     """Whether its processor's `size` has numbers of pixels, and no sides."""
     takes_size: Callable[[int, int], bool] = lambda width, height: True

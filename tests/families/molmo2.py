@@ -105,6 +105,13 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     data = joined(sample, colours_last=True)
     kinds = torch.tensor(sample.is_embed, dtype=torch.long)[None]
     tensors = {name: value for name, value in data.items() if name in taken}
+    if sample.items:
+        # HF numbers the patches of all images together.
+        counts = [np.prod(item.tensors["pixel_values"].shape[:-1]) for item in sample.items]
+        windows = [len(item.tensors["image_token_pooling"]) for item in sample.items]
+        shift = np.repeat(np.cumsum(counts) - counts, windows)[:, None]
+        pooling = tensors["image_token_pooling"]
+        tensors["image_token_pooling"] = np.where(pooling < 0, pooling, pooling + shift)
     return make_reference_inputs(sample.token_ids, tensors) | {"mm_token_type_ids": kinds}
 
 
@@ -120,8 +127,9 @@ TINY = TinyFamily(
     word_ids=range(5, 590),
     published_head_dim=128,
     max_embeds={"image": make_cutter().find_largest({})[1]},
-    longest_run=make_cutter().find_largest({})[1],
-    max_items=1,
+    # Two images, and the text between them.
+    longest_run=2 * make_cutter().find_largest({})[1] + 16,
+    max_items=2,
     variants={
         "qwen3": Variant({}, 9),
         "olmo3": Variant(
@@ -130,7 +138,7 @@ TINY = TinyFamily(
         "biases and one block": Variant(
             {"text": {"attention_bias": True}, "adapter": {"vision_feature_layer": [1]}}, 8
         ),
-        "blocks of rows": Variant({"vision": {"image_size": [238, 238]}}, 9),
+        "blocks of rows": Variant({"vision": {"image_size": [238, 238]}}, 9, ("image",)),
     },
 )
 
@@ -249,8 +257,8 @@ MOLMO2 = Family(
     call_hf=call_hf,
     embed_token_ids=lambda processor: list(read_prompt_ids(processor.info.get_hf_config())),
     placeholder="<|image|>",
+    sizes=((90, 70), (37, 201)),  # without halves, which torch rounds as its threads are (below)
     takes_embeds=False,
-    max_images=1,
     extra_kwargs=({}, {"max_crops": 2}),
     lowering_kwargs={"max_crops": 1},
     # One step of 8 bits: how torch rounds a half depends on its number of threads; what is no half

@@ -55,6 +55,8 @@ class Variant(NamedTuple):
     """Keywords of `TinyFamily.make_reference`."""
     num_states: int
     """Outputs that are compared for a prompt with images, so that none is lost by its name."""
+    prompts: Sequence[str] = ()
+    """Names of `TinyFamily.prompts`, where the usual ones would be too long."""
 
 
 AFFINE = make_affine(rescale_factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.25, 0.3, 0.35))
@@ -176,8 +178,10 @@ class TinyFamily:
         image, two = Media(0), (Words(1, 9), Media(0), Words(2, 5), Media(1), Words(3, 7))
         prompts: dict[str, Parts] = {"text": (Words(4, 20),), "image": (image, Words(1, 6))}
         if self.max_items > 1:
+            prompts["two images"] = two
+        if self.max_items > 2:
             three = (Words(5, 3), Media(2), Media(1), Words(6, 1), Media(3), Words(2, 9))
-            prompts |= {"two images": two, "three images": three}
+            prompts["three images"] = three
         if "video" in self.max_embeds:
             video = Media(2, "video")
             prompts["video"] = (Words(1, 4), video, Words(2, 6))
@@ -185,9 +189,10 @@ class TinyFamily:
             prompts["both"] += (Words(4, 5),)
         return prompts
 
-    @property
-    def variant_prompts(self) -> dict[str, Parts]:
-        """Those that every variant gets."""
+    def variant_prompts(self, name: str) -> dict[str, Parts]:
+        """Return those that a variant gets, if it is not the first."""
+        if self.variants[name].prompts:
+            return {prompt: self.prompts[prompt] for prompt in self.variants[name].prompts}
         chosen = ("two images", "both") if "video" in self.max_embeds else ("two images", "image")
         found = {name: self.prompts[name] for name in chosen if name in self.prompts}
         return found if "video" in self.max_embeds else dict([next(iter(found.items()))])

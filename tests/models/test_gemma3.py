@@ -18,6 +18,7 @@ from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import make_pixels, run_reference
 from mmjax.weights.load import load_params
 from mmjax.weights.safetensors import open_safetensors
+from tests.engine.dense import see_ahead
 from tests.families.gemma3 import SHORT, TINY, tiny_config
 from tests.families.tiny import Media, TinyModel, Words
 from tests.kit import fill_by_name, tiny_gemma3_checkpoint
@@ -34,7 +35,7 @@ def test_dense_attention_is_hfs_too(window: int):
     expected = run_reference(model.reference, inputs, RULES)["logits"]
     ours = model.paged
     places = np.arange(sample.num_tokens, dtype=np.int32)
-    mask = places[None] < sample.span_end(is_bidirectional=True)[:, None]
+    mask = (places[None] <= places[:, None]) | see_ahead(sample, "items", sample.num_tokens)
 
     @jax.jit
     def run(params: Any, token_ids: Any, pixels: Any, is_embed: Any, mask: Any) -> Any:

@@ -26,7 +26,6 @@ from tests.kit import draw
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 Prompt = tuple[str, list[Image.Image]]
-SIZES = [(90, 70), (37, 211)]
 START = "here are the picture and some crops to help you see better how many red shapes there are "
 """More than a block of the KV cache."""
 IN_DEFAULT_RUN = {"blip2", "chameleon", "fuyu", "internvl", "llava", "qwen2_vl"}
@@ -45,7 +44,7 @@ def find_cases(names: set[str]) -> list[Any]:
 
 def write_prompts(family: Family) -> list[Prompt]:
     """Return prompts of no picture, one and two, of these what the family takes."""
-    pictures = [draw(*size, seed) for seed, size in enumerate(SIZES)]
+    pictures = [draw(*size, seed) for seed, size in enumerate(family.sizes)]
     return [
         (f"{START}{family.placeholder * n} which color is {'the circle' * n}", pictures[:n])
         for n in range(family.min_images, min(2, family.max_images) + 1)

@@ -50,7 +50,9 @@ def parity(checkpoint: Path) -> Parity:
     return Parity(load_model_config(str(checkpoint)), max_len=320)
 
 
-WITH_HFS_PARTS = {"blip2", "chameleon", "florence2", "gemma3", "llava", "llava siglip"}
+WITH_HFS_PARTS = {
+    *("blip2", "chameleon", "florence2", "gemma3", "llava", "llava siglip", "paligemma"),
+}
 """Others have an image processor of mmjax's own, or no file that says how HF's is made."""
 
 
@@ -76,6 +78,13 @@ def test_hfs_own_processor_is_asked_where_its_parts_are_hfs(name: str):
     hf = found(text=[prompt], images=[image], return_tensors="np")
     inputs = ours.apply(prompt, {"image": image})
     assert family.prompt_ids(inputs) == hf["input_ids"][0].tolist()
+
+
+def test_a_text_alone_is_compared_where_hfs_processor_refuses_it():
+    config = load_model_config(str(FAMILIES["paligemma"].checkpoint))
+    report = Parity(config, max_len=64).run(Case(name="text", prompt="what is it"), max_tokens=8)
+    assert report.is_within(1e-4)
+    assert report.token_ids == report.reference_token_ids
 
 
 def make_case(name: str, mm_processor_kwargs: Any = None, *, as_ids: Any = None) -> Case:

@@ -110,11 +110,6 @@ def test_an_answer_is_parsed_by_the_image_as_it_was_sent(processor: Any):
     assert processor.prepare("point", {}).parse_answer is None
 
 
-def test_a_second_image_is_refused(processor: Any):
-    with pytest.raises(RequestValueError, match="At most 1 image"):
-        processor.apply("<|image|><|image|>", {"image": [draw(20, 20), draw(20, 20)]})
-
-
 @pytest.mark.parametrize("max_crops", [0, -1, True, "3", 1000])
 def test_other_numbers_of_crops_are_refused(processor: Any, max_crops: Any):
     with pytest.raises(RequestValueError, match="max_crops"):

@@ -25,7 +25,7 @@ BlockHashAlgorithm = Literal["sha256", "blake3"]
 
 ExtraKey = tuple[str, str] | tuple[str, str, str] | tuple[str, str, int]
 """`("lora", name)` or `("lora", name, version or path)`; `("mm", identifier, offset)`;
-`("cache_salt", salt)`; `("positions", key)`."""
+`("cache_salt", salt)`; `("positions", key)`; `("ahead", digest)`."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _HASHERS: Mapping[BlockHashAlgorithm, Callable[[bytes], Any]] = {
@@ -54,8 +54,9 @@ class HashableRequest(Protocol):
     """What the hashes of a request's blocks depend on, besides its tokens.
 
     The adapter is `lora_name`, or `lora_request` with a `lora_name` and a `lora_version` or a
-    `lora_path`. Where a
-    prompt's positions depend on all of it, `positions_key` says how.
+    `lora_path`. Where a prompt's positions depend on all of it, `positions_key` says how. Where
+    keys depend on tokens of later blocks, `seen_ahead` has the first position of such a key, and a
+    digest of all that is seen.
     """
 
     @property
@@ -112,6 +113,7 @@ def generate_block_hash_extra_keys(
         *mm_keys,
         *_salt_keys(request, start_token_idx),
         *_position_keys(request, start_token_idx),
+        *_ahead_keys(request, start_token_idx, end_token_idx),
     )
     return keys or None, next_mm_idx
 
@@ -187,3 +189,9 @@ def _salt_keys(request: HashableRequest, start: int) -> list[ExtraKey]:
 def _position_keys(request: HashableRequest, start: int) -> list[ExtraKey]:
     key = getattr(request, "positions_key", "")
     return [("positions", key)] if start == 0 and key else []
+
+
+def _ahead_keys(request: HashableRequest, start: int, end: int) -> list[ExtraKey]:
+    # Blocks before it do not depend on the digest, later ones do through their parents.
+    position, digest = getattr(request, "seen_ahead", None) or (-1, "")
+    return [("ahead", digest)] if start <= position < end else []

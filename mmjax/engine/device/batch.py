@@ -261,11 +261,9 @@ class BatchBuilder:
         return sum(scheduled.num_new_states for scheduled in requests)
 
     def needs_spans(self, requests: Sequence[ScheduledRequest]) -> bool:
-        """Return whether the step's bucket must have spans: whether it computes image tokens."""
+        """Return whether the step's bucket must have spans: whether a token may use one."""
         return self.has_spans and any(
-            scheduled.start < scheduled.request.items_end
-            and scheduled.request.items_between(scheduled.start, scheduled.end)
-            for scheduled in requests
+            one.request.spans.are_between(one.start, one.end) for one in requests
         )
 
     def build(
@@ -307,6 +305,7 @@ class BatchBuilder:
         fields["token_index"][:num_tokens] = index
         if bucket.has_spans:
             fields["span_end"][:num_tokens] = index + 1
+            self._fill_spans(fields, requests, ends - counts)
         blocks = fields["block_tables"][request_of_row, index // self.block_size]
         fields["slot_block"][:num_tokens] = blocks
         fields["slot_offset"][:num_tokens] = index % self.block_size
@@ -344,7 +343,7 @@ class BatchBuilder:
         requests: Sequence[ScheduledRequest],
         first_rows: np.ndarray,
     ) -> None:
-        """Set `src_index` and `span_end` of rows that are embeddings."""
+        """Set `src_index` of rows that are embeddings."""
         for scheduled, first_row in zip(requests, first_rows, strict=True):
             if scheduled.start >= scheduled.request.items_end:
                 continue
@@ -364,10 +363,21 @@ class BatchBuilder:
                 mask = item.mm_position.is_embed
                 chosen = slice(None) if mask is None else np.asarray(mask[inside], bool)
                 fields["src_index"][window][chosen] = rows
-                if self.has_spans and "span_end" in fields:
-                    spans = scheduled.request.span_ends[low:high]
-                    span_end = fields["span_end"][window]
-                    np.maximum(span_end, spans, out=span_end)
+
+    def _fill_spans(
+        self,
+        fields: dict[str, np.ndarray],
+        requests: Sequence[ScheduledRequest],
+        first_rows: np.ndarray,
+    ) -> None:
+        """Set `span_end` of rows that see more than what comes before them."""
+        if not self.has_spans:
+            return
+        for scheduled, first_row in zip(requests, first_rows, strict=True):
+            if scheduled.start < scheduled.request.num_prompt_tokens:
+                spans = scheduled.request.spans.ends[scheduled.start : scheduled.end]
+                span_end = fields["span_end"][first_row : first_row + len(spans)]
+                np.copyto(span_end, spans, where=spans != 0)
 
     def _fill_cross(
         self, fields: dict[str, np.ndarray], requests: Sequence[ScheduledRequest]

@@ -17,7 +17,7 @@ from mmjax.errors import (
     RequestRuntimeError,
     RequestValueError,
 )
-from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec, Sees
 from mmjax.params.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_STOP_TOKEN_IDS
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from mmjax.rounding import cdiv
@@ -123,6 +123,8 @@ class AdmissionLimits:
     """Whether a run of embeddings must be computed in one step."""
     enable_chunked_prefill: bool = True
     """Whether a prompt may be computed over several steps."""
+    sees: Sees = "past"
+    """What a prompt's tokens see."""
     max_encoder_len: int = 0
     """Hidden states of an encoder-decoder model's longest encoder input; 0: decoder only."""
 
@@ -139,7 +141,16 @@ class AdmissionLimits:
         self._check_vocabulary(token_ids, items)
         for item in items:
             self._check_item(item, len(token_ids))
-        if not self.enable_chunked_prefill:
+        if self.sees == "prompt" and len(token_ids) > self.max_num_batched_tokens:
+            raise RequestValueError(
+                f"the prompt has {len(token_ids)} tokens, which see each other and so are computed "
+                f"in one step; a step holds {self.max_num_batched_tokens}: shorten the prompt, or "
+                "raise `max_num_batched_tokens`",
+                param="prompt",
+            )
+        if self.sees == "all_items":
+            self._check_range(items)
+        if not self.enable_chunked_prefill or self.sees in ("all_items", "prompt"):
             self._check_items_of_one_step(items)
 
     def check_encoder_prompt(
@@ -252,10 +263,24 @@ class AdmissionLimits:
     def _check_items_of_one_step(self, items: Sequence[EncoderItem]) -> None:
         num_embeds = _count_embeds(items)
         if num_embeds > self.encoder_budget:
+            has_several = self.sees in ("past", "items")
+            why = "without chunked prefill" if has_several else "since they see each other"
             raise RequestValueError(
                 f"the prompt's items give {num_embeds} embeddings, which must be computed in one "
-                f"step without chunked prefill; a step computes {self.encoder_budget}: send fewer "
-                "items, or raise `max_num_encoder_input_tokens` and `encoder_cache_size`",
+                f"step {why}; a step computes {self.encoder_budget}: send fewer items, or raise "
+                "`max_num_encoder_input_tokens` and `encoder_cache_size`",
+                param="multi_modal_data",
+            )
+
+    def _check_range(self, items: Sequence[EncoderItem]) -> None:
+        runs = [run for item in items for run in item.mm_position.extract_embeds_range()]
+        num_tokens = max(run[1] for run in runs) + 1 - min(run[0] for run in runs) if runs else 0
+        if num_tokens > self.max_num_batched_tokens:
+            raise RequestValueError(
+                f"the prompt has {num_tokens} tokens from its first item's to its last one's, "
+                "which see each other and so are computed in one step; a step holds "
+                f"{self.max_num_batched_tokens}: send fewer or smaller items, or raise "
+                "`max_num_batched_tokens`",
                 param="multi_modal_data",
             )
 

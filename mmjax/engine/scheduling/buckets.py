@@ -278,15 +278,17 @@ class Buckets:
         """Return the bucket with the fewest tokens, then requests, that is large enough.
 
         Decoding has no spans, since a decoded token attends to no later one, and writes no encoder
-        hidden states, unless it is a request's first step.
+        hidden states, unless it is a request's first step. `has_spans`: a lone token needs one to
+        see beyond a window.
         """
         is_decoding = num_tokens == num_requests and not num_states
+        is_decoding = is_decoding and self.decode[0].has_spans >= has_spans
         found = min(
             bucket
             for bucket in (self.decode if is_decoding else self.mixed)
             if bucket.num_tokens >= num_tokens
             and bucket.num_requests >= num_requests
-            and bucket.has_spans >= (has_spans and not is_decoding)
+            and bucket.has_spans >= has_spans
             and bucket.num_states >= num_states
         )
         return replace(found, has_adapters=True) if has_adapters else found

@@ -8,10 +8,16 @@ from functools import cached_property
 import numpy as np
 
 from mmjax.cache.adapter_slots import NO_SLOT
-from mmjax.cache.kv.block_hash import BlockHash, BlockHashAlgorithm, iter_block_hashes
+from mmjax.cache.kv.block_hash import (
+    BlockHash,
+    BlockHashAlgorithm,
+    hash_block_tokens,
+    iter_block_hashes,
+)
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.logit_rules import LogitRules
-from mmjax.models.host_inputs import RotaryPositions
+from mmjax.engine.scheduling.spans import Spans, find_spans
+from mmjax.models.host_inputs import RotaryPositions, Sees
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.system.request_times import RequestTimes
@@ -115,6 +121,11 @@ class BlockHasher:
         )
         return list(new)
 
+    def digest(self, token_ids: np.ndarray, items: Sequence[EncoderItem]) -> str:
+        """Return a digest of tokens, and of the items among them with their places."""
+        keys = tuple(("mm", item.identifier, item.start) for item in items)
+        return hash_block_tokens(self.none_hash, token_ids, keys, self.algorithm).hex()
+
 
 _RUNNING, _WAITING, _PREEMPTED = (
     RequestStatus.RUNNING,
@@ -153,6 +164,7 @@ class Request:
         lora_request: RegisteredAdapter | None = None,
         block_hasher: BlockHasher | None = None,
         logit_rules: LogitRules | None = None,
+        sees: Sees = "past",
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -191,10 +203,9 @@ class Request:
         """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """Those of the prompt's tokens that are known; the first token has none."""
-        self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
-        self.block_hashes: list[BlockHash] = []
-        """Hashes of the full blocks of `token_ids`; empty without prefix caching."""
+        self.block_hashes: list[BlockHash] = []  # of the full blocks; none without prefix caching
         self._block_hasher = block_hasher
+        self._sees: Sees = sees
         self._hash_new_blocks()
 
     @property
@@ -228,6 +239,23 @@ class Request:
     def positions_key(self) -> str:
         """What of the whole prompt its tokens' positions depend on."""
         return "" if self.rotary is None else self.rotary.cache_key
+
+    @cached_property
+    def spans(self) -> Spans:
+        """What its prompt's tokens see beside those before them."""
+        places = [item.mm_position for item in self.items]
+        return find_spans(places, self.num_prompt_tokens, self._sees)
+
+    @cached_property
+    def seen_ahead(self) -> tuple[int, str] | None:
+        """The first position whose keys depend on later blocks, and a digest of them.
+
+        None where no position's do, and without a cache of blocks.
+        """
+        first, hasher = self.spans.first_ahead, self._block_hasher
+        if hasher is None or first is None:
+            return None
+        return first, hasher.digest(self.token_ids[: self.spans.stop], self.items)
 
     @property
     def is_finished(self) -> bool:
@@ -323,27 +351,8 @@ class Request:
         if self._block_hasher is not None:
             self.block_hashes += self._block_hasher.hash_new_blocks(self)
 
-    def last_cut(self, end: int) -> int:
-        """Return the last position up to `end` that is not inside a run of embeddings."""
-        if not 0 < end < self.num_prompt_tokens:
-            return end
-        run_end = self.span_ends[end - 1]
-        return end if run_end <= end else int(np.argmax(self.span_ends == run_end))
-
     def items_between(self, start: int, end: int) -> list[EncoderItem]:
         """Return the items that overlap the positions [start, end), in order."""
         if start >= self.items_end:
             return []
         return [item for item in self.items if item.start < end and item.end > start]
-
-
-def _span_ends(items: Sequence[EncoderItem], num_prompt_tokens: int) -> np.ndarray:
-    """Return int32[prompt]: the exclusive end of the run of embeddings at a position, 0 for text.
-
-    Two text tokens, an image of three, text: 0 0 5 5 5 0.
-    """
-    ends = np.zeros(num_prompt_tokens, np.int32)
-    for item in items:
-        for first, last in item.mm_position.extract_embeds_range():
-            ends[first : last + 1] = last + 1
-    return ends

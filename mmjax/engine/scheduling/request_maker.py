@@ -92,6 +92,7 @@ class RequestMaker:
             lora_request=adapter,
             # All of the prompt is computed where its log-probabilities are wanted, as in vLLM.
             block_hasher=self.block_hasher if params.prompt_logprobs is None else None,
+            sees=limits.sees,
             logit_rules=LogitRules(
                 params,
                 vocab_size=limits.vocab_size,

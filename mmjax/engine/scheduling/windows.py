@@ -47,8 +47,9 @@ class WindowFitter:
     ) -> tuple[int, list[EncoderItem]]:
         """Return how many tokens the request may compute, and the items to encode for them.
 
-        A run of embeddings with bidirectional attention is computed in one step, or, if the prefix
-        cache holds its beginning (which was computed with the whole run), from there to its end.
+        A run of embeddings with bidirectional attention, or a prompt that sees itself, is computed
+        in one step, or, if the prefix cache holds its beginning (which was computed with the whole
+        run), from there to its end.
         Tokens around it, and the item's other runs, may be computed in other steps.
         Cached items, also those of an earlier request of this step, are referenced here.
         The hidden states of an encoder-decoder's encoder are an item of the first window.
@@ -58,11 +59,11 @@ class WindowFitter:
         if start == 0 and request.encoder is not None:
             states = self._fit_states(request.request_id, request.encoder, embeds_left)
             return (0, []) if states is None else (end - start, states)
+        end = self._cut(request, start, end)
         if start >= request.items_end:
             return end - start, []
         new: dict[str, EncoderItem] = {}
         num_new_embeds = 0
-        end = self._cut(request, start, end)
         for item in request.items_between(start, end):
             first, last = item.mm_position.get_embeds_indices_in_range(
                 max(0, start - item.start), min(end, item.end) - item.start
@@ -74,7 +75,12 @@ class WindowFitter:
             if not self._encoder_cache.can_allocate(
                 item.num_embeds, embeds_left - num_new_embeds, num_new_embeds
             ):
-                return self._cut(request, start, item.start) - start, list(new.values())
+                end = self._cut(request, start, item.start)
+                if request.spans.first_ahead is not None:
+                    # All items go at once: requests that each held some might wait for each other.
+                    self._encoder_cache.free(request.request_id)
+                    new.clear()
+                return end - start, list(new.values())
             new[item.identifier] = item
             num_new_embeds += item.num_embeds
         return end - start, list(new.values())
@@ -103,7 +109,7 @@ class WindowFitter:
 
     def _cut(self, request: Request, start: int, end: int) -> int:
         """Return the last position in [start, end] where a window from `start` may end."""
-        return max(start, request.last_cut(end) if self._keeps_runs_whole else end)
+        return max(start, request.spans.last_cut(end) if self._keeps_runs_whole else end)
 
     def free_items(self, request: Request, start: int, end: int) -> None:
         """Drop the request's references to items whose last embedding is in a window.

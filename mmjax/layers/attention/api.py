@@ -39,6 +39,7 @@ __all__ = [
     "cross_attention",
     "dense_attention",
     "span_variants",
+    "with_gaps",
     "without_spans",
     "write_encoder",
 ]
@@ -167,6 +168,16 @@ def without_spans(metadata: AttentionMetadata) -> AttentionMetadata:
     return metadata._replace(mask=metadata.mask & (index[:, None, :] <= index[:, :, None]))
 
 
+def with_gaps(metadata: AttentionMetadata) -> AttentionMetadata:
+    """Return the metadata of a model whose spans have tokens that see no later one, nor are seen.
+
+    Such a token's `span_end` is as a causal one's. All of a span is in one step.
+    """
+    if not isinstance(metadata, PagedAttentionMetadata) or metadata.span_end is None:
+        return metadata
+    return metadata._replace(is_seen_ahead=metadata.span_end > metadata.token_index + 1)
+
+
 def write_encoder(
     key: Float[Array, "S K H"],
     value: Float[Array, "S K _value"],
@@ -208,7 +219,12 @@ def _paged(
 ) -> Float[Array, "T N _value"]:
     visible = visible_range(metadata, window)
     tables = metadata.block_tables
-    return _within(query, cache, metadata, tables, visible, sinks, scale=scale, soft_cap=soft_cap)
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    if metadata.is_seen_ahead is not None:
+        # No kernel knows of gaps.
+        arguments = (query, cache, metadata, tables, visible, sinks)
+        return walk_blocks(*arguments, **options, has_gaps=True)
+    return _within(query, cache, metadata, tables, visible, sinks, **options)
 
 
 def _within(
@@ -246,6 +262,8 @@ def _dense(
     mask = metadata.mask
     if window is not None:
         mask = mask & (metadata.token_index[:, None, :] > metadata.token_index[:, :, None] - window)
+        if metadata.beyond_window is not None:
+            mask = mask | metadata.beyond_window
     shaped = [x.reshape(num_sequences, length, *x.shape[1:]) for x in (query, key, value)]
     out = dense_attention(*shaped, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
     return out.reshape(*query.shape[:2], -1)

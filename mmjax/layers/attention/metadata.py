@@ -2,7 +2,8 @@
 
 The query at index i attends to the key at index j if j < max(i + 1, span_end) and, on sliding
 layers, j > i - window. `span_end` is the end of the query's image: attention within an image is
-bidirectional (HF: modeling_gemma3.py, create_masks_for_vision_model).
+bidirectional (HF: modeling_gemma3.py, create_masks_for_vision_model). A `span_end` of -n is a
+prompt's that sees itself: all keys j < n, on sliding layers, too (HF: modeling_paligemma.py).
 """
 
 from typing import NamedTuple
@@ -39,7 +40,8 @@ class PagedAttentionMetadata(NamedTuple):
     token_index: Int[Array, " T"]
     """The token's position in its sequence."""
     span_end: Int[Array, " T"] | None
-    """token_index + 1 for a causal token, else the exclusive end of its image's run.
+    """token_index + 1 for a causal token, else the exclusive end of its image's run, or -n for a
+    token of a prompt of n tokens that sees all of it.
 
     None if every token is causal: only then can a causal kernel be used.
     """
@@ -53,6 +55,9 @@ class PagedAttentionMetadata(NamedTuple):
     block_tables: Int[Array, "R _blocks"]
     cross: CrossAttentionMetadata | None = None
     """None for a model without cross-attention."""
+    is_seen_ahead: Bool[Array, " _rows"] | None = None
+    """Which tokens of the step others see before they come, up to the last one within a `span_end`,
+    which all of the span see; None: all of a span's. Not from the host (`with_gaps`)."""
 
 
 class DenseAttentionMetadata(NamedTuple):
@@ -62,6 +67,8 @@ class DenseAttentionMetadata(NamedTuple):
     """A token's position in its sequence, for the sliding window."""
     mask: Bool[Array, "B S S"]
     """mask[b, i, j]: whether query i attends to key j, before the window."""
+    beyond_window: Bool[Array, "B S S"] | None = None
+    """Keys that a query attends to whatever the window is; None: there are none."""
 
 
 AttentionMetadata = PagedAttentionMetadata | DenseAttentionMetadata

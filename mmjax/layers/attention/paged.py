@@ -43,13 +43,14 @@ def visible_range(
     """Return, for the query's own sequence, `Tiles.upper` and `Tiles.lower`."""
     end = metadata.token_index + 1
     if metadata.span_end is not None:
-        end = jnp.maximum(end, metadata.span_end)
+        end = jnp.maximum(end, jnp.abs(metadata.span_end))
     upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
     if window is None:
         return upper, jnp.full_like(upper, -1)
-    return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
-        mode="fill", fill_value=0
-    )
+    lower = metadata.token_index - window
+    if metadata.span_end is not None:
+        lower = jnp.where(metadata.span_end < 0, -1, lower)
+    return upper, lower.at[metadata.tile_rows].get(mode="fill", fill_value=0)
 
 
 def visible_states(
@@ -76,6 +77,10 @@ class Tiles(NamedTuple):
     """Index after the last one; 0 for padding."""
     sinks: Float[Array, "W K Z"] | None = None
     """The score of a key without a value, which a query sees beside the others; None: of none."""
+    causal_end: Int[Array, "W Z"] | None = None
+    """Index after the query's own key: behind it, only keys that are seen ahead. None: all are."""
+    shift: Int[Array, " W"] | None = None
+    """What makes a row of the step of the index of a key that is in it."""
 
 
 def walk_blocks(
@@ -89,10 +94,12 @@ def walk_blocks(
     scale: float,
     soft_cap: float | None,
     distance_bias: Float[Array, "N _distances"] | None = None,
+    has_gaps: bool = False,
 ) -> Float[Array, "T N _value"]:
     """Attend to the blocks of each query's request, within the two ends of what is visible.
 
     Keys and values are in `cache` already. `sinks` and `distance_bias` are as in `attention`.
+    `has_gaps`: of keys behind a query's own, only to those that `metadata.is_seen_ahead` names.
     """
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
@@ -106,14 +113,18 @@ def walk_blocks(
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds, sinks=of_rows)
     tiles = tiles if is_large else _pad_single_row(tiles)
     columns = cache.value_dim if is_large else _columns_alike(cache.value_dim)
+    is_decoding = metadata.tile_rows.shape[1] == 1
+    is_seen = metadata.is_seen_ahead if has_gaps and not is_decoding else None
+    if is_seen is not None:
+        tiles = _add_gaps(tiles, metadata, group)
     fold = partial(
         _fold_blocks,
         cache=cache,
         soft_cap=soft_cap,
         num_columns=columns,
         distance_bias=distance_bias,
+        is_seen=is_seen,
     )
-    is_decoding = metadata.tile_rows.shape[1] == 1
     slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
     most = _columns_alike(block_tables.shape[1] * cache.block_size)  # the scores' columns
     blocks_at_once = cdiv(min(slots, most), cache.block_size)
@@ -137,6 +148,15 @@ def walk_blocks(
     # Of small blocks a second loop saves less than it takes to compile.
     on_cpu = at_once if is_decoding else beside_single_tokens if is_large else one_by_one
     return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
+
+
+def _add_gaps(tiles: Tiles, metadata: PagedAttentionMetadata, group: int) -> Tiles:
+    """Return the tiles with what tells keys behind a query's own apart."""
+    own = metadata.token_index.at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    # The rows of a request's window stand together.
+    return tiles._replace(
+        causal_end=jnp.tile(own + 1, (1, group)), shift=metadata.tile_rows[:, 0] - own[:, 0]
+    )
 
 
 def _columns_alike(width: int) -> int:
@@ -271,11 +291,13 @@ def _fold_blocks(
     cache: LayerCache,
     soft_cap: float | None,
     num_columns: int,
-    distance_bias: Float[Array, "K _distances"] | None,
+    distance_bias: Float[Array, "N _distances"] | None,
+    is_seen: Bool[Array, " _rows"] | None,
 ) -> State:
     """Add some blocks, given by their indices in each tile's table, to the state.
 
-    `num_columns`: to which zeros widen the values for their product.
+    `num_columns`: to which zeros widen the values for their product. `is_seen`: which tokens of the
+    step are seen ahead, where not all are.
     """
     peak, total, summed = state
     width = tiles.tables.shape[1]
@@ -287,6 +309,15 @@ def _fold_blocks(
     is_visible = (keys_at < tiles.upper[:, None, :, None, None]) & (
         keys_at > tiles.lower[:, None, :, None, None]
     )
+    if tiles.causal_end is not None and tiles.shift is not None and is_seen is not None:
+        # A key before the step reads any row: its queries, which come behind it, see it.
+        rows = keys_at + tiles.shift[:, None, None, None, None]
+        is_visible &= (
+            (keys_at < tiles.causal_end[:, None, :, None, None])
+            # The last one of a span, which sees nothing ahead, is seen.
+            | (keys_at == tiles.upper[:, None, :, None, None] - 1)
+            | is_seen.at[rows].get(mode="fill", fill_value=False)
+        )
     scores = jnp.einsum("wkzh,wbkhq->wkzbq", tiles.query, keys, preferred_element_type=jnp.float32)
     if distance_bias is not None:
         # A causal query is the last key that it attends to.

@@ -69,7 +69,7 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
     """
 
     host_inputs = Molmo2HostInputs
-    sees = "items"
+    sees = "all_items"
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         text, adapter = hf_config.text_config, hf_config.adapter_config

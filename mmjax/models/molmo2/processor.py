@@ -10,10 +10,18 @@ from dataclasses import fields
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+import numpy as np
+
 from mmjax.errors import CheckpointError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
 from mmjax.models.molmo2.answers import parse_points
-from mmjax.models.molmo2.host_inputs import MARKS, MAX_POOLED, Molmo2HostInputs, read_prompt_ids
+from mmjax.models.molmo2.host_inputs import (
+    MARKS,
+    MAX_POOLED,
+    CropShape,
+    Molmo2HostInputs,
+    read_prompt_ids,
+)
 from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
@@ -61,9 +69,6 @@ class Molmo2ProcessingInfo(FamilyInfo):
     }
     data_parser = ImagesOnlyDataParser
     host_inputs = Molmo2HostInputs
-    limits: ClassVar = {"image": 1}
-    """The images of a prompt see each other whatever text is between them, and a step's runs of
-    embeddings see nothing but themselves ahead."""
     placeholders: ClassVar = {"image": IMAGE}
     marks_are_embeds = True
 
@@ -164,6 +169,17 @@ class Molmo2ProcessingInfo(FamilyInfo):
         for count, name in several.items():
             found |= item_fields("image", units=[name], counts=outputs.get(count, ()))
         return found
+
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Number patches over all images of a prompt, as HF's model reads them."""
+        if "image_token_pooling" not in tensors:
+            return tensors
+        pooling, crops = tensors["image_token_pooling"], np.asarray(tensors["image_num_crops"])
+        first = (np.cumsum(crops) - crops) * CropShape.of(self.get_hf_config()).side ** 2
+        shift = np.repeat(first, np.asarray(tensors["num_windows"]))[:, None]
+        return {**tensors, "image_token_pooling": np.where(pooling < 0, pooling, pooling + shift)}
 
     def get_embed_token_id(self, modality: str) -> int:
         return self._prompt_ids[0]

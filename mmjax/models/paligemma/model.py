@@ -1,0 +1,62 @@
+"""PaliGemma 1 (arXiv 2407.07726) and 2 (2412.03555): SigLIP, one linear layer, Gemma 1 or 2.
+
+A prompt, of images and text, sees itself in both directions; the answer is causal.
+"""
+
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.attention.api import AttentionMetadata
+from mmjax.layers.attention.kv_cache import KVCache
+from mmjax.layers.linear import Linear
+from mmjax.models.paligemma.host_inputs import PaliGemmaHostInputs
+from mmjax.models.text_model import build_text_model
+from mmjax.models.tower_model import TowerModel
+from mmjax.towers.vit import ViT, ViTConfig
+
+
+class PaliGemmaMultiModalProjector(nnx.Module):
+    """From the tower's width to the decoder's."""
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        vision, text = hf_config.vision_config, hf_config.text_config
+        if vision.projection_dim != text.hidden_size:
+            raise CheckpointError(
+                f"`projection_dim` is {vision.projection_dim}; embeddings must have the decoder's "
+                f"width, `text_config.hidden_size`, {text.hidden_size}"
+            )
+        self.linear = Linear(vision.hidden_size, text.hidden_size, use_bias=True, dtype=dtype)
+
+    def __call__(self, patches: Float[Array, "I P D"]) -> Float[Array, "I P F"]:
+        """Project every patch by itself."""
+        return self.linear(patches)
+
+
+class PaliGemmaForConditionalGeneration(TowerModel):
+    """Served as HF's class of this name."""
+
+    host_inputs = PaliGemmaHostInputs
+    sees = "prompt"
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        with self._mark_tower_model(hf_config, "image"):
+            self.vision_tower = ViT(ViTConfig.from_hf(hf_config.vision_config), dtype=dtype)
+            self.multi_modal_projector = PaliGemmaMultiModalProjector(hf_config, dtype=dtype)
+        self.language_model = build_text_model(hf_config, dtype=dtype)
+
+    def encode_units(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
+        return self.vision_tower(pixel_values)[0]
+
+    def __call__(
+        self,
+        inputs_embeds: Float[Array, "T _wide"],
+        positions: Int[Array, "3 T"],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+        **more: Array,
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """As every model; positions count from 1 (HF: modeling_paligemma.py)."""
+        return super().__call__(inputs_embeds, positions + 1, kv_cache, metadata, **more)

@@ -1,0 +1,130 @@
+r"""PaliGemma's processor: the images, BOS, the text and a newline are a prompt.
+
+Before: `<image>detect car`. After: `<image>*256 <bos> detect car \n`; the first 256 take
+embeddings.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mmjax.errors import CheckpointError
+from mmjax.models.family import FamilyInfo, FamilyProcessor, check_settings, make_factories
+from mmjax.models.paligemma.answers import parse_objects
+from mmjax.models.paligemma.host_inputs import PaliGemmaHostInputs
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
+from mmjax.processing.prepared import AnswerParser
+from mmjax.processing.prompt_updates.updates import as_ids
+
+IMAGE_TOKEN = "<image>"
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {%- for part in message.content if part.type == 'image' -%}
+        {{- '<image>' -}}
+    {%- endfor -%}
+{%- endfor -%}
+{%- for message in messages if message.role == 'user' -%}
+    {%- if loop.last -%}
+        {%- for part in message.content if part.type == 'text' -%}
+            {{- part.text -}}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endfor -%}
+"""
+"""The task of the last turn alone: the model was trained on tasks, not on conversations."""
+
+
+class PaliGemmaProcessingInfo(FamilyInfo):
+    chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Caption": "caption en",
+        "Describe": "describe en",
+        "Answer": "answer en {how many boats are there?}",
+        "Read text": "ocr",
+        "Detect": "detect {car}",
+        "Segment": "segment {car}",
+    }
+    host_inputs = PaliGemmaHostInputs
+    image_processors: ClassVar = {"Siglip": "siglip"}
+    placeholders: ClassVar = {"image": IMAGE_TOKEN}
+
+    def load_hf_processor(self) -> Any:
+        processor = super().load_hf_processor()
+        count = getattr(processor.image_processor, "image_seq_length", None)
+        source = "config.json gives an image"
+        check_settings(
+            {**self.processor_settings, "image_seq_length": count},
+            {"image_seq_length": self.num_unit_tokens},
+            source=source,
+        )
+        self.check_token(IMAGE_TOKEN)
+        if self.get_tokenizer().bos_token_id is None:
+            raise CheckpointError(
+                "the tokenizer has no BOS token, which PaliGemma's prompts have behind images; "
+                "name it in tokenizer_config.json"
+            )
+        return processor
+
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        """Require one row for each patch."""
+        most = self.num_unit_tokens
+        hint = f"{most}: give what the model's own tower and projector give"
+        self.check_rows(modality, num_embeds, [most], hint)
+
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Put BOS behind the last image, and a newline at the end.
+
+        A prompt with BOS there and a newline at its end is one already.
+        """
+        tokenizer, image = self.get_tokenizer(), self.get_embed_token_id("image")
+        bos, end = tokenizer.bos_token_id, tokenizer.decode(token_ids[-1:])
+        start = len(token_ids) - token_ids[::-1].index(image) if image in token_ids else 0
+        if token_ids[start : start + 1] == [bos] and end.endswith("\n"):
+            return token_ids
+        first = int(token_ids[:1] == [bos])
+        # The newline becomes one token with those before it.
+        own = end if end.strip("\n") == "" else ""
+        text = token_ids[max(first, start) : len(token_ids) - bool(own)]
+        return [*token_ids[first:start], bos, *text, *as_ids(f"{own}\n", tokenizer)]
+
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Tell HF's model that all tokens are the prompt's: else it sees what is past alone."""
+        return {**tensors, "token_type_ids": np.zeros((1, len(token_ids)), np.int64)}
+
+
+class PaliGemmaMultiModalProcessor(FamilyProcessor[PaliGemmaProcessingInfo]):
+    def _tokenize_text(
+        self,
+        prompt: str,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> list[int]:
+        """Tokenize a text with its BOS and newline, which may merge with it (as HF's processor)."""
+        kwargs = {**tokenization_kwargs, "add_special_tokens": False}
+        start = prompt.rfind(IMAGE_TOKEN) + len(IMAGE_TOKEN) if IMAGE_TOKEN in prompt else 0
+        framed = f"{prompt[:start]}{self.info.get_tokenizer().bos_token}{prompt[start:]}\n"
+        return super()._tokenize_text(framed, hf_processor_mm_kwargs, kwargs)
+
+    def _get_answer_parser(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> AnswerParser | None:
+        """Return what finds objects; None without one image whose size is known."""
+        sizes = self.find_image_sizes(mm_items)
+        if sizes is None or len(sizes) > 1:
+            return None
+        return partial(self._parse_answer, image_size=sizes[0])
+
+    def _parse_answer(
+        self, token_ids: Sequence[int], *, image_size: ImageSize
+    ) -> Mapping[str, Any]:
+        text = self.info.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+        return parse_objects(text.removesuffix(self.info.get_tokenizer().eos_token), image_size)
+
+
+FACTORIES = make_factories(PaliGemmaProcessingInfo, PaliGemmaMultiModalProcessor)

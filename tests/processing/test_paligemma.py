@@ -1,0 +1,83 @@
+"""PaliGemma's prompts and objects: where its own rules end, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmjax.errors import CheckpointError
+from mmjax.models.paligemma.answers import parse_objects
+from mmjax.models.registry import create_processor
+from mmjax.processing.items.items import ImageSize
+from tests.families.directories import edit_json
+from tests.families.paligemma import PALIGEMMA, call_hf, write_files
+from tests.kit import draw
+
+SIZE = ImageSize(width=2048, height=1024)
+BOX = "<loc0256><loc0000><loc0512><loc1023>"
+CODES = list(range(16))
+MASK = "".join(f"<seg{code:03}>" for code in CODES)
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return PALIGEMMA.make_processor()
+
+
+@pytest.mark.parametrize("text", ["detect car", "a\n", "a\n\n", "", "\n"])
+def test_a_newline_merges_with_those_before_it(processor: Any, text: str):
+    images = [draw(40, 30), draw(30, 40)]
+    text = f"<image>of <image>{text}"
+    expected = call_hf(text, images, {}).input_ids
+    for prompt in (text, processor.info.get_tokenizer().encode(text)):
+        assert processor.apply(prompt, {"image": images}).prompt_token_ids == expected
+
+
+def test_a_whole_prompt_is_one_already(processor: Any):
+    tokenizer = processor.info.get_tokenizer()
+    for text, images in [("<image><bos>detect car\n", [draw(40, 30)]), ("<bos>detect car\n", [])]:
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        framed = processor.info.frame_prompt(whole, {"image": len(images)}, {})
+        assert framed == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "boxes", "labels", "codes"),
+    [
+        (f"{BOX} car", [[0, 256, 2046, 512]], ["car"], None),
+        (f"{BOX} a car ; {BOX} cat<eos>", [[0, 256, 2046, 512]] * 2, ["a car", "cat"], None),
+        (f"{BOX} {MASK} car", [[0, 256, 2046, 512]], ["car"], [CODES]),
+        (f"{BOX}{MASK} ; {BOX} cat", [[0, 256, 2046, 512]] * 2, ["", "cat"], [CODES, []]),
+        ("<loc0001><loc0002><loc0003> car", [], [], None),
+        ("no car", [], [], None),
+    ],
+)
+def test_objects_are_in_pixels(text: str, boxes: Any, labels: list[str], codes: Any):
+    found = {"bboxes": boxes, "labels": labels, **({} if codes is None else {"codes": codes})}
+    assert parse_objects(text, SIZE) == ({"objects": found} if boxes else {})
+
+
+def test_an_answer_is_parsed_by_the_image_as_it_was_sent(processor: Any):
+    inputs = processor.prepare("<image>detect car", {"image": [draw(64, 32)]})
+    ids = processor.info.get_tokenizer().encode(f"{BOX} car<eos>", add_special_tokens=False)
+    found = inputs.parse_answer(ids)["objects"]
+    assert found == {"bboxes": [[0, 8, 64, 16]], "labels": ["car"]}
+    assert processor.prepare("detect car", {}).parse_answer is None
+    two = {"image": [draw(64, 32), draw(32, 32)]}
+    assert processor.prepare("<image><image>detect car", two).parse_answer is None, "of which one?"
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "message"),
+    [
+        ("preprocessor_config", {"image_seq_length": 9}, "`image_seq_length` .* is 9"),
+        ("config", {"image_token_index": 7}, "`<image>` is token"),
+    ],
+)
+def test_files_that_contradict_each_other_are_refused(
+    tmp_path: Path, file: str, edit: dict[str, Any], message: str
+):
+    path = write_files(tmp_path)
+    edit_json(path / f"{file}.json", edit)
+    with pytest.raises(CheckpointError, match=message):
+        create_processor(path).info.get_hf_processor()
