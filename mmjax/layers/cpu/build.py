@@ -83,7 +83,7 @@ def main() -> int:
     """Build; print what was built, or why nothing was."""
     try:
         library = build()
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"mmjax: the kernels for CPUs were not compiled: {error}", file=sys.stderr)
         return 1
     print(f"mmjax: compiled {library}")
