@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
+from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, Request, RequestStatus
 from mmjax.models.host_inputs import Sees
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
@@ -17,6 +17,7 @@ def make_request(
     *,
     eos_token_ids: Sequence[int] = (1,),
     sees: Sees = "past",
+    block_hasher: BlockHasher | None = None,
     **sampling: object,
 ) -> Request:
     return Request(
@@ -27,6 +28,7 @@ def make_request(
         items=items,
         eos_token_ids=eos_token_ids,
         sees=sees,
+        block_hasher=block_hasher,
     )
 
 
@@ -56,6 +58,24 @@ def test_items_that_see_each_other_are_one_run_with_gaps() -> None:
     assert [request.spans.last_cut(end) for end in range(10)] == [0, 1, 2, 2, 2, 2, 6, 7, 8, 9]
     assert (request.spans.first_ahead, request.spans.stop) == (2, 6)
     assert make_request(9, sees="all_items").spans.first_ahead is None
+
+
+@pytest.mark.parametrize(
+    ("sees", "first_other"), [("past", 2), ("items", 2), ("all_items", 0), ("prompt", 0)]
+)
+def test_a_block_is_found_again_only_where_all_that_it_sees_is_the_same(
+    sees: Sees, first_other: int
+) -> None:
+    """Two prompts whose second items differ, in blocks of two tokens."""
+    hasher = BlockHasher(block_size=2, none_hash=b"start")
+    first, last = item(1, [1, 1]), item(5, [1, 1])
+    other = EncoderItem(identifier="another", mm_position=last.mm_position)
+    one, two = (
+        make_request(9, items=(first, second), sees=sees, block_hasher=hasher).block_hashes
+        for second in (last, other)
+    )
+    found = [a == b for a, b in zip(one, two, strict=True)]
+    assert found == [number < first_other for number in range(4)]
 
 
 def test_items_come_in_the_order_of_their_places() -> None:
