@@ -23,9 +23,20 @@ struct Int8Lanes : Uncorrected, IntegerSums {
   }
 };
 
+template <typename Codes>
+constexpr GroupProducts kGroups = {multiply_groups<Float32GroupLanes<Codes>>,
+                                   multiply_groups<Bfloat16GroupLanes<Codes>>};
+
 }  // namespace
 
-const Products kAvx512 = {multiply<Float32Lanes>, multiply<Bfloat16Lanes>, multiply<Int8Lanes>,
-                          multiply<Float32Int8Lanes>, multiply<Bfloat16Int8Lanes>, "avx512"};
+const Products kAvx512 = {multiply<Float32Lanes>,
+                          multiply<Bfloat16Lanes>,
+                          multiply<Int8Lanes>,
+                          multiply<Float32Int8Lanes>,
+                          multiply<Bfloat16Int8Lanes>,
+                          kGroups<Uint4Codes>,
+                          kGroups<Uint8Codes>,
+                          kGroups<Float8Codes>,
+                          "avx512"};
 
 }  // namespace mmjax
