@@ -218,7 +218,10 @@ class EngineCore:
             raise failure
         self._use_compiled()
         with self._counter.watching():
-            before, self._in_flight = self._in_flight, self._dispatch()
+            before = self._in_flight
+            if before is not None and self._scheduler.waits_for_read(before.output):
+                return self._read_first(before)
+            self._in_flight = self._dispatch()
             if self._in_flight is not None and self._in_flight.awaits_masks:
                 assert before is not None, "a token in flight is of the step before"
                 deltas = self._read(before)
@@ -238,6 +241,23 @@ class EngineCore:
                     self._programs.check()
                 return []
             return self._read(before)
+
+    def _read_first(self, before: _Dispatched) -> list[RequestOutputDelta]:
+        """Read the step on the device, and dispatch the next one only then.
+
+        So all tokens are known, behind which others are guessed.
+        """
+        deltas = self._read(before)
+        self._in_flight = None
+        deadline = time.monotonic() + _MASK_WAIT_S
+        for request in self._scheduler.running:
+            # With no token in flight, a step holds only what has its mask.
+            request.logit_rules.is_ready_by(deadline)
+        try:
+            self._in_flight = self._dispatch()
+        except Exception as error:
+            self._failure = error
+        return deltas
 
     def _sample(self, dispatched: _Dispatched) -> _Dispatched:
         """Sample a step when its grammars have read what the one before sampled."""
