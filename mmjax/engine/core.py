@@ -49,6 +49,8 @@ class _Dispatched(NamedTuple):
     in_flight: InFlight
     begun_at: float
     """When it was dispatched, in `time.monotonic()` seconds."""
+    host_s: float = 0.0
+    """Seconds that scheduling and dispatching it took."""
 
     @property
     def awaits_masks(self) -> bool:
@@ -274,14 +276,19 @@ class EngineCore:
         return dispatched._replace(in_flight=self._runner.sample(dispatched.in_flight, ids))
 
     def _read(self, dispatched: _Dispatched) -> list[RequestOutputDelta]:
-        output, in_flight, begun_at = dispatched
-        self._runner.wait_encoded(in_flight)
+        output, in_flight, _, host_s = dispatched
         # The device computes one step after the other.
-        encode_s = time.monotonic() - max(begun_at, self._read_at)
+        start = max(dispatched.begun_at, self._read_at)
+        self._runner.wait_encoded(in_flight)
+        encode_s = time.monotonic() - start
         sampled = self._runner.read(in_flight)
         self._read_at = time.monotonic()
         deltas = self._scheduler.update_from_output(output, sampled, encode_s=encode_s)
         self._open_outputs.pop(0)
+        speculation = self._scheduler.speculation
+        if speculation is not None and output.is_plain:
+            host_s += time.monotonic() - self._read_at
+            speculation.note_step(host_s, self._read_at - start)
         return deltas
 
     def _use_compiled(self) -> None:
@@ -293,6 +300,7 @@ class EngineCore:
             self._scheduler.limit_steps(ready if is_partial else None)
 
     def _dispatch(self) -> _Dispatched | None:
+        start = time.monotonic()
         self._open_outputs.append(None)
         output = self._open_outputs[-1] = self._scheduler.schedule()
         self.num_preemptions += output.num_preempted
@@ -302,7 +310,7 @@ class EngineCore:
         if in_flight is None:
             self._open_outputs.pop()
             return None
-        return _Dispatched(output, in_flight, begun_at)
+        return _Dispatched(output, in_flight, begun_at, time.monotonic() - start)
 
     def _find_computed(self, output: SchedulerOutput) -> list[str]:
         """Return the requests of the steps that are on the device, and of grammars in threads."""

@@ -88,6 +88,12 @@ class SchedulerOutput:
         return any(scheduled.is_guessed for scheduled in self.requests)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it computes a token of each request, none of them guessed, and nothing else."""
+        is_short = not self.encoder_items and self.num_tokens == len(self.requests)
+        return is_short and not self.has_guesses
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of all windows."""
         return sum(scheduled.num_tokens for scheduled in self.requests)

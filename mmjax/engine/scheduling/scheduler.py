@@ -7,7 +7,7 @@ strictly in order, so that none starves. No device arrays.
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from mmjax.engine.scheduling.outputs import (
 )
 from mmjax.engine.scheduling.queues import WaitingQueue
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
-from mmjax.engine.scheduling.speculation import Guess, Speculation
+from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import (
     CapacityError,
@@ -346,7 +346,7 @@ class Scheduler:
             if request.is_finished or token.token_id != guessed:
                 break
         if self.speculation is not None and len(tokens) > 1:
-            self.speculation.count(len(tokens) - 1, num_taken - 1)
+            self.speculation.note_guess(len(tokens) - 1, num_taken - 1)
         if request.forecast is not None and not request.is_finished:
             request.forecast.note(request.known_token_ids, num_taken)
         return tokens[:num_taken]
@@ -432,19 +432,22 @@ class Scheduler:
 
         It has guesses, or the next one is to have some, for which all tokens must be known.
         """
-        if self.speculation is None or before.has_guesses:
-            return before.has_guesses
+        if self.speculation is None:
+            return False
+        if before.has_guesses:
+            return True
         if len(self.waiting) and len(self.running) < self._limits.max_num_seqs:
             return False
         if self._suspects or any(not one.num_output_tokens for one in self.running):
             return False
         return bool(self._share_out(self.running, self._limits.max_num_rows - len(self.running)))
 
-    def _share_out(self, requests: Sequence[Request], num_rows: int) -> list[Guess]:
+    def _share_out(self, requests: Sequence[Request], num_rows: int) -> Mapping[int, int]:
+        """Return how many guessed tokens the requests get, by their places."""
         assert self.speculation is not None, "nothing is guessed"
         forecasts = (request.forecast for request in requests)
-        expected = [0.0 if one is None else one.expected for one in forecasts]
-        return self.speculation.share_out(expected, num_rows)
+        chances = [0.0 if one is None else one.chance for one in forecasts]
+        return self.speculation.share_out(chances, num_rows)
 
     def _guess(self, plan: _Plan) -> dict[str, int]:
         """Place guesses behind the tokens of requests; return how many, by request id.
@@ -459,8 +462,8 @@ class Scheduler:
             return {}
         guessed = {}
         num_rows = min(self._limits.max_num_rows - len(requests), plan.tokens_left)
-        for index, most in self._share_out(requests, num_rows):
-            request = requests[index]
+        for place, most in self._share_out(requests, num_rows).items():
+            request = requests[place]
             number = request.place_guess(most)
             total = request.num_tokens + number
             # Nobody is preempted for a guess.

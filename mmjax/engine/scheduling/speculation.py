@@ -4,18 +4,21 @@ Token ids in, token ids out: knows neither blocks nor the device. A guess change
 in a step, never an answer: each of its tokens is compared with the one that is sampled there.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from mmjax.config.speculative_config import SpeculativeConfig
 
-ROW_COST = 0.07
+ROW_COST = 0.08
 """What a further row adds to a step, of what a step of no rows would take (docs/notes/log.md)."""
-READ_COST = 0.1
-"""What a step takes longer that is dispatched when the one before was read, in the same unit."""
+MARGIN = 1.5
+"""How many times its cost a guess must promise: what is promised is known less well."""
+DECAY = 0.5
+"""How much what was found of a guess counts when the next one has ended."""
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
@@ -72,15 +75,15 @@ class Forecast:
         self._proposer, self._most = proposer, most
         self._guess: list[int] = []
         self._num_right = 0
-        self._expected = 0.0
-        """Right tokens of a guess, on average; the last guess counts as much as all before."""
+        # As if two tokens had been wrong: some must be right before a guess is worth anything.
+        self._sum_right, self._sum_asked = 0.0, 2.0
 
     @property
-    def expected(self) -> float:
-        """How many tokens of the present guess are likely right; 0 without one."""
-        if len(self._guess) <= self._num_right:
+    def chance(self) -> float:
+        """How likely the next token of the guess is right, if all before it are; 0 without one."""
+        if not self._guess:
             return 0.0
-        return max(self._expected, (self._expected + self._num_right) / 2)
+        return (self._sum_right + self._num_right) / (self._sum_asked + self._num_right)
 
     def note(self, token_ids: np.ndarray, num_new: int) -> None:
         """Compare a request's last tokens with the guess; make another where that has ended.
@@ -92,39 +95,26 @@ class Forecast:
         for token_id in token_ids[len(token_ids) - num_new :].tolist():
             if not self._guess:
                 break
-            if token_id == self._guess[self._num_right]:
-                self._num_right += 1
-            else:
-                self._end(self._num_right)
-                break
-            if self._num_right == len(self._guess):
-                # It would have gone on.
-                self._end(self._most)
+            is_right = token_id == self._guess[self._num_right]
+            self._num_right += is_right
+            if not is_right or self._num_right == len(self._guess):
+                self._sum_right = DECAY * self._sum_right + self._num_right
+                self._sum_asked = DECAY * self._sum_asked + self._num_right + (not is_right)
+                self._guess = []
         if not self._guess:
-            self._begin(self._proposer.propose(token_ids, self._most).tolist())
+            self._begin(token_ids)
 
     def guess(self, token_ids: np.ndarray, most: int) -> list[int]:
         """Return at most `most` tokens that follow int32[tokens], which `note` will be told of."""
         if self._num_right:
             # The rest of a guess is shorter than a new one.
-            self._begin(self._proposer.propose(token_ids, self._most).tolist())
+            self._begin(token_ids)
         self._guess = self._guess[:most]
         return self._guess
 
-    def _begin(self, guess: list[int]) -> None:
-        self._guess, self._num_right = guess, 0
-
-    def _end(self, num_right: int) -> None:
-        self._expected = (self._expected + num_right) / 2
-        self._begin([])
-
-
-class Guess(NamedTuple):
-    """What one of a step's requests gets."""
-
-    request: int
-    """Its place among them."""
-    num_tokens: int
+    def _begin(self, token_ids: np.ndarray) -> None:
+        self._guess = self._proposer.propose(token_ids, self._most).tolist()
+        self._num_right = 0
 
 
 class Speculation:
@@ -133,6 +123,8 @@ class Speculation:
     def __init__(self, config: SpeculativeConfig) -> None:
         self._most = config.num_speculative_tokens
         self._proposer = NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
+        self._read_cost = 0.2
+        """The share of a step that the host takes, while the device waits if it has guesses."""
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         """Guesses that were verified, their tokens, and the right ones among these."""
 
@@ -140,33 +132,45 @@ class Speculation:
         """Return the forecast of a new request."""
         return Forecast(self._proposer, self._most)
 
-    def count(self, num_guessed: int, num_right: int) -> None:
+    def note_guess(self, num_guessed: int, num_right: int) -> None:
         """Count a guess that was verified."""
         self.num_drafts += 1
         self.num_draft_tokens += num_guessed
         self.num_accepted_tokens += num_right
 
-    def share_out(self, expected: Sequence[float], num_rows: int) -> list[Guess]:
-        """Return which requests of a step get how many guessed tokens; empty: it does not pay.
+    def note_step(self, host_s: float, step_s: float) -> None:
+        """Take in how long a step without guesses took, and the host for it meanwhile."""
+        self._read_cost += 0.05 * (min(1.0, host_s / max(step_s, 1e-9)) - self._read_cost)
 
-        A step takes 1, and `ROW_COST` for each row; waiting for the one before takes `READ_COST`.
-        Four requests of which one expects 3 right tokens get 3 more for 4 rows: 1.75 times the
-        tokens for 1.3 times the time.
+    def share_out(self, chances: Sequence[float], num_rows: int) -> Counter[int]:
+        """Return how many guessed tokens each of a step's requests gets; empty: it does not pay.
+
+        A step of R rows takes 1 + R * `ROW_COST`, and longer by the host's share if it has guesses,
+        since the one before is read first. Those rows are used whose tokens are likeliest: the n-th
+        of a guess with the chance c is right with c ** n.
 
         Args:
-            expected: Of each request that the step computes a token of, `Forecast.expected`.
+            chances: Of each request that the step computes a token of, `Forecast.chance`.
             num_rows: Rows that the step has left.
+
+        Returns:
+            Place in `chances` -> number of tokens.
         """
-        guesses, gain, cost = [], 0.0, READ_COST
-        step = 1 + ROW_COST * len(expected)
-        ranked = sorted(range(len(expected)), key=lambda index: -expected[index])
-        for index in ranked:
-            most = min(self._most, int(2 * expected[index]) + 1, num_rows)
-            right = min(expected[index], most)
-            if not right or right / len(expected) <= most * ROW_COST / step:
-                break
-            guesses.append(Guess(index, most))
-            num_rows -= most
-            gain += right / len(expected)
-            cost += most * ROW_COST
-        return guesses if gain > cost / step else []
+        if not any(chances) or num_rows <= 0:
+            return Counter()
+        number = len(chances)
+        row_cost = MARGIN * ROW_COST / (1 + ROW_COST * number)
+        gains = sorted(
+            (
+                (chance**place / number, request)
+                for request, chance in enumerate(chances)
+                for place in range(1, self._most + 1)
+                if chance
+            ),
+            reverse=True,
+        )
+        used = [(gain, request) for gain, request in gains[:num_rows] if gain > row_cost]
+        cost = MARGIN * self._read_cost + row_cost * len(used)
+        if sum(gain for gain, _ in used) <= cost:
+            return Counter()
+        return Counter(request for _, request in used)
