@@ -378,6 +378,7 @@ class EngineCore:
     def stats(self) -> Heartbeat:
         """Return the current statistics. Thread-safe."""
         scheduler = self._scheduler
+        guessed = scheduler.speculation
         prefix, encoder = scheduler.kv_cache.prefix_info, scheduler.encoder_cache.info
         return Heartbeat(
             num_running=len(scheduler.running),
@@ -394,6 +395,9 @@ class EngineCore:
             encoder_cache_queries=encoder.total,
             encoder_cache_usage=self.encoder_usage(),
             num_preemptions=self.num_preemptions,
+            num_drafts=0 if guessed is None else guessed.num_drafts,
+            num_draft_tokens=0 if guessed is None else guessed.num_draft_tokens,
+            num_accepted_tokens=0 if guessed is None else guessed.num_accepted_tokens,
             num_step_tokens=scheduler.num_step_tokens,
             step_token_counts=list(scheduler.step_token_counts),
             running_loras=self._name_loras(list(scheduler.running)),

@@ -430,15 +430,14 @@ class Scheduler:
     def waits_for_read(self, before: SchedulerOutput) -> bool:
         """Return whether the step before must be read before the next one is scheduled.
 
-        It has guesses, or the next one is to have some, for which all tokens must be known.
+        It has guesses, or the next one is to have some, for which all tokens must be known. Behind
+        a step with a prompt there may be another.
         """
         if self.speculation is None:
             return False
         if before.has_guesses:
             return True
-        if len(self.waiting) and len(self.running) < self._limits.max_num_seqs:
-            return False
-        if self._suspects or any(not one.num_output_tokens for one in self.running):
+        if self._suspects or not before.is_plain:
             return False
         return bool(self._share_out(self.running, self._limits.max_num_rows - len(self.running)))
 
