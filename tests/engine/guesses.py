@@ -57,6 +57,6 @@ class Eager(Speculation):
 
 def make_eager(core: EngineCore, rng: random.Random, *, wrong: float = 0.15) -> Eager:
     """Let an engine that was started with `NGRAM` guess so."""
-    assert core._scheduler.speculation is not None, "it has no programs for it"
+    assert core.config.scheduler.speculation is not None, "it has no programs for it"
     eager = core._scheduler.speculation = Eager(rng, wrong=wrong)
     return eager
