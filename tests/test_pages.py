@@ -9,6 +9,7 @@ No hub can be reached: its cache has tiny checkpoints with random weights under 
 ones, so commands are checked, and answers are not.
 """
 
+import ast
 import json
 import os
 import re
@@ -27,6 +28,8 @@ from typing import Any
 
 import pytest
 
+from docs.make_from_vllm import PAGE as FROM_VLLM
+from docs.make_from_vllm import make_page as make_from_vllm
 from mmjax.cli.main import COMMANDS
 from mmjax.server.flags import parse_flags
 
@@ -298,3 +301,38 @@ def shows(expected: str, printed: str) -> bool:
     """Return whether lines stand in what was printed, one behind the other; `...`: anything."""
     lines = (re.escape(line.rstrip()).replace(r"\.\.\.", ".*") for line in expected.splitlines())
     return re.search(r"\s*\n(?:.*\n)*?".join(lines), printed) is not None
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+def texts_of_the_code() -> list[str]:
+    """Return every text of the package; what is put into one is a NUL."""
+    found = []
+    for file in (ROOT / "mmjax").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (
+                    one.value if isinstance(one, ast.Constant) else "\0" for one in node.values
+                )
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_that_are_quoted_are_printed() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quotes = re.findall(r"^> (.+)$", page, re.MULTILINE)
+    texts = texts_of_the_code()
+    assert len(quotes) > 20
+    unknown: list[str] = []
+    for quote in quotes:
+        parts = [part.strip() for part in quote.split("...") if part.strip()]
+        assert max(map(len, parts)) > 10, f"{quote}: says too little to be found"
+        unknown += [part for part in parts if not any(part in text for text in texts)]
+    assert not unknown, f"nothing prints {unknown}"
+
+
+def test_the_tables_of_vllms_flags_are_what_the_script_writes() -> None:
+    assert FROM_VLLM.read_text(encoding="utf-8") == make_from_vllm(), "run `make docs`"
