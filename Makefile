@@ -51,6 +51,7 @@ bench: $(VENV)/.dev ## measure the embedded default on this machine
 
 docs: $(VENV)/.dev ## write docs/configuration.md, check every link of the documentation
 	@$(BIN)/python docs/make_configuration.py
+	@$(BIN)/python docs/make_from_vllm.py
 	@$(BIN)/python docs/check_links.py
 
 chromium:
