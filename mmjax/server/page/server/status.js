@@ -42,7 +42,7 @@ function showReady({ isReady, status, num_programs_left: numLeft }, models) {
     show("busy", isStarting ? "Starting: the model is loaded and compiled" : `The engine is ${status}`);
     return SOON_MS;
   }
-  show(numLeft ? "busy" : "ready", numLeft ? `Ready, ${numLeft} programs still compile` : "Ready");
+  show(numLeft ? "busy" : "ready", numLeft ? `Ready, ${numLeft} left to compile` : "Ready");
   return numLeft ? SOON_MS : LATER_MS;
 }
 
