@@ -370,8 +370,8 @@ def test_the_wheel_carries_the_default(tmp_path: Path, default_checkpoint: Path)
     carried |= {f"{folder}/adapters/italian/{name}" for name in ADAPTER_FILES}
     assert carried <= names
     assert not {name for name in names if name.startswith(("tests/", "checkpoints/"))}
-    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "server" / "page").iterdir()]
-    source = {str(file.relative_to(ROOT)) for file in files}
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "server" / "page").rglob("*")]
+    source = {str(file.relative_to(ROOT)) for file in files if file.is_file()}
     assert source <= names
     assert wheel.name.endswith("-py3-none-any.whl")
     assert np.all([archive.getinfo(name).file_size < 16 * 2**20 for name in carried])

@@ -1,7 +1,9 @@
 // Sampling, system prompt, API key and theme, in localStorage.
 
+import { byId } from "./dom.js";
+import { apiKey, setKey } from "./server/key.js";
+
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
-const byId = (id) => document.getElementById(id);
 
 /** Return the sampling fields that are set. */
 export function sampling() {
@@ -18,28 +20,18 @@ export function systemPrompt() {
   return byId("system").value.trim();
 }
 
-/** Show the dialog; with `problem`, at the API key. */
-export function showSettings(problem = "") {
-  byId("key-error").textContent = problem;
-  byId("key-error").hidden = !problem;
-  byId("api-key").toggleAttribute("aria-invalid", Boolean(problem));
-  byId("settings").showModal();
-  if (problem) byId("api-key").focus();
-}
-
-/** Read what was kept; call `onKey` when the API key has changed. */
-export function startSettings(onKey) {
+/** Read what was kept. */
+export function startSettings() {
   const kept = JSON.parse(localStorage.getItem("mmjax.config.settings") ?? "{}");
   for (const name of [...NUMBERS, "system"]) {
     byId(name).value = kept[name] ?? "";
     byId(name).addEventListener("input", keep);
   }
-  byId("api-key").value = localStorage.getItem("mmjax.key") ?? "";
-  byId("api-key").addEventListener("change", () => {
-    localStorage.setItem("mmjax.key", byId("api-key").value.trim());
-    onKey();
+  byId("api-key").addEventListener("change", () => setKey(byId("api-key").value));
+  byId("settings-open").addEventListener("click", () => {
+    byId("api-key").value = apiKey();
+    byId("settings").showModal();
   });
-  byId("settings-open").addEventListener("click", () => showSettings());
   byId("reset").addEventListener("click", () => {
     for (const name of NUMBERS) byId(name).value = "";
     keep();

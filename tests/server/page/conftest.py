@@ -26,7 +26,7 @@ from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutput
 from tests.echo_engine import EchoEngine, EchoSupervisor
 
 WAIT_S = 60.0
-WIDE, PHONE = (1280, 800), (360, 740)
+WIDE, PHONE = (1280, 800), (390, 844)
 
 expect.set_options(timeout=1000 * WAIT_S)
 
@@ -104,9 +104,14 @@ class PageSupervisor(EchoSupervisor):
 class BackgroundServer:
     """An application on a port of its own, in a thread."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, port: int = 0) -> None:
         config = uvicorn.Config(
-            app, host="127.0.0.1", port=0, log_level="error", ws="none", timeout_graceful_shutdown=1
+            app,
+            host="127.0.0.1",
+            port=port,
+            log_level="error",
+            ws="none",
+            timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -125,9 +130,23 @@ class BackgroundServer:
         self._thread.join(WAIT_S)
 
     @property
+    def port(self) -> int:
+        return self._server.servers[0].sockets[0].getsockname()[1]
+
+    @property
     def url(self) -> str:
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}/"
+        return f"http://127.0.0.1:{self.port}/"
+
+    def kill(self) -> None:
+        """Break off every connection and listen no more, as where a process is killed."""
+
+        def break_off() -> None:
+            self._server.servers[0].close()
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()  # pyright: ignore[reportAttributeAccessIssue]
+
+        loop = self._server.servers[0].get_loop()
+        loop.call_soon_threadsafe(break_off)
 
 
 @dataclass
@@ -137,6 +156,10 @@ class Playground:
     page: Page
     url: str
     supervisor: PageSupervisor = field(default_factory=PageSupervisor)
+    server: BackgroundServer | None = None
+    start_again: Callable[[int], PageSupervisor] | None = None
+    """Starts another server at a port."""
+    processor: InputProcessor | None = None
 
     @property
     def engine(self) -> PacedEngine:
@@ -178,6 +201,32 @@ class Playground:
 
     def wait_for_answers(self, count: int) -> None:
         expect(self.page.locator(".assistant .actions")).to_have_count(count)
+
+    def kill_server(self) -> int:
+        """Kill the server; return its port."""
+        assert self.server is not None
+        port = self.server.port
+        self.server.kill()
+        return port
+
+    def restart_server(self, port: int) -> None:
+        assert self.start_again is not None
+        self.supervisor = self.start_again(port)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        assert self.processor is not None
+        return self.processor.tokenizer.decode(list(token_ids))
+
+    def pick(self, name: str, kind: str, content: bytes) -> None:
+        """Pick a file by the button."""
+        file: Any = {"name": name, "mimeType": kind, "buffer": content}
+        self.page.locator("#files").set_input_files([file])
+
+    def add(self, *colors: str) -> None:
+        """Drop pictures, and wait until they can be sent."""
+        self.drop(*colors)
+        expect(self.page.locator("#drafts img")).to_have_count(len(colors))
 
     def open_strip(self) -> None:
         """Open what the last answer cost."""
@@ -249,13 +298,23 @@ def make_playground(
             is_started_ready: bool = True,
             **config: Any,
         ) -> Playground:
-            supervisor = PageSupervisor(is_started_ready=is_started_ready)
-            client = AsyncEngineClient(server_input_processor, supervisor, SchedulerConfig())
-            chat = ChatParser.for_model(server_input_processor)
-            app = create_app(client, chat, ServerConfig(**config))
-            server = stack.enter_context(BackgroundServer(app))
+            def start(port: int) -> tuple[BackgroundServer, PageSupervisor]:
+                supervisor = PageSupervisor(is_started_ready=is_started_ready)
+                client = AsyncEngineClient(server_input_processor, supervisor, SchedulerConfig())
+                chat = ChatParser.for_model(server_input_processor)
+                app = create_app(client, chat, ServerConfig(**config))
+                return stack.enter_context(BackgroundServer(app, port)), supervisor
+
+            server, supervisor = start(0)
             page = make_page(size=size, scheme=scheme)
-            return Playground(page, server.url, supervisor).open()
+            return Playground(
+                page,
+                server.url,
+                supervisor,
+                server,
+                lambda port: start(port)[1],
+                server_input_processor,
+            ).open()
 
         yield make
 

@@ -27,14 +27,14 @@ def call(page: Page, module: str, function: str, argument: Any) -> Any:
     """Call a function of one of the page's modules."""
     return page.evaluate(
         """async ([module, name, argument]) => (await import(module))[name](argument)""",
-        [f"/page/{module}.js", function, argument],
+        [f"/page/thread/{module}.js", function, argument],
     )
 
 
 def test_markdown_is_nodes_and_html_is_text(playground: Playground) -> None:
     drawn = playground.page.evaluate(
         """async (texts) => {
-          const { markdown } = await import("/page/markdown.js");
+          const { markdown } = await import("/page/thread/markdown.js");
           return texts.map((text) => {
             const node = document.createElement("div");
             node.append(...markdown(text));

@@ -1,6 +1,6 @@
 // Boxes in answers, as fractions of the picture, and their drawing over it.
 
-import { el, svg } from "./dom.js";
+import { el, svg } from "../dom.js";
 
 const COLORS = ["#e11d48", "#2563eb", "#15803d", "#b45309", "#7c3aed", "#0e7490"];
 const NUMBER = String.raw`\s*(\d{1,4})\s*`;

@@ -1,6 +1,6 @@
 // What an answer cost: its stages, and its prompt's tokens by the cache that they came from.
 
-import { el } from "./dom.js";
+import { el } from "../dom.js";
 
 const STAGES = [
   ["fetch", "host", "get the pictures' bytes"],
