@@ -20,6 +20,8 @@ TARGETS = (
     ),
     "mmjax_groups_float32",
     "mmjax_groups_bfloat16",
+    "mmjax_attention_float32",
+    "mmjax_attention_bfloat16",
 )
 """The kernels, by the names that JAX and the library know them by; they end with the dtypes of what
 is multiplied: of both, or of inputs and weights."""

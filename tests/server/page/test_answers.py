@@ -27,14 +27,14 @@ def call(page: Page, module: str, function: str, argument: Any) -> Any:
     """Call a function of one of the page's modules."""
     return page.evaluate(
         """async ([module, name, argument]) => (await import(module))[name](argument)""",
-        [f"/page/{module}.js", function, argument],
+        [f"/page/thread/{module}.js", function, argument],
     )
 
 
 def test_markdown_is_nodes_and_html_is_text(playground: Playground) -> None:
     drawn = playground.page.evaluate(
         """async (texts) => {
-          const { markdown } = await import("/page/markdown.js");
+          const { markdown } = await import("/page/thread/markdown.js");
           return texts.map((text) => {
             const node = document.createElement("div");
             node.append(...markdown(text));
@@ -55,11 +55,11 @@ def test_html_in_an_answer_is_shown_as_text(playground: Playground) -> None:
 
 
 def find_boxes(page: Page, text: str, **facts: Any) -> list[tuple[str, list[float]]]:
-    """Return each box: its label, and left, top, right, bottom."""
+    """Return each box: its label, and left, top, right, bottom; of a point, both are the same."""
     given = {"text": text, "picture": {"width": 400, "height": 200}, **facts}
     found = call(page, "boxes", "findBoxes", given)
     return [
-        (one["label"], [round(n, 3) for n in (*one["points"][0], *one["points"][-2])])
+        (one["label"], [round(n, 3) for n in (*one["points"][0], *one["points"][-2:][0])])
         for one in found
     ]
 

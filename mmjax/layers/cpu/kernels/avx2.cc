@@ -1,6 +1,7 @@
 // AVX2 with FMA (Haswell, Zen and later).
 #include <immintrin.h>
 
+#include "attention.h"
 #include "tiles.h"
 
 namespace mmjax {
@@ -122,6 +123,8 @@ const Products kAvx2 = {multiply<Float32Lanes>,
                         multiply<Int8Lanes>,
                         multiply<WithInt8Weights<Float32Lanes>>,
                         multiply<WithInt8Weights<Bfloat16Lanes>>,
+                        attend_chunk<float>,
+                        attend_chunk<bf16>,
                         "avx2"};
 
 }  // namespace mmjax

@@ -1,4 +1,5 @@
 // AVX-512 (F, BW, VL), with neither VNNI nor bfloat16 instructions.
+#include "attention.h"
 #include "avx512.h"
 
 namespace mmjax {
@@ -25,7 +26,13 @@ struct Int8Lanes : Uncorrected, IntegerSums {
 
 }  // namespace
 
-const Products kAvx512 = {multiply<Float32Lanes>, multiply<Bfloat16Lanes>, multiply<Int8Lanes>,
-                          multiply<Float32Int8Lanes>, multiply<Bfloat16Int8Lanes>, "avx512"};
+const Products kAvx512 = {multiply<Float32Lanes>,
+                          multiply<Bfloat16Lanes>,
+                          multiply<Int8Lanes>,
+                          multiply<Float32Int8Lanes>,
+                          multiply<Bfloat16Int8Lanes>,
+                          attend_chunk<float>,
+                          attend_chunk<bf16>,
+                          "avx512"};
 
 }  // namespace mmjax

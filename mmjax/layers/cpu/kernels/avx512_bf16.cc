@@ -1,4 +1,5 @@
 // AVX-512 with VNNI and bfloat16 instructions (Zen 4, Cooper Lake and Sapphire Rapids on).
+#include "attention.h"
 #include "avx512.h"
 
 namespace mmjax {
@@ -63,8 +64,13 @@ struct Int8DotLanes : IntegerSums {
 
 }  // namespace
 
-const Products kAvx512Bf16 = {multiply<Float32Lanes>,     multiply<Bfloat16PairLanes>,
-                              multiply<Int8DotLanes>,     multiply<Float32Int8Lanes>,
-                              multiply<Int8PairLanes>,    "avx512_bf16"};
+const Products kAvx512Bf16 = {multiply<Float32Lanes>,
+                              multiply<Bfloat16PairLanes>,
+                              multiply<Int8DotLanes>,
+                              multiply<Float32Int8Lanes>,
+                              multiply<Int8PairLanes>,
+                              attend_chunk<float>,
+                              attend_chunk<bf16>,
+                              "avx512_bf16"};
 
 }  // namespace mmjax
