@@ -1,4 +1,4 @@
-"""HTTP servers under test, each in processes of its own: mmjax, and vLLM where it is installed."""
+"""HTTP servers under test, each in processes of its own: mmjax, and its peers where they are."""
 
 import os
 import signal
@@ -67,6 +67,11 @@ class Server:
         return int(found[0]) * 1024 if found else 0
 
     @property
+    def peak_memory_bytes(self) -> int:
+        """The largest resident memory of each of its processes that lives, added."""
+        return sum(_peak_bytes(pid) for pid in _group(self.process.pid))
+
+    @property
     def log_bytes(self) -> int:
         """How long the log is."""
         return self.log.stat().st_size
@@ -113,6 +118,42 @@ def start_vllm(peer: Path, arguments: Sequence[str], log: Path, *, model: str) -
     }
     address = ["--host", "127.0.0.1"]
     return Server([*command, *address], port=port, ready_path="/health", log=log, env=env)
+
+
+def start_llamacpp(program: Path, gguf: Path, kind: str, log: Path, *, num_at_once: int) -> Server:
+    """Start llama.cpp's `llama-server` with the text of `kind` and the projector in `gguf`.
+
+    A sequence of 2,048 tokens for each of `num_at_once` slots; no prompt is kept for a later
+    request; an image's tokens, which attend to each other, are in one batch.
+    """
+    port = _free_port()
+    files = ["-m", str(gguf / f"text-{kind}.gguf"), "--mmproj", str(gguf / "mmproj.gguf")]
+    sizes = ["--parallel", str(num_at_once), "-c", str(2048 * num_at_once), "-b", "2048"]
+    options = ["-ub", "2048", "-fa", "on", "--no-cache-prompt", "--cache-ram", "0", "--no-warmup"]
+    threads = ["-t", str(len(os.sched_getaffinity(0)))]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    command = [str(program), *files, *sizes, *options, *threads, *address]
+    return Server(command, port=port, ready_path="/health", log=log)
+
+
+def _group(leader: int) -> list[int]:
+    """Return the processes of a group."""
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    found = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == leader:
+                found.append(pid)
+    return found
+
+
+def _peak_bytes(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(found[0]) * 1024 if found else 0
 
 
 def _free_port() -> int:

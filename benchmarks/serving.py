@@ -1,7 +1,8 @@
-"""What clients see over HTTP, of mmjax and of vLLM in one run.
+"""What clients see over HTTP, of mmjax, vLLM and llama.cpp in one run.
 
-`python -m benchmarks.serving MODEL [--peer VENV] [--dtype float32 bfloat16] [--at-once 1 8 32]
-[--rates 0.5] [--rounds 3]`: starts a server for each program and dtype, and lets them take turns,
+`python -m benchmarks.serving MODEL [--peer VENV] [--peer-llamacpp PROGRAM --gguf FOLDER]
+[--dtype float32 bfloat16] [--quantization none int8] [--at-once 1 8 32] [--rates 0.5]
+[--rounds 3]`: starts a server for each program and kind of weights, and lets them take turns,
 round by round, with the same requests. Each is one picture and a question about it, with an answer
 of a fixed number of tokens; pictures are new, or of four that were asked about before. A closed
 loop keeps so many requests at once; an open one sends so many a second, at random times. The client
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,7 +37,7 @@ from benchmarks import http_load
 from benchmarks.bars import Bar, Panel, draw
 from benchmarks.http_load import Load, Sample
 from benchmarks.pictures import photographs
-from benchmarks.servers import Server, start_mmjax, start_vllm
+from benchmarks.servers import Server, start_llamacpp, start_mmjax, start_vllm
 
 NUM_REPEATED = 4
 OURS = "mmjax"
@@ -191,24 +193,32 @@ def _warm_up(
 
 def start_servers(stack: ExitStack, flags: argparse.Namespace, folder: Path) -> dict[str, Server]:
     """Start all servers, one after the other; `stack` ends them."""
-    sizes = ["--max-model-len", str(flags.max_model_len), "--max-num-seqs", str(max(flags.at_once))]
     servers = {}
+    for name, start in list_starts(flags).items():
+        server = start(folder / f"{name}.log")
+        stack.callback(server.end)
+        servers[name] = server
+        print(f"{name} started in {server.start_s:.1f} s", file=sys.stderr, flush=True)
+    return servers
+
+
+def list_starts(flags: argparse.Namespace) -> dict[str, Callable[[Path], Server]]:
+    """Return, by the server's name, what starts it with a file for its log."""
+    most = max(flags.at_once)
+    sizes = ["--max-model-len", str(flags.max_model_len), "--max-num-seqs", str(most)]
+    starts: dict[str, Callable[[Path], Server]] = {}
     for dtype in flags.dtype:
         arguments = [*sizes, "--dtype", dtype]
-        starts: dict[str, Callable[[Path], Server]] = {
-            OURS: lambda log, arguments=arguments: start_mmjax(arguments, log, model=flags.model)
-        }
+        for kind in flags.quantization:
+            chosen = arguments if kind == "none" else [*arguments, "--quantization", kind]
+            name = f"{OURS} {dtype}" if kind == "none" else f"{OURS} {dtype} {kind}"
+            starts[name] = partial(start_mmjax, chosen, model=flags.model)
         if flags.peer:
-            starts["vLLM"] = lambda log, arguments=arguments: start_vllm(
-                flags.peer, arguments, log, model=flags.model
-            )
-        for program, start in starts.items():
-            name = f"{program} {dtype}"
-            server = start(folder / f"{name}.log")
-            stack.callback(server.end)
-            servers[name] = server
-            print(f"{name} started in {server.start_s:.1f} s", file=sys.stderr, flush=True)
-    return servers
+            starts[f"vLLM {dtype}"] = partial(start_vllm, flags.peer, arguments, model=flags.model)
+    for kind in flags.gguf_kinds if flags.peer_llamacpp else ():
+        files = (flags.peer_llamacpp, flags.gguf, kind)
+        starts[f"llama.cpp {kind}"] = partial(start_llamacpp, *files, num_at_once=most)
+    return starts
 
 
 # ---- reports -------------------------------------------------------------------------------------
@@ -230,6 +240,16 @@ def table(results: Results) -> str:
             ratios = ", ".join(f"{what} {ratio:.2f}x" for what, ratio in _ratios(name, by_server))
             cells += [f"{statistics.median(rounds.rates):.2f}", ratios or "-"]
             lines.append(f"| {case.pictures} | {case.load} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def memory_table(servers: Mapping[str, Server]) -> str:
+    """Return a Markdown table of each server's start and peak memory."""
+    lines = ["| server | start s | peak memory MB |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {server.start_s:.1f} | {server.peak_memory_bytes / 1e6:,.0f} |"
+        for name, server in servers.items()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -284,6 +304,7 @@ def to_json(results: Results, servers: Mapping[str, Server]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg(),
         "start_s": {name: server.start_s for name, server in servers.items()},
+        "peak_bytes": {name: server.peak_memory_bytes for name, server in servers.items()},
         "cases": [
             {
                 **case._asdict(),
@@ -300,7 +321,11 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a checkpoint's directory")
     parser.add_argument("--peer", type=Path, help="vLLM's virtual environment, or its interpreter")
+    parser.add_argument("--peer-llamacpp", type=Path, help="llama.cpp's llama-server")
+    parser.add_argument("--gguf", type=Path, help="a folder: text-KIND.gguf, mmproj.gguf")
+    parser.add_argument("--gguf-kinds", nargs="+", default=["bf16"], help="bf16, q8_0, q4_0")
     parser.add_argument("--dtype", nargs="+", default=["float32"])
+    parser.add_argument("--quantization", nargs="+", default=["none"], help="of mmjax")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[0.5], help="of open loops")
     parser.add_argument("--pictures", nargs="+", choices=["new", "known"], default=["new", "known"])
@@ -310,7 +335,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=512, help="of a picture, in pixels")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--out", type=Path, default=Path("serving"))
-    return parser.parse_args()
+    flags = parser.parse_args()
+    if flags.peer_llamacpp and not flags.gguf:
+        parser.error("--peer-llamacpp needs --gguf, the folder with the model's GGUF files")
+    return flags
 
 
 def main() -> None:
@@ -325,7 +353,7 @@ def main() -> None:
         servers = start_servers(stack, flags, Path(folder))
         results = race(servers, cases, flags.rounds, asked)
         measured = to_json(results, servers)
-    text = table(results)
+        text = f"{table(results)}\n{memory_table(servers)}"
     title = f"{Path(flags.model).name}, answers of {flags.max_tokens} tokens"
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     flags.out.with_suffix(".json").write_text(json.dumps(measured))

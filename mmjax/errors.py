@@ -43,6 +43,13 @@ class RequestTypeError(RequestError, TypeError):
     """A field has an invalid type."""
 
 
+class ContextLengthError(RequestValueError):
+    """A prompt that leaves the model no room for an answer."""
+
+    code = "context_length_exceeded"
+    """OpenAI's, by which clients know that fewer messages would do."""
+
+
 class RequestKeyError(RequestError, KeyError):
     """The request lacks an item of a name."""
 

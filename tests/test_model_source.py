@@ -1,15 +1,17 @@
 """Checkpoints are found, read, and named when they cannot be."""
 
+import errno
 import json
 import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
+import httpx2
 import numpy as np
 import pytest
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub import set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 from safetensors.numpy import save
 
 from mmjax.errors import CheckpointError, ConfigError
@@ -106,19 +108,73 @@ def test_the_hub_is_asked_without_pickles(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not {"*", "*.bin", "*.pt", "*.py", "*.pkl"} & set(patterns)
 
 
-def test_a_gated_checkpoint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> str:
-        raise GatedRepoError("gated", response=MagicMock())
+LICENCE = r"is gated: accept its licence at https://huggingface.co/owner/name.*HF_TOKEN"
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(CheckpointError, match=r"https://huggingface.co/owner/name.*HF_TOKEN"):
+
+def refused(status: int, **headers: str) -> httpx2.Response:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx2.Response(status, headers=names, json={"error": "no"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (refused(401, X_Error_Code="GatedRepo"), LICENCE),
+        (refused(403, X_Error_Code="GatedRepo"), LICENCE),
+        (refused(401), "no model `owner/name`: check the name; .* private or gated: .*HF_TOKEN"),
+        (refused(404, X_Error_Code="RepoNotFound"), "no model `owner/name`"),
+        (
+            refused(401, X_Error_Message="Invalid credentials in Authorization header"),
+            r"refused the token that it got with `owner/name` \(401\): .*HF_TOKEN",
+        ),
+        (refused(403, X_Error_Message="Please enable access"), r"\(403\): .*HF_TOKEN"),
+        (refused(404, X_Error_Code="RevisionNotFound"), "no revision `v1`"),
+        (refused(500), r"did not give it \(HfHubHTTPError\); .*hf download owner/name"),
+        (httpx2.ConnectError("no"), r"did not give it \(ConnectError\); check the network"),
+        (httpx2.ProxyError("no"), r"did not give it \(ProxyError\); check the network"),
+    ],
+)
+def test_what_the_hub_refuses_says_what_to_do(
+    answer: httpx2.Response | Exception,
+    match: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask(request: httpx2.Request) -> httpx2.Response:
+        # A gated model's name is public, its files are not.
+        if (
+            "GatedRepo" in getattr(answer, "headers", {}).values()
+            and "/tree/" not in request.url.path
+        ):
+            return httpx2.Response(200, json={"id": "owner/name", "sha": "0" * 40, "siblings": []})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    set_client_factory(lambda: httpx2.Client(transport=httpx2.MockTransport(ask)))
+    try:
+        with pytest.raises(CheckpointError, match=match):
+            resolve_model("owner/name", revision="v1", download_dir=tmp_path)
+    finally:
+        set_client_factory(default_client_factory)
+
+
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(CheckpointError, match="No space left on device"):
         resolve_model("owner/name")
 
 
-def test_what_the_hub_lacks_is_named() -> None:
+def test_what_no_cache_has_is_named_offline() -> None:
     # The tests are offline: nothing is found, and nothing is asked.
-    with pytest.raises(CheckpointError, match="owner/no-such-model"):
+    with pytest.raises(CheckpointError, match=r"owner/no-such-model.*HF_HUB_OFFLINE forbids"):
         resolve_model("owner/no-such-model")
+    with pytest.raises(CheckpointError, match="`no such` is neither a directory nor a hub id"):
+        resolve_model("no such")
 
 
 @pytest.mark.parametrize(

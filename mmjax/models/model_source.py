@@ -314,13 +314,9 @@ def _download(
     model: str, revision: str | None, download_dir: Path | None, files: Sequence[str]
 ) -> Path:
     # Imported here: slow, and not needed for a local checkpoint.
+    from httpx2 import HTTPError
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(
@@ -331,17 +327,58 @@ def _download(
                 allow_patterns=list(files),
             )
         )
-    except GatedRepoError as error:
-        raise CheckpointError(
-            f"`{model}` is gated: accept its licence at https://huggingface.co/{model}, make a "
-            "token at https://huggingface.co/settings/tokens, and give it as the environment's "
-            "HF_TOKEN"
-        ) from error
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"`{model}` is neither a directory nor a model that the hub gave "
-            f"({type(error).__name__}); check the name, the revision and the network"
-        ) from error
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(_explain_hub_error(model, revision, error)) from error
+
+
+def _explain_hub_error(model: str, revision: str | None, error: BaseException) -> str:
+    """Say why the hub did not give a repository, and what to do."""
+    # What it finds in no cache either, the hub's client raises from what it got from the hub.
+    first = error.__cause__ or error
+    known = [_explain_hub_cause(model, revision, cause) for cause in (error, first)]
+    if any(known):
+        return next(filter(None, known))
+    reason = getattr(first, "strerror", None) or type(first).__name__
+    return (
+        f"`{model}` is not a directory, and the hub did not give it ({reason}); check the network "
+        f"and the disk, or download it elsewhere (`hf download {model} --local-dir DIR`), and give "
+        "the directory"
+    )
+
+
+def _explain_hub_cause(model: str, revision: str | None, cause: BaseException) -> str | None:
+    from huggingface_hub import errors
+
+    page, tokens = f"https://huggingface.co/{model}", "https://huggingface.co/settings/tokens"
+    status = cause.response.status_code if isinstance(cause, errors.HfHubHTTPError) else None
+    match cause:
+        case errors.GatedRepoError():
+            return (
+                f"`{model}` is gated: accept its licence at {page}, make a token that may read "
+                f"gated repositories at {tokens}, and give it as the environment's HF_TOKEN"
+            )
+        case errors.RepositoryNotFoundError():
+            return (
+                f"the hub shows no model `{model}`: check the name; if {page} shows one when you "
+                f"are logged in, it is private or gated: make a token at {tokens}, and give it as "
+                "the environment's HF_TOKEN"
+            )
+        case errors.RevisionNotFoundError():
+            return f"`{model}` has no revision `{revision}`; {page}/tree/main lists them"
+        case errors.HFValidationError():
+            return f"`{model}` is neither a directory nor a hub id such as google/gemma-3-4b-it"
+        case errors.OfflineModeIsEnabled():
+            return (
+                f"`{model}` is neither a directory nor in the cache, and HF_HUB_OFFLINE forbids to "
+                f"ask the hub; download it elsewhere (`hf download {model} --local-dir DIR`), and "
+                "give the directory"
+            )
+        case _ if status in (401, 403):
+            return (
+                f"the hub refused the token that it got with `{model}` ({status}): give one as the "
+                f"environment's HF_TOKEN that may read gated repositories; {tokens} makes them"
+            )
+    return None
 
 
 def _load_hf_config(path: Path) -> Any:

@@ -93,7 +93,9 @@ def _find_options(schema: dict[str, Any], params: StructuredOutputsParams) -> di
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict):
         raise ValueError("`x-guidance` of a JSON schema is an object")
-    options = options | {"whitespace_flexible": not params.disable_any_whitespace}
+    options = {"whitespace_flexible": True, **options}
+    if params.disable_any_whitespace:
+        options["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
     return options

@@ -33,7 +33,7 @@ def import_torch() -> Any:
     except ImportError as error:
         raise ConfigError(
             "parity compares with HF's torch models, and torch is not installed; "
-            "`pip install mmjax[dev]`"
+            "`pip install 'mmjax[parity]'`"
         ) from error
 
 
@@ -68,7 +68,7 @@ def load_reference_adapter(model: Any, path: Path) -> Any:
     except ImportError as error:
         raise ConfigError(
             "parity of an adapter compares with PEFT, which is not installed; "
-            "`pip install mmjax[dev]`"
+            "`pip install 'mmjax[parity]'`"
         ) from error
     return peft.PeftModel.from_pretrained(model, str(path)).base_model.model.eval()
 

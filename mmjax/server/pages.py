@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +24,10 @@ _MEDIA_TYPES: Mapping[str, str] = {
     "svg": "image/svg+xml",
 }
 _HEADERS: Mapping[str, str] = {
-    # Pictures that a user gives are shown from memory.
+    # Pictures and videos that a user gives are shown from memory.
     "Content-Security-Policy": (
-        "default-src 'self'; img-src 'self' blob:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'; object-src 'none'"
+        "default-src 'self'; img-src 'self' blob:; media-src 'self' blob:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; object-src 'none'"
     ),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -36,15 +37,20 @@ _HEADERS: Mapping[str, str] = {
 }
 
 
-def _read_files() -> dict[str, bytes]:
+def _read_files(folder: Traversable, address: str) -> dict[str, bytes]:
     contents = {}
-    for file in files("mmjax.server").joinpath("page").iterdir():
-        path = "/" if file.name == "index.html" else f"/page/{file.name}"
-        contents[path] = file.read_bytes()
+    for file in folder.iterdir():
+        if file.is_dir():
+            contents |= _read_files(file, f"{address}{file.name}/")
+        else:
+            path = "/" if file.name == "index.html" else f"{address}{file.name}"
+            contents[path] = file.read_bytes()
     return contents
 
 
-PAGE_FILES: Mapping[str, bytes] = MappingProxyType(_read_files())
+PAGE_FILES: Mapping[str, bytes] = MappingProxyType(
+    _read_files(files("mmjax.server").joinpath("page"), "/page/")
+)
 """The content of each path of the page."""
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.groups import ORDER, SCALE, ZERO
 from mmjax.layers.module import Params, flatten_params, unflatten_params
-from mmjax.layers.quantization import find_quantized, quantize
+from mmjax.layers.quantization import INT4, find_quantized, quantize
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.weights.method import Method
@@ -103,9 +103,8 @@ def load_params(
     quantized = find_quantized(expected)
     with open_safetensors(path) as tensors:
         plain, packed = find_packed(tensors, method)
-        if not packed:
-            for scales in quantized.values():
-                del expected[scales]  # made here
+        # Scales of floats are made here.
+        scales = {} if packed else {one: expected.pop(one) for one in quantized.values()}
         sources = match_tensors(
             [*plain, *packed], expected, rules, source=str(path), left_out=left_out
         )
@@ -116,6 +115,7 @@ def load_params(
                 if name in quantized and not packed:
                     whole = tensor.read((slice(None), slice(None)))
                     arrays = quantize(whole, expected[name].dtype)
+                    _check_scales(tensor, arrays[1], scales[quantized[name]])
                     pair = zip((name, quantized[name]), arrays, strict=True)
                     leaves |= {one: _place_array(one, array, mesh) for one, array in pair}
                 else:
@@ -123,6 +123,15 @@ def load_params(
                 update(tensor.num_bytes)
         read_part.cache_clear()
     return unflatten_params(leaves)
+
+
+def _check_scales(tensor: StoredTensor, scales: np.ndarray, leaf: Any) -> None:
+    """Raise if codes of 4 bits fit, which come in blocks, and the width of the matrix does not."""
+    if scales.shape != leaf.shape:
+        raise CheckpointError(
+            f"`{tensor.name}` (in {tensor.file}) has rows of {tensor.shape[1]} numbers, which make "
+            f"scales {scales.shape}; the model has {leaf.shape}"
+        )
 
 
 def match_tensors(
@@ -283,8 +292,13 @@ def _find_stack_problems(
 
 def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...], dtype: Any) -> list[str]:
     where = f"`{tensor.name}` (in {tensor.file})"
-    if tensor.shape != tuple(shape):
-        return [f"{where} must have shape {tuple(shape)}; got {tensor.shape}"]
+    is_made_here = tensor.is_floating and dtype == np.uint8
+    if is_made_here and len(tensor.shape) == 2:
+        kept, _ = INT4.describe(tensor.shape)[""]
+    else:
+        kept = tensor.shape
+    if kept != tuple(shape):
+        return [f"{where} must have shape {tuple(shape)}; got {kept}"]
     if not tensor.is_floating and STORED.get(tensor.dtype) != dtype:
         return [
             f"{where} must be float32, float16 or bfloat16; got {tensor.dtype}: "

@@ -89,6 +89,15 @@ def test_objects_are_closed_where_it_is_asked(reader: GrammarReader) -> None:
     assert "additionalProperties" not in reader.read(StructuredOutputsParams(json=schema))
 
 
+def test_a_schema_may_say_itself_that_json_has_no_white_space(reader: GrammarReader) -> None:
+    schema = {"type": "object", "x-guidance": {"whitespace_flexible": False}}
+    assert '"whitespace_flexible": false' in reader.read(StructuredOutputsParams(json=schema))
+    for given in ({"type": "object"}, schema | {"x-guidance": {"whitespace_flexible": True}}):
+        strict = StructuredOutputsParams(json=given, disable_any_whitespace=True)
+        assert '"whitespace_flexible": false' in reader.read(strict)
+        assert '"whitespace_flexible": true' in reader.read(StructuredOutputsParams(json=given))
+
+
 def test_errors_name_the_field_and_are_short(reader: GrammarReader) -> None:
     with pytest.raises(RequestValueError) as caught:
         reader.read(StructuredOutputsParams(regex="(" * 60_000))

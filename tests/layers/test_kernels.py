@@ -235,7 +235,7 @@ def test_concurrent_calls_do_not_disturb_each_other(kernels: str) -> None:
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     """All instruction sets of this machine, at widths and rows around those of their loops."""
     program = tmp_path / "kernels_main"
-    kernels = [source for source in SOURCES.glob("*.cc") if source.name != "handlers.cc"]
+    kernels = [source for source in SOURCES.glob("*.cc") if "handlers" not in source.name]
     checks = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     sources = [*kernels, Path(__file__).with_name("kernels_main.cc")]
     build.compile_sources(sources, program, checks, checks)

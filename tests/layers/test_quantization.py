@@ -23,6 +23,7 @@ from mmjax.layers.quantization import (
     Int8Linear,
     find_quantized,
     quantize_groups,
+    quantize_params,
     quantize_rows,
 )
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
@@ -181,6 +182,22 @@ def test_weights_are_rounded_as_they_are_loaded(checkpoint: Path):
         np.testing.assert_array_equal(rounded[name], expected)
         np.testing.assert_array_equal(rounded[quantized[name]], scale)
         assert 4 * rounded[name].nbytes == array.nbytes
+
+
+def test_four_bits_are_made_as_they_are_loaded(checkpoint: Path):
+    config = load_model_config(str(checkpoint))
+    model_class = Gemma3ForConditionalGeneration
+    rules = model_class.rules(config.hf_config)
+    trees = []
+    for quantization in (None, "int4"):
+        parts = (model_class, config.hf_config, None, quantization)
+        _, abstract = build_abstract(build_model, *parts, dtype=jnp.float32)
+        trees.append((load_params(checkpoint, abstract, rules, use_tqdm=False), abstract))
+    (plain, _), (loaded, abstract) = trees
+    expected, found = map(flatten_params, (quantize_params(plain, abstract), loaded))
+    for name, leaf in flatten_params(abstract).items():
+        assert (found[name].shape, found[name].dtype) == (leaf.shape, leaf.dtype), name
+        np.testing.assert_array_equal(found[name], expected[name])
 
 
 def ask(model: Path, **settings: Any) -> list[list[int]]:

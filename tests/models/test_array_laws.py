@@ -105,15 +105,21 @@ def make_workload(name: str) -> tuple[list[Sample], list[list[int]]]:
     return samples, [list(model.paged.generate(sample, MAX_TOKENS)) for sample in samples]
 
 
-@pytest.mark.parametrize("name", TINY_FAMILIES)
+LEAST_ALIKE = {"florence2", "qwen2_5_vl"}
+"""In the default run; of one device, `tests/engine/test_schedules.py` has every family there."""
+NAMES = [
+    pytest.param(name, marks=() if name in LEAST_ALIKE else pytest.mark.slow)
+    for name in TINY_FAMILIES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_answers_depend_on_all_that_is_read(name: str):
     """The oracle would not see what neither side obeys."""
     _, answers = make_workload(name)
     assert len({tuple(answer) for answer in answers}) == len(answers)
 
 
-LEAST_ALIKE = {"florence2", "qwen2_5_vl"}
-"""In the default run; of one device, `tests/engine/test_schedules.py` has every family there."""
 CRAMPED = {"max_num_batched_tokens": 7, "is_cramped": True}
 ENGINES = [
     pytest.param({**CRAMPED, "size": 4}, id="chunks, preempted, four devices"),
@@ -125,10 +131,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize("settings", ENGINES)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in LEAST_ALIKE else pytest.mark.slow) for n in TINY_FAMILIES],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
     model, is_cramped = served_model(name), settings.get("is_cramped", False)
     if "max_num_batched_tokens" in settings:

@@ -40,7 +40,7 @@ def restore(params: Any, plain: Any) -> Any:
     for name, scales in find_quantized(leaves).items():
         codes, scale = leaves[name], leaves.pop(scales)
         if codes.dtype == jnp.uint8:
-            weight = Grouped(layout=INT4, codes=codes, scale=scale)
+            weight = Grouped(layout=INT4, codes=jnp.asarray(codes), scale=jnp.asarray(scale))
             leaves[name] = dequantize(weight, widths[name], jnp.float32)
         else:
             leaves[name] = codes.astype(jnp.float32) * scale[:, None]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmjax.errors import RequestTypeError, RequestValueError
+from mmjax.errors import ContextLengthError, RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.chat_parts import ConversationMedia, PartReader, text_part
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import map_texts, read_tool_calls, read_tools
@@ -263,7 +263,7 @@ class ChatParser:
         talk.media.num_chars += len(text)
         if talk.media.num_chars > self.max_chars:
             # Here, since the tokenizer would refuse it much later.
-            raise RequestValueError(
+            raise ContextLengthError(
                 f"the messages have more than {self.max_chars} characters, which no prompt of "
                 "this model can hold; shorten them",
                 param=place,

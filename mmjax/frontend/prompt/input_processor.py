@@ -19,7 +19,7 @@ import msgspec
 
 from mmjax.cache import BaseMultiModalProcessorCache, processor_cache_from_config
 from mmjax.config.engine_config import ModelConfig
-from mmjax.errors import RequestValueError
+from mmjax.errors import ContextLengthError, RequestValueError
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
@@ -340,7 +340,7 @@ class InputProcessor:
 
     def _check_text_length(self, parts: ParsedPrompt) -> None:
         if parts.text is not None and len(parts.text) > self.max_prompt_chars:
-            raise RequestValueError(
+            raise ContextLengthError(
                 f"the prompt has {len(parts.text)} characters, and this model reads "
                 f"{self.model_config.max_model_len} tokens; shorten it",
                 param="prompt",
@@ -393,7 +393,7 @@ class InputProcessor:
             raise RequestValueError(f"the {name} is empty; give at least one token", param="prompt")
         longest = self.model_config.max_model_len
         if len(token_ids) >= longest:
-            raise RequestValueError(
+            raise ContextLengthError(
                 f"the {name} has {len(token_ids)} tokens (its images included), but this model "
                 f"holds {longest} with the answer; shorten it, or use fewer images",
                 param="prompt",

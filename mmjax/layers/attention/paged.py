@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from mmjax.layers.attention.cpu import cpu_attention, cpu_kernel_takes
 from mmjax.layers.attention.kv_cache import LayerCache, pad_heads
 from mmjax.layers.attention.metadata import CrossAttentionMetadata, PagedAttentionMetadata
+from mmjax.layers.cpu.dispatch import by_platform
 from mmjax.rounding import cdiv, round_up
 
 MASKED = -1e30
@@ -28,6 +30,7 @@ at most 16 columns or a multiple of this; not with 24, 32, 48 or 80, as heads ma
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z _value"]]
 """State of an online softmax: running maximum, sum of weights, weighted values."""
 Attend = Callable[["Tiles"], Float[Array, "W K Z _value"]]
+Walk = Callable[["Tiles", LayerCache], Float[Array, "W K Z _value"]]
 Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
 """Adds some blocks of the tiles to the state."""
 
@@ -107,39 +110,39 @@ def walk_blocks(
     # Before the heads are tiled: with sharded heads, this needs no communication.
     bounds = _block_range(*visible, cache.block_size)
     upper, lower = (jnp.tile(end, (1, group)) for end in visible)
-    num_rows = tiled.shape[2]
     is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
     of_rows = None if sinks is None else _tile_sinks(sinks, tiled)
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds, sinks=of_rows)
-    tiles = tiles if is_large else _pad_single_row(tiles)
     columns = cache.value_dim if is_large else _columns_alike(cache.value_dim)
     is_decoding = metadata.tile_rows.shape[1] == 1
     is_seen = metadata.is_seen_ahead if has_gaps and not is_decoding else None
     if is_seen is not None:
         tiles = _add_gaps(tiles, metadata, group)
-    fold = partial(
-        _fold_blocks,
-        cache=cache,
+    slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
+    most = _columns_alike(block_tables.shape[1] * cache.block_size)  # the scores' columns
+    blocks_at_once = cdiv(min(slots, most), cache.block_size)
+    walk = partial(
+        _walk_tiles,
+        blocks_at_once=blocks_at_once,
+        has_padding=not (is_decoding and is_large),
         soft_cap=soft_cap,
         num_columns=columns,
         distance_bias=distance_bias,
         is_seen=is_seen,
     )
-    slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
-    most = _columns_alike(block_tables.shape[1] * cache.block_size)  # the scores' columns
-    blocks_at_once = cdiv(min(slots, most), cache.block_size)
-    width = cache.value_dim
-    attend = partial(_attend_tiles, fold=fold, blocks_at_once=blocks_at_once, value_dim=width)
+    attend = attend_with_one = partial(walk, cache=cache)
+    if is_large and distance_bias is None and cpu_kernel_takes(cache, query.dtype):
+        attend_with_one = partial(_attend_by_kernel, cache=cache, walk=walk, soft_cap=soft_cap)
 
     def at_once(tiles: Tiles) -> Float[Array, "T N _value"]:
-        return _from_tiles(attend(tiles)[:, :, :num_rows], metadata)
+        return _from_tiles((attend_with_one if is_decoding else attend)(tiles), metadata)
 
     def one_by_one(tiles: Tiles) -> Float[Array, "T N _value"]:
-        return _from_tiles(_attend_each_tile(tiles, attend=attend, value_dim=width), metadata)
+        return _from_tiles(_attend_each_tile(tiles, attend, cache.value_dim), metadata)
 
     def beside_single_tokens(tiles: Tiles) -> Float[Array, "T N _value"]:
         is_single = _has_one_token(visible[0])
-        alone = _attend_single_tokens(tiles, visible, is_single, metadata, attend=attend)
+        alone = _attend_single_tokens(tiles, visible, is_single, metadata, attend=attend_with_one)
         out = one_by_one(tiles._replace(end=jnp.where(is_single, 0, tiles.end)))
         tile = metadata.row_slot // metadata.tile_rows.shape[1]
         is_alone = is_single[tile][:, None, None]
@@ -157,6 +160,19 @@ def _add_gaps(tiles: Tiles, metadata: PagedAttentionMetadata, group: int) -> Til
     return tiles._replace(
         causal_end=jnp.tile(own + 1, (1, group)), shift=metadata.tile_rows[:, 0] - own[:, 0]
     )
+
+
+def _attend_by_kernel(
+    tiles: Tiles, *, cache: LayerCache, walk: Walk, soft_cap: float | None
+) -> Float[Array, "W K Z _value"]:
+    """Attend with tiles of one token each, in C++ where the platform has the kernel."""
+
+    def kernel(tiles: Tiles, cache: Any) -> Float[Array, "W K Z _value"]:
+        ends = tiles.lower[:, 0], tiles.upper[:, 0]
+        options = {"sinks": tiles.sinks, "soft_cap": soft_cap}
+        return cpu_attention(tiles.query, cache, tiles.tables, ends, **options)
+
+    return by_platform(tiles, cache, kernel=kernel, cpu=walk, default=walk)
 
 
 def _columns_alike(width: int) -> int:
@@ -220,13 +236,11 @@ def _attend_single_tokens(
         sinks = sinks.reshape(*sinks.shape[:2], group, -1)[..., 0]
     first = query[:, :, :, 0]
     alone = Tiles(first, tiles.tables, upper, lower, tiles.first, tiles.end, sinks)
-    out = attend(_pad_single_row(jax.tree.map(take, alone)))[:, :, :group]
+    out = attend(jax.tree.map(take, alone))
     return out.reshape(num_requests, -1, out.shape[3])
 
 
-def _attend_each_tile(
-    tiles: Tiles, *, attend: Attend, value_dim: int
-) -> Float[Array, "W K Z _value"]:
+def _attend_each_tile(tiles: Tiles, attend: Attend, value_dim: int) -> Float[Array, "W K Z _value"]:
     """Attend tile by tile, each over its own number of blocks.
 
     The outputs, padded to their width, overwrite the queries: a further array in the loop would be
@@ -244,6 +258,17 @@ def _attend_each_tile(
 
     out = jax.lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, body, tiles.query)
     return out[..., :value_dim]
+
+
+def _walk_tiles(
+    tiles: Tiles, cache: LayerCache, *, blocks_at_once: int, has_padding: bool, **options: Any
+) -> Float[Array, "W K Z _value"]:
+    """Attend to the cache in XLA; `options` are those of `_fold_blocks`."""
+    fold = partial(_fold_blocks, cache=cache, **options)
+    padded = _pad_single_row(tiles) if has_padding else tiles
+    width = cache.value_dim
+    out = _attend_tiles(padded, fold=fold, blocks_at_once=blocks_at_once, value_dim=width)
+    return out[:, :, : tiles.query.shape[2]]
 
 
 def _attend_tiles(

@@ -57,7 +57,7 @@ _LONG_NUMBER = b"0" * (MAX_NUMBER_CHARS + 1)
 UNKNOWN_FIELDS = "unknown_fields"
 """Type of the error about all unknown fields of an object."""
 
-_REPLACED_FIELDS: Mapping[str, str] = {
+REPLACED_FIELDS: Mapping[str, str] = {
     "guided_json": """give `structured_outputs: {"json": ...}`, or a `response_format`""",
     "guided_regex": """give `structured_outputs: {"regex": ...}`""",
     "guided_choice": """give `structured_outputs: {"choice": [...]}`""",
@@ -349,8 +349,8 @@ _UNION_MARKS = frozenset({"str", "constrained-str", "int", "float", "bool", "dic
 
 
 def _unknown_message(field: str) -> str:
-    if field in _REPLACED_FIELDS:
-        return f"`{field}` is an older name, which mmjax does not take: {_REPLACED_FIELDS[field]}"
+    if field in REPLACED_FIELDS:
+        return f"`{field}` is an older name, which mmjax does not take: {REPLACED_FIELDS[field]}"
     return f"`{field}` is not a field that mmjax knows; remove it"
 
 

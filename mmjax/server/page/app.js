@@ -1,471 +1,185 @@
-// The page: the conversation, the message box, the list of conversations.
+// The page: which conversation is open, and what is done to it.
 
-import { getModel, getReady, ServerError, streamChat } from "./api.js";
-import { el, iconButton } from "./dom.js";
-import { requestMessages } from "./history.js";
-import { drawMessage, fillAnswer } from "./messages.js";
-import { drawExample, randomId, readPictures, toDataUrl } from "./pictures.js";
-import { sampling, showSettings, startSettings, systemPrompt } from "./settings.js";
-import * as store from "./store.js";
+import { answer, goOn, isRunning, startAnswers, stopAnswer } from "./answers.js";
+import { changeDraft, draftedMedia, showAbilities, showProblem, showRunning, startComposer } from "./composer/composer.js";
+import { toDataUrl } from "./composer/media.js";
+import * as kept from "./conversation/kept.js";
+import { addMessage, askedWith, newConversation, pathTo, removeMessage, shownPath } from "./conversation/tree.js";
+import { announce, byId } from "./dom.js";
+import { ServerError } from "./server/api.js";
+import { chosenModel, limitOf, showLeft, startModels } from "./server/models.js";
+import { openPanel } from "./server/panel.js";
+import { startStatus } from "./server/status.js";
+import { sampling, startSettings, systemPrompt } from "./settings.js";
+import { drawConversations, startSidebar } from "./sidebar.js";
+import { drawGrown, drawThread, redraw, scrollToEnd, startThread } from "./thread/thread.js";
 
-const byId = (id) => document.getElementById(id);
-const isFile = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
-
-const pictures = new Map(); // id -> {id, blob, address}
-let conversations = [];
 let current = newConversation();
-let drafts = []; // {id, name, width, height} of the message that is being written
-let running = null; // {abort, message} while an answer is streamed
-let model = null;
-let isKept = true;
 
-function newConversation() {
-  return { id: randomId(), title: "New conversation", updated: 0, messages: [] };
-}
+const path = () => shownPath(current);
 
 // ---- conversations -----------------------------------------------------------------------------
 
-async function keep(change) {
-  try {
-    await change();
-  } catch {
-    if (isKept) announce("This browser does not keep conversations here; they end with the page.");
-    isKept = false;
-  }
+function open(conversation) {
+  changeDraft(current.id, conversation.id);
+  return showConversation(conversation);
 }
 
-async function save() {
-  current.updated = Date.now();
-  const conversation = structuredClone(current);
-  const list = conversation.messages.flatMap((message) => message.pictures ?? []);
-  localStorage.setItem("mmjax.conversation", conversation.id);
-  conversations = [current, ...conversations.filter((one) => one.id !== current.id)];
-  drawConversations();
-  await keep(async () => {
-    await store.writePictures(conversation.id, list.map(({ id }) => ({ id, blob: pictures.get(id).blob })));
-    await store.writeConversation(conversation);
-  });
-}
-
-async function openConversation(conversation) {
-  stop();
+async function showConversation(conversation) {
   current = conversation;
-  localStorage.setItem("mmjax.conversation", current.id);
-  await keep(async () => {
-    for (const { id, blob } of await store.readPictures(current.id)) remember({ id, blob });
-  });
+  kept.noteOpened(current);
+  if (current.messages.length) await kept.readPicturesOf(current);
+  drawAll();
+  scrollToEnd();
+}
+
+function start() {
+  return open(newConversation());
+}
+
+function closeDeleted(conversation) {
+  conversation.messages.forEach(stopAnswer);
+  if (conversation === current) start();
+}
+
+function drawAll() {
   drawConversations();
   drawThread();
-  byId("thread").scrollTop = byId("thread").scrollHeight;
+  drawState();
 }
 
-function remember({ id, blob }) {
-  if (!pictures.has(id)) pictures.set(id, { id, blob, address: URL.createObjectURL(blob) });
-}
-
-async function removeConversation(conversation) {
-  if (!confirm(`Delete \u201c${conversation.title}\u201d?`)) return;
-  conversations = conversations.filter((one) => one !== conversation);
-  await keep(() => store.deleteConversation(conversation.id));
-  if (conversation === current) startConversation();
-  else drawConversations();
-  announce("The conversation was deleted.");
-}
-
-function renameConversation(conversation, row) {
-  const box = el("input", { value: conversation.title, "aria-label": "Title", maxlength: 120 });
-  const finish = async (isTaken) => {
-    const title = box.value.trim();
-    if (isTaken && title && title !== conversation.title) {
-      conversation.title = title;
-      await keep(() => store.writeConversation(structuredClone(conversation)));
-    }
-    drawConversations();
-    byId("title").textContent = current.title;
-    byId("conversations").querySelector(`[data-id="${conversation.id}"] button`)?.focus();
-  };
-  box.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.isComposing) finish(true);
-    if (event.key === "Escape") finish(false);
-  });
-  box.addEventListener("change", () => finish(true));
-  row.replaceChildren(box);
-  box.focus();
-  box.select();
-}
-
-function drawConversations() {
-  const rows = conversations.map((conversation) => {
-    const isCurrent = conversation === current;
-    const row = el(
-      "li",
-      { "data-id": conversation.id },
-      el(
-        "button",
-        { type: "button", class: "open", "aria-current": isCurrent ? "true" : null, click: async () => {
-          await openConversation(conversation);
-          showSidebar(false);
-          byId("question").focus();
-        } },
-        conversation.title,
-      ),
-      iconButton("rename", `Rename \u201c${conversation.title}\u201d`, () => renameConversation(conversation, row)),
-      iconButton("remove", `Delete \u201c${conversation.title}\u201d`, () => removeConversation(conversation)),
-    );
-    return row;
-  });
-  byId("conversations").replaceChildren(...rows);
-}
-
-function startConversation() {
-  stop();
-  current = newConversation();
-  localStorage.removeItem("mmjax.conversation");
-  drawConversations();
-  drawThread();
-}
-
-// ---- the thread --------------------------------------------------------------------------------
-
-function drawThread() {
-  byId("title").textContent = current.title;
-  byId("empty").hidden = current.messages.length > 0;
-  byId("messages").replaceChildren(...current.messages.map((_, index) => drawOne(index)));
-}
-
-function drawOne(index) {
-  const message = current.messages[index];
-  return drawMessage(message, {
-    addressOf: (id) => pictures.get(id)?.address,
-    lastPictures: () => current.messages.slice(0, index).findLast((one) => one.pictures?.length)?.pictures ?? [],
-    allPictures: () => requestParts(index).flatMap((one) => one.pictures ?? []),
-    requestMessages: () => requestMessages(requestParts(index), message.system ?? "", dataUrlOf),
-    boxUnit: () => model?.capabilities?.box_unit,
-    isRunning: running?.message === message,
-    edit: (text, kept) => resend(index, text, kept),
-    again: () => answerFrom(index),
-    announce,
-  });
-}
-
-/** Return the messages that the answer at `index` was asked with: not those that failed. */
-function requestParts(index) {
-  return current.messages.slice(0, index).filter((message, place) => {
-    const answer = message.role === "user" ? current.messages[place + 1] : message;
-    return place === index - 1 || Boolean(answer?.text);
-  });
-}
-
-const dataUrlOf = (id) => toDataUrl(pictures.get(id).blob);
-
-function isAtBottom() {
-  const thread = byId("thread");
-  return thread.scrollHeight - thread.scrollTop - thread.clientHeight < 80;
-}
-
-function follow(wasAtBottom) {
-  if (wasAtBottom) byId("thread").scrollTop = byId("thread").scrollHeight;
-}
-
-function announce(text) {
-  byId("live").textContent = text;
+/** Draw what depends on the last message. */
+function drawState() {
+  const shown = path();
+  showRunning(isRunning(shown.at(-1)));
+  const last = shown.at(-1)?.role === "assistant" ? askedWith(shown) : [];
+  showLeft([...last, ...shown.slice(-1)], draftedMedia());
 }
 
 // ---- asking ------------------------------------------------------------------------------------
 
-async function ask(text, list) {
-  if (running || (!text && !list.length)) return;
-  if (!current.messages.length) current.title = (text || list[0].name).split("\n")[0].slice(0, 60);
-  current.messages.push({ role: "user", text, pictures: list });
-  await answerFrom(current.messages.length);
+/** Ask at the end of what is shown; return whether it is asked. */
+function ask(text, pictures) {
+  if (isRunning(path().at(-1))) return false;
+  return askAfter(path().at(-1)?.id ?? "", text, pictures);
 }
 
-async function resend(index, text, list) {
-  current.messages.length = index;
-  await ask(text, list);
+function askAfter(parent, text, pictures) {
+  const fields = fieldsAfter(parent);
+  if (!fields) return false;
+  if (!current.messages.length) current.title = (text || pictures[0].name).split("\n")[0].slice(0, 60);
+  const question = addMessage(current, parent, { role: "user", text, pictures });
+  answer(current, question.id, fields);
+  return true;
 }
 
-/** Stream the answer at `index`; what stood from there on is gone. */
-async function answerFrom(index) {
-  stop();
-  const conversation = current;
-  conversation.messages.length = index;
-  const message = { role: "assistant", text: "", state: "running", system: systemPrompt() };
-  conversation.messages.push(message);
-  running = { abort: new AbortController(), message };
-  const own = running;
-  showRunning();
-  drawThread();
-  byId("thread").scrollTop = byId("thread").scrollHeight;
-  save();
-  announce("Answering.");
+/** Return what an answer is asked with, after the message `parent`; null where a setting is wrong. */
+function fieldsAfter(parent) {
+  const last = pathTo(current, current.messages.find(({ id }) => id === parent)).findLast(({ role }) => role === "assistant");
+  const { from, dropsOldest } = last ?? {};
   try {
-    const messages = await requestMessages(requestParts(index), message.system, dataUrlOf);
-    const body = { ...sampling(), messages, return_metrics: true };
-    for await (const chunk of streamChat(body, own.abort.signal)) take(message, chunk);
-    message.state = "done";
+    return { system: systemPrompt(), model: chosenModel(), sampling: sampling(), from, dropsOldest };
   } catch (error) {
-    fail(message, error);
-  }
-  if (running === own) running = null;
-  showRunning();
-  if (current === conversation) {
-    redrawLast(message);
-    save();
-    announce(message.state === "done" ? `Answer: ${message.text}` : message.state === "stopped" ? "Stopped." : "");
-  } else {
-    await keep(() => store.writeConversation(structuredClone(conversation)));
+    showProblem(error.message);
+    return null;
   }
 }
 
-function take(message, chunk) {
-  for (const { delta, finish_reason: reason } of chunk.choices) {
-    message.text += delta.content ?? "";
-    message.parsed = delta.parsed ?? message.parsed;
-    message.finish = reason ?? message.finish;
-  }
-  message.usage = chunk.usage ?? message.usage;
-  message.metrics = chunk.metrics ?? message.metrics;
-  message.frame ??= requestAnimationFrame(() => {
-    delete message.frame;
-    const wasAtBottom = isAtBottom();
-    const node = byId("messages").lastElementChild;
-    if (current.messages.at(-1) === message && node) fillAnswer(node, message);
-    follow(wasAtBottom);
-  });
+/** Answer once more; `model` and `seed` stand for those that are set. */
+function again(message, { model, seed, dropsOldest } = {}) {
+  const fields = fieldsAfter(message.parent);
+  if (!fields) return;
+  if (model) fields.model = model;
+  if (dropsOldest) fields.dropsOldest = true;
+  if (seed !== undefined) fields.sampling.seed = seed;
+  if (!message.text && message.state !== "done") removeMessage(current, message); // nothing is lost by it
+  answer(current, message.parent, fields);
 }
 
-function fail(message, error) {
-  if (error.name === "AbortError") {
-    message.state = "stopped";
-    return;
+/** Return `[label, what it does]` of each way on from an answer whose prompt is more than fits. */
+function waysPastLimit(message) {
+  const asked = askedWith(pathTo(current, message));
+  const question = asked.at(-1);
+  const picture = asked.flatMap((one) => one.pictures ?? []).at(-1);
+  const ways = [];
+  if (asked.length > 1 || question.pictures.length > 1) {
+    const label = picture ? "Ask in a new conversation, with the last picture" : "Ask in a new conversation";
+    ways.push([label, () => askElsewhere(question.text, picture)]);
   }
-  message.state = "failed";
-  const known = error instanceof ServerError ? error : { message: "The page failed on this answer." };
-  const { status, param, code, requestId } = known;
-  message.error = { message: known.message, status, param, code, requestId };
-  if (status === 401) showSettings(known.message);
+  if (asked.length > 1) ways.push(["Leave out the oldest", () => again(message, { dropsOldest: true })]);
+  return ways;
 }
 
-function redrawLast(message) {
-  cancelAnimationFrame(message.frame);
-  delete message.frame;
-  const wasAtBottom = isAtBottom();
-  const index = current.messages.indexOf(message);
-  if (index >= 0) byId("messages").children[index]?.replaceWith(drawOne(index));
-  follow(wasAtBottom);
+async function askElsewhere(text, picture) {
+  const copies = picture ? [kept.copyOfPicture(picture)] : [];
+  await start();
+  ask(text, copies);
+}
+
+/** Throw where there are more pictures than the model takes. */
+function check(messages) {
+  for (const kind of ["image", "video"]) {
+    const all = messages.flatMap((message) => message.pictures ?? []);
+    const count = all.filter((medium) => (medium.kind ?? "image") === kind).length;
+    const limit = limitOf(kind);
+    if (limit === undefined || count <= limit) continue;
+    const name = kind === "image" ? "pictures" : "videos";
+    const message = `There are ${count} ${name} to send, and this model takes ${limit} at once.`;
+    throw new ServerError(0, { message, code: "too_many_pictures" });
+  }
+}
+
+// ---- answers -----------------------------------------------------------------------------------
+
+function began(conversation, message) {
+  kept.save(conversation);
+  if (conversation !== current) return;
+  kept.noteOpened(current);
+  drawAll();
+  scrollToEnd();
+  announce("Answering.");
+}
+
+function ended(conversation, message) {
+  kept.writeDown(conversation);
+  drawConversations();
+  if (conversation !== current) return;
+  redraw(message);
+  if (message.dropsOldest) drawThread();
+  drawState();
+  announce(message.state === "done" ? `Answer: ${message.text}` : message.state === "stopped" ? "Stopped." : "");
 }
 
 function stop() {
-  running?.abort.abort();
+  stopAnswer(path().at(-1));
 }
 
-function showRunning() {
-  const hadFocus = [byId("send"), byId("stop")].includes(document.activeElement);
-  byId("send").hidden = Boolean(running);
-  byId("stop").hidden = !running;
-  if (hadFocus) (running ? byId("stop") : byId("question")).focus();
+function show(message) {
+  current.chosen[message.parent] = message.id;
+  drawThread();
+  drawState();
+  kept.writeDown(current);
 }
 
-// ---- the message box ---------------------------------------------------------------------------
+// ---- the start ---------------------------------------------------------------------------------
 
-async function addFiles(files) {
-  const read = await readPictures(files, announceProblem);
-  for (const { blob, ...picture } of read) {
-    remember({ id: picture.id, blob });
-    drafts.push(picture);
-  }
-  drawDrafts();
-  if (read.length) announce(`${drafts.length} ${drafts.length === 1 ? "picture" : "pictures"} to send.`);
-}
-
-function announceProblem(text) {
-  byId("hint").textContent = text;
-  byId("hint").classList.add("problem");
-  announce(text);
-}
-
-function drawDrafts() {
-  const rows = drafts.map((picture, index) =>
-    el(
-      "li",
-      {},
-      el("img", { src: pictures.get(picture.id).address, alt: picture.name, width: 64, height: 64 }),
-      iconButton("close", `Remove ${picture.name}`, () => {
-        drafts.splice(index, 1);
-        drawDrafts();
-        byId("question").focus();
-      }),
-    ),
-  );
-  byId("drafts").replaceChildren(...rows);
-}
-
-/** Offer the tasks that the model's card names: each writes its text into the message box. */
-function drawTasks() {
-  const rows = Object.entries(model?.capabilities?.tasks ?? {}).map(([name, prompt]) =>
-    el("button", { type: "button", title: prompt, click: () => writeTask(prompt) }, name),
-  );
-  byId("tasks").replaceChildren(...rows);
-}
-
-function writeTask(prompt) {
-  const box = byId("question");
-  box.value = prompt;
-  fitQuestion();
-  box.focus();
-  const own = prompt.match(/\{[^}]*\}/); // the words that are the asker's own
-  if (own) box.setSelectionRange(own.index, own.index + own[0].length);
-}
-
-function fitQuestion() {
-  const box = byId("question");
-  box.style.height = "auto";
-  box.style.height = `${Math.min(box.scrollHeight, innerHeight * 0.4)}px`;
-}
-
-function submit() {
-  const text = byId("question").value.trim();
-  if (running || (!text && !drafts.length)) return;
-  const list = drafts;
-  drafts = [];
-  byId("question").value = "";
-  fitQuestion();
-  drawDrafts();
-  ask(text, list);
-}
-
-function startComposer() {
-  const box = byId("question");
-  byId("composer").addEventListener("submit", (event) => {
-    event.preventDefault();
-    submit();
+async function startPage() {
+  startAnswers({ began, ended, check, saved: kept.writeDown, grew: (_, message) => drawGrown(message), dataUrlOf: (id) => toDataUrl(kept.pictureOf(id).blob) });
+  startSettings();
+  startModels(() => {
+    showAbilities();
+    drawState();
   });
-  box.addEventListener("input", fitQuestion);
-  box.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    submit();
-  });
-  byId("stop").addEventListener("click", stop);
-  byId("attach").addEventListener("click", () => byId("files").click());
-  byId("files").addEventListener("change", async () => {
-    await addFiles([...byId("files").files]);
-    byId("files").value = "";
-    box.focus();
-  });
-  byId("example").addEventListener("click", async () => {
-    await addFiles([await drawExample()]);
-    box.value = "What color is the circle?";
-    fitQuestion();
-    box.focus();
-  });
-  document.addEventListener("paste", (event) => {
-    const files = [...event.clipboardData.files];
-    if (!files.length) return;
-    event.preventDefault();
-    addFiles(files);
-  });
+  startComposer({ ask, stop, changed: drawState });
+  startThread({ current: () => current, show, again, waysPastLimit, edit: (message, text, pictures) => askAfter(message.parent, text, pictures), goOn: (message) => goOn(current, message) });
+  startSidebar({ current: () => current, open, start, deleted: closeDeleted, renamed: () => { byId("title").textContent = current.title; } });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) stop();
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
   });
-}
-
-function startDropping() {
-  let depth = 0;
-  const show = (change) => {
-    depth = Math.max(0, depth + change);
-    byId("drop").hidden = !depth;
-  };
-  document.addEventListener("dragenter", (event) => isFile(event) && show(1));
-  document.addEventListener("dragleave", (event) => isFile(event) && show(-1));
-  document.addEventListener("dragover", (event) => isFile(event) && event.preventDefault());
-  document.addEventListener("drop", (event) => {
-    if (!isFile(event)) return;
-    event.preventDefault();
-    show(-depth);
-    addFiles([...event.dataTransfer.files]);
-  });
-}
-
-// ---- the frame ---------------------------------------------------------------------------------
-
-function showSidebar(isShown) {
-  const wasShown = document.body.classList.contains("menu");
-  document.body.classList.toggle("menu", isShown);
-  byId("scrim").hidden = !isShown;
-  byId("menu-open").setAttribute("aria-expanded", String(isShown));
-  byId("main").inert = isShown;
-  if (isShown) byId("menu-close").focus();
-  else if (wasShown) byId("menu-open").focus();
-}
-
-function startFrame() {
-  byId("menu-open").addEventListener("click", () => showSidebar(true));
-  byId("menu-close").addEventListener("click", () => showSidebar(false));
-  byId("scrim").addEventListener("click", () => showSidebar(false));
-  byId("sidebar").addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && document.body.classList.contains("menu")) showSidebar(false);
-  });
-  byId("new").addEventListener("click", () => {
-    startConversation();
-    showSidebar(false);
-    byId("question").focus();
-  });
-  byId("messages").addEventListener("click", ({ target }) => {
-    if (!target.matches("button.thumbnail img")) return;
-    byId("viewer-image").src = target.src;
-    byId("viewer-image").alt = target.alt;
-    byId("viewer").showModal();
-  });
-  byId("viewer").addEventListener("click", ({ target }) => target === byId("viewer") && target.close());
-}
-
-function showStatus(state, text) {
-  byId("status").dataset.state = state;
-  if (byId("status-text").textContent !== text) byId("status-text").textContent = text;
-}
-
-/** Ask for the server's state until all its programs are compiled, and rarely after that. */
-async function watchServer() {
-  let wait = 1000;
-  try {
-    const ready = await getReady();
-    const numLeft = ready.num_programs_left ?? 0;
-    if (!ready.isReady) {
-      showStatus("busy", ready.status === "starting" ? "Starting: the model is loaded and compiled" : `The engine is ${ready.status}`);
-    } else {
-      if (!model) {
-        model = await getModel().catch(() => null);
-        drawTasks();
-      }
-      const name = model?.id ?? "Ready";
-      showStatus(numLeft ? "busy" : "ready", numLeft ? `${name}: compiling, ${numLeft} programs left` : name);
-      if (!numLeft) wait = 15000;
-    }
-  } catch {
-    showStatus("off", "The server cannot be reached");
-    wait = 3000;
-  }
-  setTimeout(watchServer, wait);
-}
-
-async function start() {
-  startSettings(() => {
-    model = null;
-  });
-  startComposer();
-  startDropping();
-  startFrame();
-  watchServer();
-  await keep(async () => {
-    conversations = await store.listConversations();
-  });
-  const id = localStorage.getItem("mmjax.conversation");
-  const last = conversations.find((one) => one.id === id);
-  if (last) await openConversation(last);
-  else drawConversations();
+  startStatus(openPanel);
+  await kept.readAll();
+  await showConversation(kept.lastOpened());
   document.body.dataset.started = "true";
 }
 
-start();
+startPage();

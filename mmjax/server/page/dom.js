@@ -2,6 +2,13 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
+export const byId = (id) => document.getElementById(id);
+
+/** Tell what is not seen from where the focus is. */
+export function announce(text) {
+  byId("live").textContent = text;
+}
+
 /** Return an element; a property that is a function listens to the event of its name. */
 export function el(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
@@ -29,6 +36,9 @@ const PATHS = {
   rename: "M5 19l1-4L16 5l3 3L9 18z",
   remove: "M6 7h12M10 7V5h4v2M8 7l1 12h6l1-12",
   close: "M7 7l10 10M17 7L7 17",
+  before: "M14 6l-6 6 6 6",
+  after: "M10 6l6 6-6 6",
+  compare: "M4 5h7v14H4zM13 5h7v14h-7z",
 };
 
 /** Return a button that shows an icon, and is called by `label`. */

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from PIL import Image, ImageDraw
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from mmjax.config.engine_config import SchedulerConfig, ServerConfig
+from mmjax.config.engine_config import LoRAConfig, SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -26,7 +26,7 @@ from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutput
 from tests.echo_engine import EchoEngine, EchoSupervisor
 
 WAIT_S = 60.0
-WIDE, PHONE = (1280, 800), (360, 740)
+WIDE, PHONE = (1280, 800), (390, 844)
 
 expect.set_options(timeout=1000 * WAIT_S)
 
@@ -92,8 +92,14 @@ class PageSupervisor(EchoSupervisor):
 
     def say_programs_left(self, num_programs_left: int) -> None:
         """Set what the next look at the server's state sees."""
+        self._say(num_programs_left=num_programs_left)
+
+    def say_running(self, num_running: int) -> None:
+        self._say(num_running=num_running)
+
+    def _say(self, *, num_running: int = 0, num_programs_left: int = 0) -> None:
         self.heartbeat: Heartbeat | None = Heartbeat(
-            num_running=0,
+            num_running=num_running,
             num_waiting=0,
             kv_cache_usage=0.0,
             num_compilations=0,
@@ -104,9 +110,14 @@ class PageSupervisor(EchoSupervisor):
 class BackgroundServer:
     """An application on a port of its own, in a thread."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, port: int = 0) -> None:
         config = uvicorn.Config(
-            app, host="127.0.0.1", port=0, log_level="error", ws="none", timeout_graceful_shutdown=1
+            app,
+            host="127.0.0.1",
+            port=port,
+            log_level="error",
+            ws="none",
+            timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -125,9 +136,23 @@ class BackgroundServer:
         self._thread.join(WAIT_S)
 
     @property
+    def port(self) -> int:
+        return self._server.servers[0].sockets[0].getsockname()[1]
+
+    @property
     def url(self) -> str:
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}/"
+        return f"http://127.0.0.1:{self.port}/"
+
+    def kill(self) -> None:
+        """Break off every connection and listen no more, as where a process is killed."""
+
+        def break_off() -> None:
+            self._server.servers[0].close()
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()  # pyright: ignore[reportAttributeAccessIssue]
+
+        loop = self._server.servers[0].get_loop()
+        loop.call_soon_threadsafe(break_off)
 
 
 @dataclass
@@ -137,6 +162,10 @@ class Playground:
     page: Page
     url: str
     supervisor: PageSupervisor = field(default_factory=PageSupervisor)
+    server: BackgroundServer | None = None
+    start_again: Callable[[int], PageSupervisor] | None = None
+    """Starts another server at a port."""
+    processor: InputProcessor | None = None
 
     @property
     def engine(self) -> PacedEngine:
@@ -178,6 +207,38 @@ class Playground:
 
     def wait_for_answers(self, count: int) -> None:
         expect(self.page.locator(".assistant .actions")).to_have_count(count)
+
+    def kill_server(self) -> int:
+        """Kill the server; return its port."""
+        assert self.server is not None
+        port = self.server.port
+        self.server.kill()
+        return port
+
+    def restart_server(self, port: int) -> None:
+        assert self.start_again is not None
+        self.supervisor = self.start_again(port)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        assert self.processor is not None
+        return self.processor.tokenizer.decode(list(token_ids))
+
+    def will_say(self, text: str) -> None:
+        """Let the engine answer with `text` from now on, instead of an echo."""
+        assert self.processor is not None
+        tokenizer = self.processor.tokenizer
+        self.engine.answer = tokenizer.encode(text, add_special_tokens=False)
+
+    def pick(self, name: str, kind: str, content: bytes) -> None:
+        """Pick a file by the button."""
+        file: Any = {"name": name, "mimeType": kind, "buffer": content}
+        self.page.locator("#files").set_input_files([file])
+
+    def add(self, *colors: str) -> None:
+        """Drop pictures, and wait until they can be sent."""
+        self.drop(*colors)
+        expect(self.page.locator("#drafts img")).to_have_count(len(colors))
 
     def open_strip(self) -> None:
         """Open what the last answer cost."""
@@ -247,15 +308,27 @@ def make_playground(
             size: tuple[int, int] = WIDE,
             scheme: str = "light",
             is_started_ready: bool = True,
+            processor: InputProcessor = server_input_processor,
+            lora: LoRAConfig | None = None,
             **config: Any,
         ) -> Playground:
-            supervisor = PageSupervisor(is_started_ready=is_started_ready)
-            client = AsyncEngineClient(server_input_processor, supervisor, SchedulerConfig())
-            chat = ChatParser.for_model(server_input_processor)
-            app = create_app(client, chat, ServerConfig(**config))
-            server = stack.enter_context(BackgroundServer(app))
+            def start(port: int) -> tuple[BackgroundServer, PageSupervisor]:
+                supervisor = PageSupervisor(is_started_ready=is_started_ready)
+                client = AsyncEngineClient(processor, supervisor, SchedulerConfig(), lora=lora)
+                chat = ChatParser.for_model(processor)
+                app = create_app(client, chat, ServerConfig(**config), lora)
+                return stack.enter_context(BackgroundServer(app, port)), supervisor
+
+            server, supervisor = start(0)
             page = make_page(size=size, scheme=scheme)
-            return Playground(page, server.url, supervisor).open()
+            return Playground(
+                page,
+                server.url,
+                supervisor,
+                server,
+                lambda port: start(port)[1],
+                processor,
+            ).open()
 
         yield make
 

@@ -69,8 +69,11 @@ def test_several_pictures_by_paste_and_picker(playground: Playground) -> None:
 def test_a_file_that_is_no_picture_is_refused(playground: Playground) -> None:
     file: Any = {"name": "notes.png", "mimeType": "image/png", "buffer": b"no picture"}
     playground.page.locator("#files").set_input_files([file])
-    expect(playground.page.locator("#hint")).to_contain_text("notes.png is no picture")
+    hint = playground.page.locator("#hint")
+    expect(hint).to_contain_text("notes.png is no picture")
     expect(playground.page.locator("#drafts img")).to_have_count(0)
+    playground.add("red")
+    expect(hint).to_have_text("Enter sends, Shift and Enter begins a line")
 
 
 def test_an_answer_streams_and_is_stopped(playground: Playground) -> None:
@@ -87,28 +90,6 @@ def test_an_answer_streams_and_is_stopped(playground: Playground) -> None:
     playground.engine.num_steps_left = None
     playground.ask("and a ring")
     assert len(playground.requests) == 2
-
-
-def test_edit_and_answer_again(playground: Playground) -> None:
-    page = playground.page
-    playground.drop("red", "blue")
-    expect(page.locator("#drafts img")).to_have_count(2)
-    playground.ask("first words")
-    playground.ask("second words")
-    page.get_by_role("button", name="Edit the question").first.click()
-    page.get_by_role("button", name="Remove blue.png").click()
-    page.get_by_role("textbox", name="Edit the question").fill("other words")
-    page.get_by_role("button", name="Send again").click()
-    expect(answers(page)).to_have_count(1)
-    expect(answers(page)).to_contain_text("other words")
-    playground.wait_for_answers(1)
-    assert len(playground.requests[-1].mm_features) == 1
-    page.get_by_role("button", name="Answer again").click()
-    expect(page.locator(".assistant .actions")).to_have_count(1)
-    playground.ask("third words")
-    assert [len(request.mm_features) for request in playground.requests] == [2, 2, 1, 1, 1]
-    again, before = playground.requests[3], playground.requests[2]
-    assert again.prompt_token_ids == before.prompt_token_ids
 
 
 def test_a_reload_keeps_conversations(playground: Playground) -> None:
@@ -241,20 +222,47 @@ def test_a_server_that_is_gone_is_told(playground: Playground) -> None:
     expect(answers(page)).to_contain_text("a star")
 
 
-def test_an_api_key_is_asked_for_and_kept(make_playground: MakePlayground) -> None:
+def test_an_api_key_is_asked_for_once_and_kept(make_playground: MakePlayground) -> None:
+    """And what was asked without it is asked again by itself."""
     playground = make_playground(api_keys=("secret",))
     page = playground.page
-    playground.ask("a star")
-    dialog = page.get_by_role("dialog", name="Settings")
-    expect(dialog).to_contain_text("the API key is missing or wrong")
-    page.get_by_label("API key").fill("secret")
-    page.get_by_role("button", name="Done").click()
-    page.get_by_role("button", name="Answer again").click()
+    status = page.get_by_role("status")
+    expect(status).to_have_text("Needs an API key")
+    page.get_by_role("textbox", name="Message").fill("a star")
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="This server needs an API key")
+    expect(dialog.get_by_label("Key")).to_be_focused()
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    expect(dialog).to_contain_text("does not take the key")
+    expect(status).to_have_text("Needs an API key")
+    page.keyboard.type("secret")
+    page.keyboard.press("Enter")
     expect(answers(page)).to_contain_text("a star")
     playground.wait_for_answers(1)
+    expect(page.locator(".error")).to_have_count(0)
+    expect(status).to_have_text("Ready")
     playground.open()
     playground.ask("a ring")
     expect(answers(page).last).to_contain_text("a ring")
+    expect(dialog).to_be_hidden()
+
+
+def test_who_gives_no_key_is_asked_again_on_demand_alone(make_playground: MakePlayground) -> None:
+    playground = make_playground(api_keys=("secret",))
+    page = playground.page
+    page.get_by_role("textbox", name="Message").fill("a star")
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="This server needs an API key")
+    expect(dialog).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("alert")).to_contain_text("the API key is missing or wrong")
+    page.get_by_role("button", name="Needs an API key").click()
+    dialog.get_by_label("Key").fill("secret")
+    page.get_by_role("button", name="Use this key").click()
+    expect(page.get_by_role("status")).to_have_text("Ready")
+    page.get_by_role("button", name="Answer again").click()
+    expect(answers(page)).to_contain_text("a star")
 
 
 def test_settings_reach_the_engine(playground: Playground) -> None:
@@ -278,9 +286,9 @@ def test_the_start_is_shown(make_playground: MakePlayground) -> None:
     expect(status).to_have_text("Starting: the model is loaded and compiled")
     playground.supervisor.say_programs_left(3)
     playground.supervisor.call(playground.supervisor.become_ready)
-    expect(status).to_have_text("tiny: compiling, 3 programs left")
+    expect(status).to_have_text("Ready, 3 left to compile")
     playground.supervisor.say_programs_left(0)
-    expect(status).to_have_text("tiny")
+    expect(status).to_have_text("Ready")
 
 
 def test_the_tasks_of_a_model_are_offered(

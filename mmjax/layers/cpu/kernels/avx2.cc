@@ -1,6 +1,7 @@
 // AVX2 with FMA (Haswell, Zen and later).
 #include <immintrin.h>
 
+#include "attention.h"
 #include "tiles.h"
 
 namespace mmjax {
@@ -206,6 +207,8 @@ const Products kAvx2 = {multiply<Float32Lanes>,
                         kGroups<Uint4Codes>,
                         kGroups<Uint8Codes>,
                         kGroups<Float8Codes>,
+                        attend_chunk<float>,
+                        attend_chunk<bf16>,
                         "avx2"};
 
 }  // namespace mmjax

@@ -1,4 +1,5 @@
 // AVX-512 (F, BW, VL), with neither VNNI nor bfloat16 instructions.
+#include "attention.h"
 #include "avx512.h"
 
 namespace mmjax {
@@ -37,6 +38,8 @@ const Products kAvx512 = {multiply<Float32Lanes>,
                           kGroups<Uint4Codes>,
                           kGroups<Uint8Codes>,
                           kGroups<Float8Codes>,
+                          attend_chunk<float>,
+                          attend_chunk<bf16>,
                           "avx512"};
 
 }  // namespace mmjax

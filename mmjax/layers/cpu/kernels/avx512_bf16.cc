@@ -1,4 +1,5 @@
 // AVX-512 with VNNI and bfloat16 instructions (Zen 4, Cooper Lake and Sapphire Rapids on).
+#include "attention.h"
 #include "avx512.h"
 
 namespace mmjax {
@@ -142,6 +143,8 @@ const Products kAvx512Bf16 = {multiply<Float32Lanes>,
                               kGroups<Uint4Codes, Uint4Pairs>,
                               kGroups<Uint8Codes, Uint8Pairs>,
                               kGroups<Float8Codes, Float8Pairs>,
+                              attend_chunk<float>,
+                              attend_chunk<bf16>,
                               "avx512_bf16"};
 
 }  // namespace mmjax

@@ -99,6 +99,33 @@ inline float scale_of(const Groups& weight, int64_t at) {
 
 // `Lanes` decodes `Lanes::kWidth` weights at a time. A group's products are added without its scale,
 // and its sum is then added with it. The order of a row's sums is as in `multiply_tile`.
+//
+// Of groups that are decoded at once, whose sums need no place of their own: from `d` on, as far as
+// they are whole. Returns where they end. The sums are those that the other loop would have.
+template <typename Lanes, int kRows, int kFeatures>
+inline int64_t multiply_short_groups(const typename Lanes::X* x, const Groups& weight,
+                                     int64_t feature,
+                                     typename Lanes::Sum (&sums)[kRows][kFeatures]) {
+  const uint8_t* codes = weight.codes + feature * weight.row_bytes;
+  typename Lanes::Zero zero = Lanes::make_zero(Lanes::kMiddle);
+  int64_t d = 0;
+  for (int64_t group = 0; d + Lanes::kWidth <= weight.width; ++group, d += Lanes::kWidth) {
+    for (int f = 0; f < kFeatures; ++f) {
+      const int64_t at = (feature + f) * weight.num_groups + group;
+      __builtin_prefetch(codes + (kFeatures + f) * weight.row_bytes + Lanes::byte_of(d));
+      if (weight.zero != nullptr) zero = Lanes::make_zero(weight.zero[at]);
+      const auto numbers = Lanes::decode(codes + f * weight.row_bytes, d, zero);
+      const float scale = scale_of(weight, at);
+      for (int r = 0; r < kRows; ++r) {
+        typename Lanes::Sum part = Lanes::zero();
+        Lanes::add(part, Lanes::load_inputs(x + r * weight.width + d), numbers);
+        Lanes::add_scaled(sums[r][f], part, scale);
+      }
+    }
+  }
+  return d;
+}
+
 template <typename Lanes, int kRows, int kFeatures>
 inline void multiply_group_tile(const typename Lanes::X* x, const Groups& weight, float* out,
                                 int64_t feature, int64_t features) {
@@ -110,7 +137,10 @@ inline void multiply_group_tile(const typename Lanes::X* x, const Groups& weight
   }
   const uint8_t* codes = weight.codes + feature * weight.row_bytes;
   int64_t d = 0;
-  for (int64_t group = 0; group < weight.num_groups; ++group) {
+  if (weight.group_size == Lanes::kWidth) {
+    d = multiply_short_groups<Lanes, kRows, kFeatures>(x, weight, feature, sums);
+  }
+  for (int64_t group = d / weight.group_size; group < weight.num_groups; ++group) {
     const int64_t last = (group + 1) * weight.group_size;
     const int64_t end = last < weight.width ? last : weight.width;
     typename Lanes::Sum parts[kRows][kFeatures];

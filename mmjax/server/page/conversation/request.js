@@ -8,10 +8,16 @@ export async function requestMessages(messages, system, dataUrlOf) {
       list.push({ role, content: text });
       continue;
     }
-    const urls = await Promise.all(pictures.map(({ id }) => dataUrlOf(id)));
-    const content = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+    const content = await Promise.all(pictures.map((picture) => part(picture, dataUrlOf)));
     if (text) content.push({ type: "text", text });
     list.push({ role, content });
   }
   return list;
+}
+
+async function part({ id, kind }, dataUrlOf) {
+  const url = await dataUrlOf(id);
+  return kind === "video"
+    ? { type: "video_url", video_url: { url } }
+    : { type: "image_url", image_url: { url } };
 }

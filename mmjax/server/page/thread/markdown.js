@@ -1,6 +1,6 @@
 // A small part of Markdown as DOM nodes. Text of a model is text: HTML in it is shown, not parsed.
 
-import { el } from "./dom.js";
+import { el } from "../dom.js";
 
 const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+-]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;

@@ -1,0 +1,191 @@
+"""Attention of one token a request in C++: as the formula says, whatever stands beside it."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.layers.attention.kv_cache import LayerKVSpec, TransposedCache
+from mmjax.layers.attention.metadata import PagedAttentionMetadata
+from mmjax.layers.attention.paged import visible_range, walk_blocks
+from mmjax.layers.cpu import dispatch
+from mmjax.layers.cpu.library import find_kernels
+from mmjax.layers.cpu.storage import storage_dtype, to_storage
+
+pytestmark = pytest.mark.skipif(
+    find_kernels() is None, reason="the kernels were not compiled: no compiler, or no AVX2"
+)
+
+SPARE_BLOCKS = 3
+
+
+class Shape(NamedTuple):
+    """Heads of a layer, and slots of a block."""
+
+    num_kv: int
+    group: int
+    width: int
+    value: int
+    block_size: int = 32
+
+
+SHAPES = {
+    "heads of 256 that share one": Shape(1, 4, 256, 256),
+    "each its own": Shape(8, 1, 128, 128),
+    "odd widths, seven heads": Shape(3, 7, 72, 72),
+    "a latent": Shape(1, 16, 576, 512),
+    "small blocks": Shape(4, 2, 64, 64, 16),
+    "a block of 48": Shape(2, 3, 64, 40, 48),
+    "a block a group": Shape(1, 2, 64, 64, 256),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "global": {},
+    "window": {"window": 70},
+    "soft cap and sinks": {"soft_cap": 2.0, "window": 300, "has_sinks": True},
+}
+LENGTHS = (1, 15, 16, 33, 256, 257, 511, 700)
+
+
+class Tokens(NamedTuple):
+    """The last tokens of requests of some lengths."""
+
+    query: jax.Array
+    cache: TransposedCache
+    tables: jax.Array
+    lengths: np.ndarray
+    sinks: jax.Array | None
+
+
+def draw(shape: Shape, lengths: tuple[int, ...], dtype: str, *, has_sinks: bool) -> Tokens:
+    """Return tokens whose blocks lie in random places; what they do not see is not a number."""
+    rng = np.random.default_rng(0)
+    width = -(-max(lengths) // shape.block_size)
+    num_blocks = len(lengths) * width + SPARE_BLOCKS
+    tables = rng.permutation(num_blocks)[: len(lengths) * width].reshape(len(lengths), width)
+    keys = np.full((num_blocks, shape.num_kv, shape.width, shape.block_size), np.nan)
+    values = np.full((num_blocks, shape.num_kv, shape.block_size, shape.value), np.nan)
+    for table, length in zip(tables, lengths, strict=True):
+        for index in range(length):
+            block, slot = table[index // shape.block_size], index % shape.block_size
+            keys[block, :, :, slot] = rng.standard_normal((shape.num_kv, shape.width))
+            values[block, :, slot] = rng.standard_normal((shape.num_kv, shape.value))
+    layer = LayerKVSpec(num_kv_heads=shape.num_kv, head_dim=shape.width, value_dim=shape.value)
+    stored = storage_dtype(jnp.dtype(dtype), "cpu")
+    empty = TransposedCache.zeros(layer, 1, shape.block_size, stored, None)
+    arrays = (to_storage(jnp.asarray(x, dtype), empty.keys.dtype) for x in (keys, values))
+    num_heads = shape.num_kv * shape.group
+    query = jnp.asarray(rng.standard_normal((len(lengths), num_heads, shape.width)), dtype)
+    sinks = jnp.asarray(rng.standard_normal(num_heads), jnp.float32) if has_sinks else None
+    tables = jnp.asarray(tables, jnp.int32)
+    return Tokens(query, TransposedCache(*arrays), tables, np.asarray(lengths), sinks)
+
+
+def take(tokens: Tokens, rows: list[int]) -> Tokens:
+    index = np.asarray(rows)
+    return tokens._replace(
+        query=tokens.query[index], tables=tokens.tables[index], lengths=tokens.lengths[index]
+    )
+
+
+def lay_out(tokens: Tokens, tile: int) -> PagedAttentionMetadata:
+    """Return the metadata of a step with tiles of `tile` rows, of which each has one token."""
+    count = len(tokens.lengths)
+    rows = np.arange(count, dtype=np.int32)
+    tile_rows = np.full((count, tile), count, np.int32)
+    tile_rows[:, 0] = rows
+    return PagedAttentionMetadata(
+        slot_block=jnp.zeros(count, jnp.int32),
+        slot_offset=jnp.zeros(count, jnp.int32),
+        token_index=jnp.asarray(tokens.lengths - 1, jnp.int32),
+        span_end=None,
+        tile_rows=jnp.asarray(tile_rows),
+        tile_request=jnp.asarray(rows),
+        row_slot=jnp.asarray(rows * tile),
+        block_tables=tokens.tables,
+    )
+
+
+def attend(
+    tokens: Tokens, *, tile: int = 1, window: int | None = None, soft_cap: float | None = None
+) -> np.ndarray:
+    def run(query: Any, cache: Any, metadata: Any, sinks: Any) -> Any:
+        walk = partial(walk_blocks, scale=query.shape[2] ** -0.5, soft_cap=soft_cap)
+        visible = visible_range(metadata, window)
+        return walk(query, cache, metadata, metadata.block_tables, visible, sinks)
+
+    arguments = (tokens.query, tokens.cache, lay_out(tokens, tile), tokens.sinks)
+    lowered = jax.jit(run).lower(*arguments)
+    assert "mmjax_attention_" in lowered.as_text()
+    return np.asarray(lowered.compile()(*arguments))
+
+
+def answer(tokens: Tokens, row: int, *, window: int | None, soft_cap: float | None) -> np.ndarray:
+    """Return the formula's output in float64, of what the arrays hold."""
+    length = int(tokens.lengths[row])
+    keys, values = (
+        np.asarray(read(tokens.tables[row][None]), np.float64)[0]
+        for read in (tokens.cache.read_keys, tokens.cache.read_values)
+    )
+    keys = keys.transpose(1, 0, 3, 2).reshape(keys.shape[1], -1, keys.shape[2])
+    values = values.transpose(1, 0, 2, 3).reshape(values.shape[1], -1, values.shape[3])
+    first = 0 if window is None else max(0, length - window)
+    query = (tokens.query[row] * tokens.query.shape[2] ** -0.5).astype(tokens.query.dtype)
+    query = np.asarray(query, np.float64).reshape(keys.shape[0], -1, keys.shape[2])
+    scores = np.einsum("kzh,ksh->kzs", query, keys[:, first:length])
+    if soft_cap is not None:
+        scores = np.tanh(scores / soft_cap) * soft_cap
+    weights = np.exp(scores)
+    total = weights.sum(2)
+    if tokens.sinks is not None:
+        total = total + np.exp(np.asarray(tokens.sinks, np.float64)).reshape(total.shape)
+    out = np.einsum("kzs,ksv->kzv", weights, values[:, first:length]) / total[..., None]
+    return out.reshape(-1, values.shape[2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_attends_as_the_formula_says(shape: str, name: str, dtype: str) -> None:
+    options = {"window": None, "soft_cap": None, **OPTIONS[name]}
+    tokens = draw(SHAPES[shape], LENGTHS, dtype, has_sinks=options.pop("has_sinks", False))
+    out = attend(tokens, **options)
+    atol = 2e-6 if dtype == "float32" else 1e-2
+    for row in range(len(LENGTHS)):
+        np.testing.assert_allclose(out[row], answer(tokens, row, **options), atol=atol)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_has_the_same_bits_beside_any_others(shape: str, dtype: str) -> None:
+    """Alone, in another order, and in a step that computes prompts, too."""
+    tokens = draw(SHAPES[shape], LENGTHS, dtype, has_sinks=True)
+    whole = attend(tokens)
+    for rows in ([0], [3], [7], [6, 2], [5, 7, 1, 0]):
+        np.testing.assert_array_equal(attend(take(tokens, rows)), whole[rows])
+    np.testing.assert_array_equal(attend(tokens, tile=8), whole)
+
+
+def test_a_tile_of_padding_gives_zeros() -> None:
+    tokens = draw(SHAPES["each its own"], (40, 40), "float32", has_sinks=False)
+    out = attend(tokens._replace(lengths=np.asarray([40, 0])))
+    assert np.abs(out[0]).max() > 0
+    np.testing.assert_array_equal(out[1], 0)
+
+
+@pytest.mark.parametrize("change", [{"block_size": 8}, {"block_size": 512}, {"width": 1056}])
+def test_what_the_kernel_has_no_room_for_is_computed_by_xla(change: dict[str, int]) -> None:
+    shape = Shape(2, 2, 256, 256)._replace(**change)
+    tokens = draw(shape, (40, 70), "float32", has_sinks=False)
+    zeros = jax.tree.map(jnp.nan_to_num, tokens)  # XLA multiplies what is masked, too
+    with pytest.raises(AssertionError, match="mmjax_attention_"):
+        attend(zeros)
+
+
+def test_several_devices_are_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "find_kernels", lambda: None)
+    tokens = draw(SHAPES["each its own"], (40,), "float32", has_sinks=False)
+    with pytest.raises(AssertionError, match="mmjax_attention_"):
+        attend(tokens)
