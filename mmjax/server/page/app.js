@@ -1,6 +1,6 @@
 // The page: which conversation is open, and what is done to it.
 
-import { answer, goOn, isRunning, LIMITS, startAnswers, stopAnswer } from "./answers.js";
+import { answer, goOn, isRunning, startAnswers, stopAnswer } from "./answers.js";
 import { changeDraft, draftedMedia, showAbilities, showProblem, showRunning, startComposer } from "./composer/composer.js";
 import { toDataUrl } from "./composer/media.js";
 import * as kept from "./conversation/kept.js";
@@ -8,6 +8,7 @@ import { addMessage, askedWith, newConversation, pathTo, removeMessage, shownPat
 import { announce, byId } from "./dom.js";
 import { ServerError } from "./server/api.js";
 import { chosenModel, limitOf, showLeft, startModels } from "./server/models.js";
+import { openPanel } from "./server/panel.js";
 import { startStatus } from "./server/status.js";
 import { sampling, startSettings, systemPrompt } from "./settings.js";
 import { drawConversations, startSidebar } from "./sidebar.js";
@@ -84,9 +85,13 @@ function fieldsAfter(parent) {
   }
 }
 
-function again(message) {
+/** Answer once more; `model` and `seed` stand for those that are set. */
+function again(message, { model, seed, dropsOldest } = {}) {
   const fields = fieldsAfter(message.parent);
   if (!fields) return;
+  if (model) fields.model = model;
+  if (dropsOldest) fields.dropsOldest = true;
+  if (seed !== undefined) fields.sampling.seed = seed;
   if (!message.text && message.state !== "done") removeMessage(current, message); // nothing is lost by it
   answer(current, message.parent, fields);
 }
@@ -101,7 +106,7 @@ function waysPastLimit(message) {
     const label = picture ? "Ask in a new conversation, with the last picture" : "Ask in a new conversation";
     ways.push([label, () => askElsewhere(question.text, picture)]);
   }
-  if (asked.length > 1) ways.push(["Leave out the oldest", () => leaveOut(message)]);
+  if (asked.length > 1) ways.push(["Leave out the oldest", () => again(message, { dropsOldest: true })]);
   return ways;
 }
 
@@ -109,11 +114,6 @@ async function askElsewhere(text, picture) {
   const copies = picture ? [kept.copyOfPicture(picture)] : [];
   await start();
   ask(text, copies);
-}
-
-function leaveOut(message) {
-  message.dropsOldest = true;
-  again(message);
 }
 
 /** Throw where there are more pictures than the model takes. */
@@ -141,7 +141,7 @@ function began(conversation, message) {
 }
 
 function ended(conversation, message) {
-  kept.save(conversation);
+  kept.writeDown(conversation);
   drawConversations();
   if (conversation !== current) return;
   redraw(message);
@@ -176,7 +176,7 @@ async function startPage() {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
   });
-  startStatus(() => {});
+  startStatus(openPanel);
   await kept.readAll();
   await showConversation(kept.lastOpened());
   document.body.dataset.started = "true";

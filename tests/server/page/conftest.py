@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from PIL import Image, ImageDraw
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from mmjax.config.engine_config import SchedulerConfig, ServerConfig
+from mmjax.config.engine_config import LoRAConfig, SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -92,8 +92,14 @@ class PageSupervisor(EchoSupervisor):
 
     def say_programs_left(self, num_programs_left: int) -> None:
         """Set what the next look at the server's state sees."""
+        self._say(num_programs_left=num_programs_left)
+
+    def say_running(self, num_running: int) -> None:
+        self._say(num_running=num_running)
+
+    def _say(self, *, num_running: int = 0, num_programs_left: int = 0) -> None:
         self.heartbeat: Heartbeat | None = Heartbeat(
-            num_running=0,
+            num_running=num_running,
             num_waiting=0,
             kv_cache_usage=0.0,
             num_compilations=0,
@@ -218,6 +224,12 @@ class Playground:
         assert self.processor is not None
         return self.processor.tokenizer.decode(list(token_ids))
 
+    def will_say(self, text: str) -> None:
+        """Let the engine answer with `text` from now on, instead of an echo."""
+        assert self.processor is not None
+        tokenizer = self.processor.tokenizer
+        self.engine.answer = tokenizer.encode(text, add_special_tokens=False)
+
     def pick(self, name: str, kind: str, content: bytes) -> None:
         """Pick a file by the button."""
         file: Any = {"name": name, "mimeType": kind, "buffer": content}
@@ -296,13 +308,15 @@ def make_playground(
             size: tuple[int, int] = WIDE,
             scheme: str = "light",
             is_started_ready: bool = True,
+            processor: InputProcessor = server_input_processor,
+            lora: LoRAConfig | None = None,
             **config: Any,
         ) -> Playground:
             def start(port: int) -> tuple[BackgroundServer, PageSupervisor]:
                 supervisor = PageSupervisor(is_started_ready=is_started_ready)
-                client = AsyncEngineClient(server_input_processor, supervisor, SchedulerConfig())
-                chat = ChatParser.for_model(server_input_processor)
-                app = create_app(client, chat, ServerConfig(**config))
+                client = AsyncEngineClient(processor, supervisor, SchedulerConfig(), lora=lora)
+                chat = ChatParser.for_model(processor)
+                app = create_app(client, chat, ServerConfig(**config), lora)
                 return stack.enter_context(BackgroundServer(app, port)), supervisor
 
             server, supervisor = start(0)
@@ -313,7 +327,7 @@ def make_playground(
                 supervisor,
                 server,
                 lambda port: start(port)[1],
-                server_input_processor,
+                processor,
             ).open()
 
         yield make

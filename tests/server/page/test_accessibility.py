@@ -24,8 +24,16 @@ def find_faults(page: Page) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, PHONE])
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [
+        ("dark", PHONE),
+        ("light", WIDE),
+        # Slow: each looks ten times; the two above see every colour, and both layouts.
+        pytest.param("light", PHONE, marks=pytest.mark.slow),
+        pytest.param("dark", WIDE, marks=pytest.mark.slow),
+    ],
+)
 def test_axe_finds_no_serious_fault(
     make_playground: MakePlayground, scheme: str, size: tuple[int, int]
 ) -> None:
@@ -42,14 +50,34 @@ def test_axe_finds_no_serious_fault(
     playground.open_strip()
     playground.ask("<end_of_turn>")
     assert find_faults(page) == []
+    page.get_by_role("button", name="Answer again").first.click()
+    playground.wait_for_answers(1)
+    page.get_by_role("button", name="Compare").click()
     page.get_by_role("button", name="Edit the question").last.click()
     assert find_faults(page) == []
-    page.get_by_role("button", name="Settings").click()
-    assert find_faults(page) == []
-    page.keyboard.press("Escape")
+    for name in ("Settings", "Ready"):
+        page.get_by_role("button", name=name).click()
+        expect(page.locator("dialog[open]")).to_be_visible()
+        assert find_faults(page) == []
+        page.keyboard.press("Escape")
     if size == PHONE:
         page.get_by_role("button", name="Show the list of conversations").click()
         assert find_faults(page) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault_where_a_key_is_asked_for(
+    make_playground: MakePlayground, scheme: str
+) -> None:
+    page = make_playground(scheme=scheme, size=PHONE, api_keys=("secret",)).page
+    expect(page.locator("#status[data-state=key]")).to_be_visible()
+    page.get_by_role("textbox", name="Message").fill("a star")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-error")).to_be_visible()
+    assert find_faults(page) == []
 
 
 def test_axe_would_find_a_fault(make_playground: MakePlayground) -> None:

@@ -55,11 +55,11 @@ def test_html_in_an_answer_is_shown_as_text(playground: Playground) -> None:
 
 
 def find_boxes(page: Page, text: str, **facts: Any) -> list[tuple[str, list[float]]]:
-    """Return each box: its label, and left, top, right, bottom."""
+    """Return each box: its label, and left, top, right, bottom; of a point, both are the same."""
     given = {"text": text, "picture": {"width": 400, "height": 200}, **facts}
     found = call(page, "boxes", "findBoxes", given)
     return [
-        (one["label"], [round(n, 3) for n in (*one["points"][0], *one["points"][-2])])
+        (one["label"], [round(n, 3) for n in (*one["points"][0], *one["points"][-2:][0])])
         for one in found
     ]
 
@@ -118,6 +118,14 @@ def test_the_page_reads_boxes_in_the_unit_of_the_models_card(playground: Playgro
 def test_other_texts_hold_no_boxes(playground: Playground) -> None:
     for text in ("f(1,2),(3)", "(3,4),(1,2)", "(1,2),(3000,4)", '[{"bbox_2d": "no"}]', "[{]}", ""):
         assert find_boxes(playground.page, text) == [], text
+
+
+def test_fields_that_are_no_boxes_hold_none(playground: Playground) -> None:
+    for value in (1, None, [1], [None], [["a", "b", "c", "d"]], {"a": 1}, [[[1]]]):
+        parsed = {"<OD>": dict.fromkeys(("bboxes", "quad_boxes", "polygons", "points"), value)}
+        assert find_boxes(playground.page, "", parsed=parsed) == [], value
+    for parsed in ({"a": 1}, {"a": None}, {"a": {"bboxes": [[1, 2, 3, 4]], "labels": None}}):
+        assert len(find_boxes(playground.page, "", parsed=parsed)) <= 1
 
 
 def test_boxes_are_drawn_on_the_picture(playground: Playground) -> None:

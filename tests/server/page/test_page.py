@@ -286,7 +286,7 @@ def test_the_start_is_shown(make_playground: MakePlayground) -> None:
     expect(status).to_have_text("Starting: the model is loaded and compiled")
     playground.supervisor.say_programs_left(3)
     playground.supervisor.call(playground.supervisor.become_ready)
-    expect(status).to_have_text("Ready, 3 programs still compile")
+    expect(status).to_have_text("Ready, 3 left to compile")
     playground.supervisor.say_programs_left(0)
     expect(status).to_have_text("Ready")
 

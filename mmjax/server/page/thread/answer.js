@@ -4,6 +4,7 @@ import { isRunning } from "../answers.js";
 import { renderPrompt } from "../server/api.js";
 import { el, iconButton } from "../dom.js";
 import { drawBoxes, findBoxes } from "./boxes.js";
+import { showCompareForm } from "./compare.js";
 import { markdown } from "./markdown.js";
 import { drawStages, drawTokens, summary } from "./strip.js";
 import { copy, drawVersions } from "./versions.js";
@@ -11,7 +12,7 @@ import { copy, drawVersions } from "./versions.js";
 /** Draw an answer; `thread` has what it needs of the conversation. */
 export function drawAnswer(message, thread) {
   const row = el("li", { class: "assistant", "data-id": message.id, "data-state": message.state });
-  row.append(el("h2", { class: "hidden" }, "Answer"), el("div", { class: "text" }));
+  row.append(el("h2", { class: "hidden" }, "Answer"), drawReasoning(), el("div", { class: "text" }));
   fillAnswer(row, message);
   if (isRunning(message)) return row;
   const boxes = boxesOf(message, thread);
@@ -28,6 +29,7 @@ export function drawAnswer(message, thread) {
       drawVersions(message, thread),
       message.text ? iconButton("copy", "Copy the answer", () => copy(message.text)) : null,
       iconButton("again", "Answer again", thread.again),
+      message.text ? iconButton("compare", "Compare", () => showCompareForm(row, message, thread)) : null,
       el("span", { class: "summary" }, summary(message)),
     ),
   );
@@ -35,10 +37,24 @@ export function drawAnswer(message, thread) {
   return row;
 }
 
+/** Draw where a model's reasoning goes: folded, and hidden as long as there is none. */
+function drawReasoning() {
+  const details = el("details", { class: "reasoning", hidden: true }, el("summary", {}), el("div", { class: "thought" }));
+  details.addEventListener("toggle", () => showOpened(details));
+  return details;
+}
+
 /** Draw the text of an answer, also while it grows. */
 export function fillAnswer(row, message) {
+  const reasoning = row.querySelector(".reasoning");
+  reasoning.hidden = !message.reasoning;
+  if (message.reasoning) {
+    const isThinking = isRunning(message) && !message.text;
+    reasoning.querySelector("summary").textContent = isThinking ? "Reasoning \u2026" : "Reasoning";
+    reasoning.querySelector(".thought").replaceChildren(...markdown(message.reasoning));
+  }
   const nodes = markdown(message.text);
-  if (isRunning(message) && !message.text) {
+  if (isRunning(message) && !message.text && !message.reasoning) {
     nodes.push(el("p", { class: "waiting" }, el("span", { class: "hidden" }, "Waiting for the first token")));
   }
   row.querySelector(".text").replaceChildren(...nodes);
@@ -72,11 +88,18 @@ function drawError({ message, status, param, code, requestId }) {
 }
 
 function boxesOf(message, thread) {
-  const picture = thread.pictures().at(-1);
+  const pictures = thread.pictures();
+  const picture = pictures.at(-1);
   if (!picture || !message.text) return null;
-  const items = message.metrics?.items ?? [];
-  const boxes = findBoxes({ ...message, picture, item: items.at(-1), unit: thread.boxUnit() });
+  const item = (message.metrics?.items ?? []).at(-1);
+  const facts = { picture, item, unit: thread.boxUnit(), number: pictures.length };
+  const boxes = findBoxes({ ...message, ...facts });
   return boxes.length ? drawBoxes(thread.addressOf(picture.id), picture, boxes) : null;
+}
+
+/** Scroll what was opened into view; its beginning, if it is larger than that. */
+function showOpened(details) {
+  if (details.open) details.scrollIntoView({ block: "nearest" });
 }
 
 function drawCost(message, thread) {
@@ -89,6 +112,7 @@ function drawCost(message, thread) {
     tokens,
   );
   details.addEventListener("toggle", async () => {
+    showOpened(details);
     if (!details.open || tokens.hasChildNodes()) return;
     tokens.replaceChildren(el("p", { class: "note" }, "Reading the prompt."));
     try {
@@ -99,6 +123,7 @@ function drawCost(message, thread) {
     } catch (error) {
       tokens.replaceChildren(drawError(error));
     }
+    showOpened(details);
   });
   return details;
 }

@@ -30,10 +30,19 @@ export function duration(ms) {
   return ms >= 10 ? `${Math.round(ms)} ms` : `${ms.toFixed(ms >= 1 ? 1 : 2)} ms`;
 }
 
+/** Return how many tokens an answer has; the one that ends it is no part of its text. */
+export function tokenCount({ usage, finish, stop }) {
+  const hasEnd = finish === "stop" && typeof stop !== "string"; // else a text has ended it
+  const count = usage.completion_tokens - (hasEnd ? 1 : 0);
+  const tokens = `${count} ${count === 1 ? "token" : "tokens"}`;
+  return hasEnd ? `${tokens} and ${count === 1 ? "its" : "their"} end` : tokens;
+}
+
 /** Return the line under an answer. */
-export function summary({ usage, metrics }) {
+export function summary(message) {
+  const { usage, metrics } = message;
   const parts = [];
-  if (usage) parts.push(`${usage.completion_tokens} tokens`);
+  if (usage) parts.push(tokenCount(message));
   if (metrics?.tokens_per_second) parts.push(`${metrics.tokens_per_second.toFixed(1)} tokens/s`);
   if (metrics) {
     parts.push(`first token after ${duration(metrics.total_time_ms - metrics.generation_time_ms)}`);

@@ -4,11 +4,13 @@ import { isRunning, LIMITS, promptOf } from "../answers.js";
 import { pictureOf } from "../conversation/kept.js";
 import { askedWith, pathTo, shownPath, versionsOf } from "../conversation/tree.js";
 import { byId, el } from "../dom.js";
-import { capabilities } from "../server/models.js";
+import { capabilities, modelIds } from "../server/models.js";
 import { drawAnswer, fillAnswer } from "./answer.js";
+import { drawPair } from "./compare.js";
 import { drawQuestion } from "./question.js";
 
 const NEAR_PIXELS = 80;
+const compared = new Map(); // id of a question -> that of the answer which the shown one stands beside
 const frames = new Map(); // id of an answer that has grown -> its animation frame
 let page = null;
 
@@ -26,7 +28,7 @@ export function drawThread() {
   const path = shownPath(conversation);
   byId("title").textContent = conversation.title;
   byId("empty").hidden = path.length > 0;
-  byId("messages").replaceChildren(...path.flatMap((message) => [...divider(message, path), drawOne(message)]));
+  byId("messages").replaceChildren(...path.flatMap((message) => [...divider(message, path), drawRow(message)]));
   restore();
 }
 
@@ -38,7 +40,7 @@ function divider(message, path) {
 
 function noteFocus() {
   const node = document.activeElement;
-  const id = node.closest?.("#messages > li")?.dataset.id;
+  const id = node.closest?.("[data-id]")?.dataset.id;
   const place = id ? [...byId("messages").children].findIndex((row) => row.dataset.id === id) : -1;
   return () => {
     if (place < 0 || node.isConnected) return;
@@ -50,15 +52,36 @@ function noteFocus() {
   };
 }
 
-const rowOf = (id) => byId("messages").querySelector(`:scope > [data-id="${id}"]`);
+const rowOf = (id) => byId("messages").querySelector(`[data-id="${id}"]`);
 
-function drawOne(message) {
+/** Draw a message; an answer that is compared, with the other one beside it. */
+function drawRow(message) {
+  const other = page.current().messages.find(({ id }) => id === compared.get(message.parent));
+  if (!other || other === message) return drawOne(message);
+  const keep = (one) => {
+    compared.delete(message.parent);
+    page.show(one);
+  };
+  return drawPair([other, message].map((one) => [one, drawOne(one, true), () => keep(one)]));
+}
+
+/** Show an answer beside `other`, or beside a new one, asked with `fields`. */
+function compare(message, other, fields) {
+  compared.set(message.parent, message.id);
+  if (other) page.show(other);
+  else page.again(message, fields);
+}
+
+function drawOne(message, isCompared = false) {
   const conversation = page.current();
   const asked = () => askedWith(pathTo(conversation, message));
   const thread = {
     addressOf: (id) => pictureOf(id)?.address,
     view,
+    isCompared,
     versions: () => versionsOf(conversation, message),
+    models: modelIds,
+    compare: (other, fields) => compare(message, other, fields),
     show: page.show,
     pictures: () => asked().flatMap((one) => one.pictures ?? []).filter(({ kind }) => kind !== "video"),
     prompt: () => promptOf(conversation, message),
@@ -86,8 +109,15 @@ export function redraw(message) {
   frames.delete(message.id);
   const row = rowOf(message.id);
   if (!row) return;
+  if (row.closest(".pair")) {
+    following(drawThread);
+    return;
+  }
   const restore = noteFocus();
-  following(() => row.replaceWith(drawOne(message)));
+  const isOpen = Boolean(row.querySelector(".reasoning[open]"));
+  const drawn = drawOne(message);
+  if (isOpen) drawn.querySelector(".reasoning").open = true;
+  following(() => row.replaceWith(drawn));
   restore();
 }
 

@@ -5,7 +5,7 @@ import { announce, el, iconButton } from "../dom.js";
 /** Draw the arrows; null for a message of one version. */
 export function drawVersions(message, thread) {
   const versions = thread.versions();
-  if (versions.length < 2) return null;
+  if (versions.length < 2 || thread.isCompared) return null;
   const place = versions.indexOf(message);
   const arrow = (icon, name, to) =>
     iconButton(icon, `${name} version`, () => thread.show(versions[to]), { disabled: !versions[to] });
