@@ -34,7 +34,7 @@ serve: $(VENV)/.serve ## answer questions about pictures on http://127.0.0.1:800
 test: chromium lint ## run everything that CI runs
 	@$(PYTEST) -m "not slow and not hub"
 
-test-slow: chromium lint $(VENV)/.ray ## the same with full counts
+test-slow: chromium lint $(VENV)/.ray $(VENV)/.docs ## the same with full counts
 	@$(PYTEST) -m "not hub" --timeout 3600 --hypothesis-profile random
 
 # The variable reaches the workers too, and all that the tests start; `-O` reaches neither.
@@ -49,10 +49,12 @@ check: lint ## format, lint, types, contracts and the tests that take seconds
 bench: $(VENV)/.dev ## measure the embedded default on this machine
 	@$(BIN)/python -m benchmarks.offline
 
-docs: $(VENV)/.dev ## write docs/configuration.md, check every link of the documentation
+docs: $(VENV)/.docs ## build the documentation into build/site, its tables and links checked
 	@$(BIN)/python docs/make_configuration.py
 	@$(BIN)/python docs/make_from_vllm.py
 	@$(BIN)/python docs/check_links.py
+	@$(BIN)/python docs/make_site.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
 
 chromium:
 	@.ci/chromium
@@ -86,4 +88,9 @@ $(VENV)/.dev: $(INPUTS) | $(BIN)/python
 $(VENV)/.ray: $(VENV)/.dev
 	@echo "installing Ray, which the tests of a deployment need, into $(VENV)"
 	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev,ray]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "installing mkdocs, which makes a site of the documentation, into $(VENV)"
+	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev,docs]'
 	@touch $@

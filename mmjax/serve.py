@@ -23,6 +23,7 @@ from mmjax.server.shutdown import Interrupted, Shutdown, leave
 from mmjax.server.start import ended_on_error, make_app, start_engine
 from mmjax.system.allocator import return_large_blocks
 from mmjax.system.logger import configure_http_logging, configure_logging, get_logger, reporting
+from mmjax.system.torch_free import leave_torch_out
 
 logger = get_logger("mmjax.serve")  # __name__ is `__main__` here
 
@@ -204,4 +205,5 @@ async def _announce(app: Any, supervisor: Any, server: Any, address: str) -> Non
 
 
 if __name__ == "__main__":
+    leave_torch_out()
     leave(main())

@@ -351,11 +351,11 @@ def test_the_top_level_holds_what_it_should(tracked: list[str]):
     assert {name.split("/")[0] for name in tracked} - TOP_LEVEL == set()
 
 
-def test_torch_is_a_dependency_of_dev_alone():
+def test_torch_is_a_dependency_of_what_compares_with_it_alone():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {"": project["dependencies"], **project["optional-dependencies"]}
     with_torch = {name for name, needs in extras.items() if any("torch" in n for n in needs)}
-    assert with_torch == {"dev"}
+    assert with_torch == {"dev", "parity"}
 
 
 @pytest.mark.slow

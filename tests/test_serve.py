@@ -228,6 +228,13 @@ def test_who_computes_on_the_cores_of_the_server_gives_way_to_it(url: str, serve
         assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {expected}
 
 
+def test_no_process_of_the_server_has_torch(url: str, served: Served) -> None:
+    """It takes 190 MB of each process, and nothing here needs it; the tests' own has it."""
+    server = psutil.Process(served.process.pid)
+    for process in (server, *server.children(recursive=True)):
+        assert not [mapped.path for mapped in process.memory_maps() if "torch" in mapped.path]
+
+
 def test_accepted_connections_have_no_delay() -> None:
     async def nodelay_of_accepted(listener: socket.socket) -> int:
         options: asyncio.Queue[int] = asyncio.Queue()

@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 from mmjax import __version__
 from mmjax.errors import MMJaxError
 from mmjax.server.shutdown import leave
+from mmjax.system.torch_free import leave_torch_out
 
 
 class Command(NamedTuple):
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """Run a subcommand, and end the process."""
+    if sys.argv[1:2] != ["parity"]:
+        leave_torch_out()
     leave(main())
 
 

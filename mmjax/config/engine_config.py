@@ -14,6 +14,7 @@ from mmjax.config.lora_config import LoRAConfig
 from mmjax.config.multimodal_config import MultiModalConfig
 from mmjax.config.server_config import ServerConfig
 from mmjax.config.settings import Setting, check_settings, setting, settings_of
+from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.errors import ConfigError
 from mmjax.system.logger import LogFormat, LogLevel
 
@@ -167,14 +168,28 @@ class SchedulerConfig:
     async_scheduling: bool = setting(
         True, "Whether the host prepares a step while the device computes the previous one."
     )
+    speculative_config: Mapping[str, Any] = setting(
+        {},
+        """Tokens that are guessed ahead and verified, several in a step; answers stay what they
+        are (docs/serving.md).""",
+        unset="none are guessed",
+        expected="a mapping (JSON object), as in "
+        """'{"method": "ngram", "num_speculative_tokens": 4}'""",
+    )
 
     @property
     def max_num_unfinished_seqs(self) -> int:
         """Maximum number of running and waiting sequences."""
         return self.max_num_seqs + self.max_num_queued_reqs
 
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """What is guessed ahead; None: nothing is."""
+        return SpeculativeConfig.parse(self.speculative_config)
+
     def __post_init__(self) -> None:
         check_settings(self)
+        SpeculativeConfig.parse(self.speculative_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,6 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--tokenizer-revision": "the tokenizer is the checkpoint's; give `--revision`",
     "--code-revision": "a checkpoint's code is never run; give `--revision`",
     "--skip-tokenizer-init": "send `prompt` as token ids; the tokenizer is always loaded",
-    "--speculative-config": _NOT_YET,
     "--enable-sleep-mode": _NOT_YET,
     "--enable-expert-parallel": "experts are sharded as their model is",
     "--distributed-executor-backend": "give `--distributed-coordinator`; see docs/parallel.md",

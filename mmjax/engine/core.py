@@ -49,6 +49,8 @@ class _Dispatched(NamedTuple):
     in_flight: InFlight
     begun_at: float
     """When it was dispatched, in `time.monotonic()` seconds."""
+    host_s: float = 0.0
+    """Seconds that scheduling and dispatching it took."""
 
     @property
     def awaits_masks(self) -> bool:
@@ -218,7 +220,10 @@ class EngineCore:
             raise failure
         self._use_compiled()
         with self._counter.watching():
-            before, self._in_flight = self._in_flight, self._dispatch()
+            before = self._in_flight
+            if before is not None and self._scheduler.waits_for_read(before.output):
+                return self._read_first(before)
+            self._in_flight = self._dispatch()
             if self._in_flight is not None and self._in_flight.awaits_masks:
                 assert before is not None, "a token in flight is of the step before"
                 deltas = self._read(before)
@@ -239,6 +244,23 @@ class EngineCore:
                 return []
             return self._read(before)
 
+    def _read_first(self, before: _Dispatched) -> list[RequestOutputDelta]:
+        """Read the step on the device, and dispatch the next one only then.
+
+        So all tokens are known, behind which others are guessed.
+        """
+        deltas = self._read(before)
+        self._in_flight = None
+        deadline = time.monotonic() + _MASK_WAIT_S
+        for request in self._scheduler.running:
+            # With no token in flight, a step holds only what has its mask.
+            request.logit_rules.is_ready_by(deadline)
+        try:
+            self._in_flight = self._dispatch()
+        except Exception as error:
+            self._failure = error
+        return deltas
+
     def _sample(self, dispatched: _Dispatched) -> _Dispatched:
         """Sample a step when its grammars have read what the one before sampled."""
         deadline = time.monotonic() + _MASK_WAIT_S
@@ -254,14 +276,19 @@ class EngineCore:
         return dispatched._replace(in_flight=self._runner.sample(dispatched.in_flight, ids))
 
     def _read(self, dispatched: _Dispatched) -> list[RequestOutputDelta]:
-        output, in_flight, begun_at = dispatched
-        self._runner.wait_encoded(in_flight)
+        output, in_flight, _, host_s = dispatched
         # The device computes one step after the other.
-        encode_s = time.monotonic() - max(begun_at, self._read_at)
+        start = max(dispatched.begun_at, self._read_at)
+        self._runner.wait_encoded(in_flight)
+        encode_s = time.monotonic() - start
         sampled = self._runner.read(in_flight)
         self._read_at = time.monotonic()
         deltas = self._scheduler.update_from_output(output, sampled, encode_s=encode_s)
         self._open_outputs.pop(0)
+        speculation = self._scheduler.speculation
+        if speculation is not None and output.is_plain:
+            host_s += time.monotonic() - self._read_at
+            speculation.note_step(host_s, self._read_at - start)
         return deltas
 
     def _use_compiled(self) -> None:
@@ -273,6 +300,7 @@ class EngineCore:
             self._scheduler.limit_steps(ready if is_partial else None)
 
     def _dispatch(self) -> _Dispatched | None:
+        start = time.monotonic()
         self._open_outputs.append(None)
         output = self._open_outputs[-1] = self._scheduler.schedule()
         self.num_preemptions += output.num_preempted
@@ -282,7 +310,7 @@ class EngineCore:
         if in_flight is None:
             self._open_outputs.pop()
             return None
-        return _Dispatched(output, in_flight, begun_at)
+        return _Dispatched(output, in_flight, begun_at, time.monotonic() - start)
 
     def _find_computed(self, output: SchedulerOutput) -> list[str]:
         """Return the requests of the steps that are on the device, and of grammars in threads."""
@@ -350,6 +378,7 @@ class EngineCore:
     def stats(self) -> Heartbeat:
         """Return the current statistics. Thread-safe."""
         scheduler = self._scheduler
+        guessed = scheduler.speculation
         prefix, encoder = scheduler.kv_cache.prefix_info, scheduler.encoder_cache.info
         return Heartbeat(
             num_running=len(scheduler.running),
@@ -366,6 +395,9 @@ class EngineCore:
             encoder_cache_queries=encoder.total,
             encoder_cache_usage=self.encoder_usage(),
             num_preemptions=self.num_preemptions,
+            num_drafts=0 if guessed is None else guessed.num_drafts,
+            num_draft_tokens=0 if guessed is None else guessed.num_draft_tokens,
+            num_accepted_tokens=0 if guessed is None else guessed.num_accepted_tokens,
             num_step_tokens=scheduler.num_step_tokens,
             step_token_counts=list(scheduler.step_token_counts),
             running_loras=self._name_loras(list(scheduler.running)),

@@ -27,10 +27,11 @@ from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
 from mmjax.engine.scheduling.scheduler import Scheduler
+from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.errors import CheckpointError, ConfigError, SnapshotDamagedError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.cpu.library import report_kernels
-from mmjax.layers.cpu.product import has_bfloat16
+from mmjax.layers.cpu.product import MAX_FEW_ROWS, has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params
 from mmjax.layers.quantization import quantize_params
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, Sees
@@ -345,6 +346,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
     )
     spec, budget = plan.host_inputs.encoder_spec, plan.encoder_budget
     no_tower: dict[str, Any] = {"max_units": 0}
+    speculation = schedule.speculation
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
@@ -353,6 +355,8 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,
         has_adapters=model.adapted is not None,
+        num_guessed=0 if speculation is None else speculation.num_speculative_tokens,
+        max_num_rows=_max_num_rows(config, placement),
     )
     return Programs(
         shape,
@@ -367,6 +371,15 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         max_encoder_len=plan.max_encoder_len,
         adapted=model.adapted,
     )
+
+
+def _max_num_rows(config: EngineConfig, placement: Placement) -> int:
+    """Return the rows of a step with guesses, at most.
+
+    On the CPU those that are multiplied as one is, bit for bit (docs/determinism.md).
+    """
+    most = config.scheduler.max_num_seqs
+    return MAX_FEW_ROWS if placement.platform == "cpu" else max(most, MAX_FEW_ROWS)
 
 
 def _order_programs(
@@ -402,6 +415,7 @@ def _make_scheduler(
 ) -> tuple[AdmissionLimits, Scheduler]:
     schedule, cache = config.scheduler, config.cache
     max_model_len, spec = config.model.max_model_len, plan.host_inputs.encoder_spec
+    speculation = schedule.speculation
     limits = AdmissionLimits(
         max_model_len=max_model_len,
         num_token_ids=programs.num_token_ids,
@@ -434,6 +448,8 @@ def _make_scheduler(
         keeps_runs_whole=plan.keeps_runs_whole,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+        speculation=None if speculation is None else Speculation(speculation),
+        max_num_rows=min(_max_num_rows(config, programs.placement), programs.buckets.max_num_rows),
     )
     return limits, scheduler
 

@@ -226,6 +226,11 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     encoder_cache_usage: float = 0.0
     """Referenced share of the encoder cache, between 0 and 1."""
     num_preemptions: int = 0
+    num_drafts: int = 0
+    """Guesses that were verified, of several tokens each (`--speculative-config`)."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """The right ones among these."""
     num_step_tokens: int = 0
     """Tokens that all steps computed."""
     step_token_counts: list[int] = []

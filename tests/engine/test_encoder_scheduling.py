@@ -67,7 +67,7 @@ def make_request(
 
 
 def sample(output: SchedulerOutput) -> ModelRunnerOutput:
-    return {s.request.request_id: SampledToken(7) for s in output.requests if s.samples}
+    return {s.request.request_id: [SampledToken(7)] for s in output.requests if s.samples}
 
 
 def step(scheduler: Scheduler) -> SchedulerOutput:

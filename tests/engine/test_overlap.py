@@ -83,7 +83,7 @@ class Ahead:
 
     def read(self) -> None:
         tokens = {
-            scheduled.request.request_id: SampledToken(self.choose(scheduled.request))
+            scheduled.request.request_id: [SampledToken(self.choose(scheduled.request))]
             for scheduled in self.before.requests
             if scheduled.samples
         }

@@ -71,7 +71,7 @@ def run(scheduler: Scheduler, request: Request) -> tuple[int, list[str]]:
         encoded += [one.identifier for one in output.encoder_items]
         (scheduled,) = output.requests
         start = scheduled.start if start < 0 else start
-        sampled = {request.request_id: SampledToken(7)} if scheduled.samples else {}
+        sampled = {request.request_id: [SampledToken(7)]} if scheduled.samples else {}
         scheduler.update_from_output(output, sampled)
     assert request.num_cached_tokens == start
     return start, encoded
@@ -168,7 +168,7 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
             for scheduled in output.requests
             if scheduled.request.num_preemptions and scheduled.num_tokens > 1
         ]
-        sampled = {s.request.request_id: SampledToken(7) for s in output.requests if s.samples}
+        sampled = {s.request.request_id: [SampledToken(7)] for s in output.requests if s.samples}
         scheduler.update_from_output(output, sampled)
     assert restarts
     assert min(restarts) >= 8  # the beginning was shared with the one that ran on

@@ -67,7 +67,7 @@ def make_request(
 def step(scheduler: Scheduler) -> SchedulerOutput:
     """Schedule, and invent the tokens."""
     output = scheduler.schedule()
-    sampled = {s.request.request_id: SampledToken(7) for s in output.requests if s.samples}
+    sampled = {s.request.request_id: [SampledToken(7)] for s in output.requests if s.samples}
     scheduler.update_from_output(output, sampled)
     return output
 
@@ -462,7 +462,7 @@ class Watcher:
         blocks = [self._check_window(scheduled) for scheduled in output.requests]
         used = [block for table in blocks for block in table]
         assert len(used) == len(set(used)), "a block belongs to two requests"
-        sampled = {s.request.request_id: SampledToken(7) for s in output.requests if s.samples}
+        sampled = {s.request.request_id: [SampledToken(7)] for s in output.requests if s.samples}
         self.sampled.update(sampled.keys())
         self.scheduler.update_from_output(output, sampled)
 

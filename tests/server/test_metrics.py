@@ -27,6 +27,8 @@ MAX_SERIES = 300
 OF_VLLM = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
     prefix_cache_hits_total mm_cache_queries_total mm_cache_hits_total num_preemptions_total
+    spec_decode_num_drafts_total spec_decode_num_draft_tokens_total
+    spec_decode_num_accepted_tokens_total
     prompt_tokens_total prompt_tokens_cached_total generation_tokens_total request_success_total
     iteration_tokens_total_bucket time_to_first_token_seconds_bucket
     inter_token_latency_seconds_bucket request_time_per_output_token_seconds_bucket
@@ -56,6 +58,9 @@ BUSY = Heartbeat(
     encoder_cache_queries=2,
     encoder_cache_usage=0.5,
     num_preemptions=6,
+    num_drafts=3,
+    num_draft_tokens=11,
+    num_accepted_tokens=8,
     num_step_tokens=71,
     step_token_counts=[1, 0, 0, 2] + [0] * (len(STEP_TOKEN_BOUNDS) - 3),
     running_loras=["poet", "boxed"],
@@ -148,6 +153,9 @@ def test_the_engines_figures(busy: Server) -> None:
     assert value(busy, "vllm:num_requests_waiting") == 2
     assert value(busy, "vllm:kv_cache_usage_perc") == 0.25
     assert value(busy, "vllm:num_preemptions_total") == 6
+    assert value(busy, "vllm:spec_decode_num_drafts_total") == 3
+    assert value(busy, "vllm:spec_decode_num_draft_tokens_total") == 11
+    assert value(busy, "vllm:spec_decode_num_accepted_tokens_total") == 8
     assert value(busy, "mmjax:programs_left") == 4
     assert value(busy, "mmjax:encoder_cache_usage_perc") == 0.5
     assert value(busy, "vllm:cache_config_info", num_gpu_blocks="99", block_size="32") == 1

@@ -19,7 +19,7 @@ from tests.echo_engine import EchoSupervisor
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 STRUCTURED = PAGE.with_name("structured.md")
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+EXAMPLES = re.findall(r"(?<!-->\n)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.fixture

@@ -205,8 +205,8 @@ class ModelRunner:
         for report in in_flight.reports:
             logprobs = _read_report(report, self._programs.vocab_size)
             request_id = report.scheduled.request.request_id
-            token = output.get(request_id, SampledToken())
-            output[request_id] = msgspec.structs.replace(token, prompt_logprobs=logprobs)
+            (token,) = output.get(request_id, [SampledToken()])
+            output[request_id] = [msgspec.structs.replace(token, prompt_logprobs=logprobs)]
         return output
 
     def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
@@ -430,21 +430,17 @@ def _kind_of(tables: SampleTables) -> SampleKind:
 def _read(
     sampled: Sequence[ScheduledRequest], drawn: np.ndarray | SampleOutput
 ) -> ModelRunnerOutput:
-    """Return each request's token, with log-probabilities where it asked for them."""
-    if not isinstance(drawn, SampleOutput):
-        tokens = drawn.tolist()
-        return {
-            scheduled.request.request_id: SampledToken(tokens[row])
-            for row, scheduled in enumerate(sampled)
-        }
-    tokens = drawn.token_ids.tolist()
+    """Return each request's tokens, with log-probabilities where it asked for them."""
+    is_full = isinstance(drawn, SampleOutput)
+    tokens = (drawn.token_ids if is_full else drawn).tolist()
     output: ModelRunnerOutput = {}
     for row, scheduled in enumerate(sampled):
         num_wanted = scheduled.request.sampling_params.logprobs
         logprobs = None
-        if num_wanted is not None:
+        if is_full and num_wanted is not None:
             logprobs = _read_row(drawn, row, tokens[row], num_wanted)
-        output[scheduled.request.request_id] = SampledToken(tokens[row], logprobs)
+        token = SampledToken(tokens[row], logprobs)
+        output.setdefault(scheduled.request.request_id, []).append(token)
     return output
 
 

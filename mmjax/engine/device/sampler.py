@@ -97,7 +97,7 @@ def make_tables(requests: Sequence[ScheduledRequest], empty: SampleTables) -> Sa
         request, params = scheduled.request, scheduled.request.sampling_params
         if params.no_repeat_ngram_size or params.has_penalties:
             history = empty.history.copy() if history is None else history
-            history[row, : request.num_tokens] = request.token_ids[: request.num_tokens]
+            history[row, : scheduled.end] = request.token_ids[: scheduled.end]
         if request.logit_rules.has_mask:
             masks = empty.masks.copy() if masks is None else masks
             masks[row] = request.logit_rules.allowed_bits

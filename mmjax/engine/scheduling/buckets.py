@@ -115,6 +115,8 @@ class Buckets:
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
         has_adapters: bool = False,
+        num_guessed: int = 0,
+        max_num_rows: int = 0,
     ) -> "Buckets":
         """Choose few buckets: 16 requests and 2,048 tokens give at most 31 programs.
 
@@ -133,6 +135,9 @@ class Buckets:
                 encoder hidden states of a few requests: its prompts are short, so that a mixed
                 step is usually a first one.
             has_adapters: Whether requests may have adapters: twice as many steps.
+            num_guessed: Tokens that may be guessed behind a request's own. Each is a row of a
+                decode step, whose sizes then include that of one request with all its guesses.
+            max_num_rows: Rows of a step with guesses, at most.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = round_up(max_num_batched_tokens, TILE_SIZE)
@@ -152,10 +157,15 @@ class Buckets:
             for has_spans in sorted(span_variants)
         ]
         decode = ladder(1, max_num_seqs, 2)
+        sample = ladder(1, max_num_seqs, 4)
+        if num_guessed:
+            largest = max(max_num_seqs, min(max_num_rows, max_num_seqs * (1 + num_guessed)))
+            alone = min(largest, 1 + num_guessed)
+            decode = sample = tuple(sorted({*ladder(1, largest, 2), alone}))
         return cls(
             decode=tuple(StepBucket(size, size, 1, all(span_variants)) for size in decode),
             mixed=tuple(mixed),
-            sample=ladder(1, max_num_seqs, 4),
+            sample=sample,
             encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else patches,
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
@@ -186,6 +196,11 @@ class Buckets:
         """Requests that a step may have, whatever it computes."""
         most = max(one.num_requests for one in self.mixed)
         return min(self.decode[-1].num_requests, self.sample[-1], most)
+
+    @property
+    def max_num_rows(self) -> int:
+        """Tokens that a step may sample, where each is of a window of one."""
+        return min(self.decode[-1].num_requests, self.sample[-1])
 
     @property
     def max_num_batched_tokens(self) -> int:

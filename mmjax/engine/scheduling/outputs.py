@@ -15,7 +15,10 @@ from mmjax.weights.adapter import Adapter
 
 # Structs are made in a quarter of a dataclass's time, and a step makes one for each request.
 class ScheduledRequest(msgspec.Struct, frozen=True):
-    """A window of one request's tokens: [start, start + num_tokens)."""
+    """A window of one request's tokens: [start, start + num_tokens).
+
+    Each token that is guessed ahead is a window of its own, behind the request's other one.
+    """
 
     request: Request
     start: int
@@ -30,6 +33,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     """Whether items are encoded for it in this step."""
     encoder_table: np.ndarray | None = None
     """int32[max_encoder_blocks] of an encoder-decoder model's request; unused entries are 0."""
+    is_guessed: bool = False
+    """Whether it is known to be the request's token once the samples before it are read."""
 
     @property
     def end(self) -> int:
@@ -78,6 +83,17 @@ class SchedulerOutput:
         return any(scheduled.awaits_mask for scheduled in self.requests)
 
     @property
+    def has_guesses(self) -> bool:
+        """Whether the next step cannot be scheduled before this one is read."""
+        return any(scheduled.is_guessed for scheduled in self.requests)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it computes a token of each request, none of them guessed, and nothing else."""
+        is_short = not self.encoder_items and self.num_tokens == len(self.requests)
+        return is_short and not self.has_guesses
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of all windows."""
         return sum(scheduled.num_tokens for scheduled in self.requests)
@@ -93,5 +109,5 @@ class SampledToken(msgspec.Struct, frozen=True):
     """Log-probabilities of the prompt's tokens that the window's tokens predict."""
 
 
-ModelRunnerOutput = dict[str, SampledToken]
-"""request_id -> token, of the requests whose window `samples` or has log-probabilities."""
+ModelRunnerOutput = dict[str, list[SampledToken]]
+"""request_id -> the token of each of its windows, if these `sample` or have log-probabilities."""

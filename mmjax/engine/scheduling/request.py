@@ -17,6 +17,7 @@ from mmjax.cache.kv.block_hash import (
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.engine.scheduling.spans import Spans, find_spans
+from mmjax.engine.scheduling.speculation import Forecast
 from mmjax.models.host_inputs import RotaryPositions, Sees
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
@@ -144,6 +145,8 @@ class Request:
     queued_at = 0.0
     adapter_slot = NO_SLOT
     """Where its adapter is on the device, while it runs."""
+    forecast: Forecast | None = None
+    """What is guessed of it; None: nothing is."""
     started_at = 0.0
     """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
 
@@ -231,6 +234,11 @@ class Request:
         return self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist()
 
     @property
+    def known_token_ids(self) -> np.ndarray:
+        """int32[tokens]: a view of prompt and sampled tokens."""
+        return self.token_ids[: self.num_tokens]
+
+    @property
     def mm_features(self) -> Sequence[EncoderItem]:
         """The items, under the name that block hashing uses."""
         return self.items
@@ -289,7 +297,8 @@ class Request:
 
     def find_bans(self, place: int, *, is_last_known: bool) -> list[tuple[int, int]]:
         """Return the tokens that are banned at a position, as `LogitRules.find_bans`."""
-        bans = self.logit_rules.find_bans(self.output_token_ids, is_last_known=is_last_known)
+        before = self.token_ids[self.num_prompt_tokens : place if is_last_known else place - 1]
+        bans = self.logit_rules.find_bans(before.tolist(), is_last_known=is_last_known)
         if self.needs_min_tokens(place):
             bans += [(-1, token_id) for token_id in self.held_back_token_ids[NUM_MASKED:]]
         return bans
@@ -323,6 +332,18 @@ class Request:
         if not start:
             self.prompt_logprobs = [None]
         self.prompt_logprobs[start + 1 :] = logprobs
+
+    def place_guess(self, most: int) -> int:
+        """Put guessed tokens behind the known ones; return how many, at most `most`.
+
+        None that `max_tokens` would cut off: a token is sampled behind the last of them.
+        """
+        if self.forecast is None:
+            return 0
+        room = self.max_tokens - self.num_output_tokens - 1
+        guess = self.forecast.guess(self.known_token_ids, min(most, room))
+        self.token_ids[self.num_tokens : self.num_tokens + len(guess)] = guess
+        return len(guess)
 
     def append_token(self, token_id: int) -> None:
         """Append a sampled token, and finish the request if it ends there."""

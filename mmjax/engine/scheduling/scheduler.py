@@ -7,10 +7,12 @@ strictly in order, so that none starves. No device arrays.
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
+
+import msgspec
 
 from mmjax.cache.adapter_slots import NO_SLOT, AdapterSlots
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
@@ -26,6 +28,7 @@ from mmjax.engine.scheduling.outputs import (
 )
 from mmjax.engine.scheduling.queues import WaitingQueue
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
+from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import (
     CapacityError,
@@ -46,6 +49,8 @@ class StepLimits(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_encoder_input_tokens: int
+    max_num_rows: int
+    """Sampled tokens, and guesses that are verified beside them."""
 
 
 @dataclass(slots=True)
@@ -61,6 +66,14 @@ class _Plan:
     items: list[EncoderItem] = field(default_factory=list)
     loads: list[AdapterLoad] = field(default_factory=list)
     num_preempted: int = 0
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether every request computes one token behind its prompt."""
+        return all(
+            number == 1 and request.num_output_tokens and not has_items
+            for request, number, has_items in self.requests
+        )
 
 
 class Scheduler:
@@ -80,8 +93,13 @@ class Scheduler:
         keeps_runs_whole: bool = False,
         enable_chunked_prefill: bool = True,
         max_loras: int = 0,
+        speculation: Speculation | None = None,
+        max_num_rows: int = 0,
     ) -> None:
-        """`patches_per_token`: of an encoder that takes packs of patches; 0: it takes units."""
+        """`patches_per_token`: of an encoder that takes packs of patches; 0: it takes units.
+
+        `max_num_rows`: of a step with guesses, of which `speculation` decides; None: without any.
+        """
         self.adapter_slots = AdapterSlots(max_loras)
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
@@ -89,8 +107,9 @@ class Scheduler:
         """In the order of the waiting queue; all hold blocks."""
         self.waiting = WaitingQueue()
         self._limits = self._final_limits = StepLimits(
-            max_num_seqs, max_num_batched_tokens, max_num_encoder_input_tokens
+            max_num_seqs, max_num_batched_tokens, max_num_encoder_input_tokens, max_num_rows
         )
+        self.speculation = speculation
         self._max_num_unfinished_seqs = max_num_seqs + max_num_queued_reqs
         self._max_num_encoder_states = max_num_encoder_states
         self._patches_per_token = patches_per_token
@@ -126,6 +145,7 @@ class Scheduler:
             min(ready.max_num_seqs, self._final_limits.max_num_seqs),
             min(ready.max_num_batched_tokens, self._final_limits.max_num_batched_tokens),
             num_embeds,
+            min(ready.max_num_rows, self._final_limits.max_num_rows),
         )
 
     # ---- requests ------------------------------------------------------------------------------
@@ -153,6 +173,8 @@ class Scheduler:
         if request.lora_request is not None:
             request.lora_request.num_users += 1
         request.queued_at = time.monotonic()
+        if self.speculation is not None and not request.logit_rules.has_grammar:
+            request.forecast = self.speculation.watch()
         self.waiting.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -243,12 +265,12 @@ class Scheduler:
             request = scheduled.request
             if scheduled.encodes:
                 request.times.encode += encode_s
-            token = sampled.get(request.request_id)
-            # The request may have ended since the step was scheduled: drop its token.
-            if token is None or request.is_finished:
+            tokens = sampled.get(request.request_id)
+            # The request may have ended since the step was scheduled: drop its tokens.
+            if tokens is None or request.is_finished or scheduled.is_guessed:
                 continue
             try:
-                delta = self._take_token(scheduled, token, now)
+                delta = self._take_tokens(scheduled, tokens, now)
             except Exception:
                 # What one request cannot take must not end the others.
                 logger.exception("request %s cannot take its token", request.request_id)
@@ -266,25 +288,28 @@ class Scheduler:
             # A request that was preempted since computes all again in any case.
             request.num_computed_tokens = min(request.num_computed_tokens, window.start)
 
-    def _take_token(
-        self, scheduled: ScheduledRequest, token: SampledToken, now: float
+    def _take_tokens(
+        self, scheduled: ScheduledRequest, tokens: Sequence[SampledToken], now: float
     ) -> RequestOutputDelta | None:
-        """Append a sampled token, and finish its request if it ends there."""
+        """Append the sampled tokens that are right, and finish the request if it ends there."""
         request = scheduled.request
-        if token.prompt_logprobs:
-            request.add_prompt_logprobs(scheduled.start, token.prompt_logprobs)
+        if tokens[0].prompt_logprobs:
+            request.add_prompt_logprobs(scheduled.start, tokens[0].prompt_logprobs)
         if not scheduled.samples:
             return None
         holds_blocks = request.status is RequestStatus.RUNNING
         request.num_in_flight -= 1
         num_hashed = len(request.block_hashes)
-        request.append_token(token.token_id)
+        taken = self._append(request, tokens)
+        if holds_blocks:
+            # Keys and values of the guesses that were right are in the cache.
+            request.num_computed_tokens += len(taken) - 1
         if holds_blocks and len(request.block_hashes) > num_hashed:
-            # The token may complete a block, which gets a hash.
+            # The tokens may complete a block, which gets a hash.
             self.kv_cache.cache_blocks(
                 request.request_id, request.block_hashes, request.num_computed_tokens
             )
-        self.num_generation_tokens += 1
+        self.num_generation_tokens += len(taken)
         prompt_logprobs = None
         is_first = request.num_output_tokens == 1
         if is_first:
@@ -293,8 +318,8 @@ class Scheduler:
             prompt_logprobs = request.prompt_logprobs or None
         delta = RequestOutputDelta(
             request_id=request.request_id,
-            new_token_ids=[token.token_id],
-            new_logprobs=None if token.logprobs is None else [token.logprobs],
+            new_token_ids=[token.token_id for token in taken],
+            new_logprobs=[one.logprobs for one in taken if one.logprobs is not None] or None,
             finish_reason=request.status.value if request.is_finished else None,
             stop_reason=request.stop_reason,
             num_cached_tokens=request.num_cached_tokens,
@@ -307,6 +332,24 @@ class Scheduler:
         elif request.request_id in self._suspects:
             self._clear(request)
         return delta
+
+    def _append(self, request: Request, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
+        """Append the first token, and each that was sampled behind a right guess; return them.
+
+        The guesses stand where the tokens go.
+        """
+        num_taken = 0
+        for token in tokens:
+            guessed = request.token_ids[request.num_tokens]
+            request.append_token(token.token_id)
+            num_taken += 1
+            if request.is_finished or token.token_id != guessed:
+                break
+        if self.speculation is not None and len(tokens) > 1:
+            self.speculation.note_guess(len(tokens) - 1, num_taken - 1)
+        if request.forecast is not None and not request.is_finished:
+            request.forecast.note(request.known_token_ids, num_taken)
+        return tokens[:num_taken]
 
     def _clear(self, request: Request) -> None:
         """Note that a suspect was computed alone; it makes room for the next one."""
@@ -365,12 +408,17 @@ class Scheduler:
         self._schedule_running(plan)
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
-        scheduled = [self._advance(*planned) for planned in plan.requests]
+        guessed = self._guess(plan)
+        scheduled: list[ScheduledRequest] = []
+        for request, num_tokens, encodes in plan.requests:
+            window = self._advance(request, num_tokens, encodes)
+            scheduled += [window, *_follow(window, guessed.get(request.request_id, 0))]
         self._count_step(sum(window.num_tokens for window in scheduled))
-        sampled = (window.request for window in scheduled if window.samples)
-        for row, request in enumerate(sampled):
-            request.sampled_row = row
-            request.num_in_flight += 1
+        sampled = (window for window in scheduled if window.samples)
+        for row, window in enumerate(sampled):
+            if not window.is_guessed:
+                window.request.sampled_row = row
+                window.request.num_in_flight += 1
         return SchedulerOutput(
             requests=scheduled,
             encoder_items=plan.items,
@@ -378,6 +426,49 @@ class Scheduler:
             num_preempted=plan.num_preempted,
             adapter_loads=plan.loads,
         )
+
+    def waits_for_read(self, before: SchedulerOutput) -> bool:
+        """Return whether the step before must be read before the next one is scheduled.
+
+        It has guesses, or the next one is to have some, for which all tokens must be known. Behind
+        a step with a prompt there may be another.
+        """
+        if self.speculation is None:
+            return False
+        if before.has_guesses:
+            return True
+        if self._suspects or not before.is_plain:
+            return False
+        return bool(self._share_out(self.running, self._limits.max_num_rows - len(self.running)))
+
+    def _share_out(self, requests: Sequence[Request], num_rows: int) -> Mapping[int, int]:
+        """Return how many guessed tokens the requests get, by their places."""
+        assert self.speculation is not None, "nothing is guessed"
+        forecasts = (request.forecast for request in requests)
+        chances = [0.0 if one is None else one.chance for one in forecasts]
+        return self.speculation.share_out(chances, num_rows)
+
+    def _guess(self, plan: _Plan) -> dict[str, int]:
+        """Place guesses behind the tokens of requests; return how many, by request id.
+
+        Only where all tokens are known, and where no prompt is computed beside them: a token has
+        the same bits in any such step.
+        """
+        if self.speculation is None or self._suspects or not plan.is_decoding:
+            return {}
+        requests = [request for request, _, _ in plan.requests]
+        if plan.num_preempted or any(request.num_in_flight for request in requests):
+            return {}
+        guessed = {}
+        num_rows = min(self._limits.max_num_rows - len(requests), plan.tokens_left)
+        for place, most in self._share_out(requests, num_rows).items():
+            request = requests[place]
+            number = request.place_guess(most)
+            total = request.num_tokens + number
+            # Nobody is preempted for a guess.
+            if number and self.kv_cache.allocate_slots(request.request_id, total):
+                guessed[request.request_id] = number
+        return guessed
 
     def _count_step(self, num_tokens: int) -> None:
         if num_tokens:
@@ -504,6 +595,12 @@ class Scheduler:
             encodes=encodes,
             encoder_table=encoder_table,
         )
+
+
+def _follow(window: ScheduledRequest, num_guessed: int) -> Iterator[ScheduledRequest]:
+    """Yield a window for each of the tokens that are guessed behind another."""
+    for place in range(window.end, window.end + num_guessed):
+        yield msgspec.structs.replace(window, start=place, is_guessed=True)
 
 
 def _full(num_running: int, num_waiting: int) -> CapacityError:

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from mmjax.config.engine_config import EngineConfig
 from mmjax.errors import MMJaxError
 from mmjax.system.logger import LogFormat, LogLevel, configure_logging, get_logger, reporting
+from mmjax.system.torch_free import leave_torch_out
 from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
 from mmjax.transport.step_record import create_step_record, read_step_record
 
@@ -202,6 +203,7 @@ def _run_child(
         target=_exit_with_parent, args=(directory,), daemon=True, name="watch-parent"
     ).start()
     configure_logging(options.log_level, process="P1", log_format=options.log_format)
+    leave_torch_out()
     module, _, name = options.main.partition(":")
     with reporting(logger, lambda: "importing JAX"):
         run: Callable[[EngineConfig, str, str], None] = getattr(
