@@ -19,16 +19,20 @@ import jax.numpy as jnp
 from mmjax.config.engine_config import DtypeName, ModelConfig, Quantization
 from mmjax.errors import CheckpointError, MMJaxError
 from mmjax.layers.module import Params, build_abstract
+from mmjax.layers.quantization import Layouts
 from mmjax.models.interface import build_model
 from mmjax.models.model_source import (
     CHECKPOINT_FILES,
     WEIGHT_FILES,
+    check_quantization,
     load_model_config,
     stored_dtype,
 )
 from mmjax.models.registry import load_model_class
 from mmjax.system.logger import configure_logging, get_logger
+from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import load_params
+from mmjax.weights.method import read_method
 from mmjax.weights.safetensors import is_snapshot
 from mmjax.weights.snapshot import save_snapshot
 
@@ -72,7 +76,8 @@ def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
     except OSError as error:
         raise CheckpointError(f"`{out}` cannot be made ({error.strerror})") from error
     start = time.perf_counter()
-    params = _load(config, use_tqdm=use_tqdm)
+    layouts = _find_layouts(config)
+    params = _load(config, layouts, use_tqdm=use_tqdm)
     _copy_files(config.path, out)
     save_snapshot(
         out,
@@ -80,19 +85,30 @@ def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
         source=config.model,
         architecture=config.architecture,
         revision=config.revision,
+        layouts=layouts,
     )
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     seconds = time.perf_counter() - start
     logger.info("wrote %.2f GB to %s in %.1f s", num_bytes / 1e9, out, seconds)
 
 
-def _load(config: ModelConfig, *, use_tqdm: bool) -> Params:
+def _find_layouts(config: ModelConfig) -> Layouts | None:
+    model_class: Any = load_model_class(config.architecture)
+    return read_layouts(config.path, config.hf_config, model_class.rules(config.hf_config))
+
+
+def _load(config: ModelConfig, layouts: Layouts | None, *, use_tqdm: bool) -> Params:
     dtype = _resolve_dtype(config)
     model_class: Any = load_model_class(config.architecture)
-    parts = (config.hf_config, None, config.quantization)
+    check_quantization(config)
+    parts = (config.hf_config, None, config.quantization or layouts)
     _, abstract = build_abstract(build_model, model_class, *parts, dtype=dtype)
     return load_params(
-        config.path, abstract, model_class.rules(config.hf_config), use_tqdm=use_tqdm
+        config.path,
+        abstract,
+        model_class.rules(config.hf_config),
+        method=read_method(config.hf_config),
+        use_tqdm=use_tqdm,
     )
 
 

@@ -197,10 +197,11 @@ def test_bad_configurations(content: str | None, match: str, copy_of: Path) -> N
 
 
 def test_quantized_weights_are_refused_by_their_key(copy_of: Path) -> None:
-    rewrite(copy_of / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    rewrite(copy_of / "config.json", quantization_config={"quant_method": "bitsandbytes"})
     (copy_of / "model.safetensors").write_bytes(save({}))
     assert load_model_config(str(copy_of)).architecture  # prompts can be processed
-    with pytest.raises(CheckpointError, match=r"`quantization_config.quant_method` .* is `awq`"):
+    refusal = r"`quantization_config.quant_method` .* is `bitsandbytes`.* `--quantization int4`"
+    with pytest.raises(CheckpointError, match=refusal):
         load_engine_config({"model": str(copy_of)})
 
 
@@ -214,12 +215,12 @@ def test_a_quantized_decoder_is_refused_too(tmp_path: Path) -> None:
         load_engine_config({"model": str(path)})
 
 
-def test_where_ministral_is_published_unquantized_is_named(tmp_path: Path) -> None:
-    path = mistral3.write_files("ministral3", tmp_path)
-    rewrite(path / "config.json", quantization_config={"quant_method": "fp8"})
-    (path / "model.safetensors").write_bytes(save({}))
-    with pytest.raises(CheckpointError, match=r"is `fp8`; .*whose name ends in `-BF16`"):
-        load_engine_config({"model": str(path)})
+def test_quantized_weights_are_not_quantized_again(copy_of: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4}
+    rewrite(copy_of / "config.json", quantization_config=settings)
+    (copy_of / "model.safetensors").write_bytes(save({}))
+    with pytest.raises(CheckpointError, match=r"`quantization` is int8, but .*`awq`\); leave it"):
+        load_engine_config({"model": str(copy_of), "quantization": "int8"})
 
 
 @pytest.mark.parametrize("has_head", [False, True])

@@ -13,6 +13,7 @@ _FORMS: Mapping[str, tuple[str, str | None]] = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
     "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
 }
 """How weights may be held -> `--dtype` and `--quantization`."""
 
@@ -99,7 +100,7 @@ def examine(model: str, revision: str | None = None, max_model_len: int | None =
     Downloads no weights. Raises MMJaxError with the reason why it cannot be served.
     """
     # Imported here: jax and transformers are slow.
-    from mmjax.models.model_source import load_model_config, refuse_quantized
+    from mmjax.models.model_source import check_quantization, load_model_config
     from mmjax.models.registry import MULTIMODAL_REGISTRY, load_model_class
 
     is_local = Path(model).expanduser().is_dir()
@@ -107,12 +108,14 @@ def examine(model: str, revision: str | None = None, max_model_len: int | None =
         model, revision=revision, max_model_len=max_model_len, needs_weights=is_local
     )
     model_class: Any = load_model_class(config.architecture)
-    refuse_quantized(config.hf_config)
+    check_quantization(config)
     info = MULTIMODAL_REGISTRY.create_processor(config).info
     info.get_hf_processor()  # refuses files that contradict each other
-    needs = {form: _find_need(config, model_class, form) for form in _FORMS}
+    published = _find_published(config, model_class, is_local=is_local)
+    forms = [form for form, (_, own) in _FORMS.items() if own is None or published is None]
+    needs = {form: _find_need(config, model_class, form, published) for form in forms}
     if is_local:
-        _check_weights(config, model_class)
+        _check_weights(config, model_class, published)
     return Fit(
         model=model,
         architecture=config.architecture,
@@ -125,23 +128,38 @@ def examine(model: str, revision: str | None = None, max_model_len: int | None =
     )
 
 
-def _build(config: Any, model_class: Any, form: str = "float32") -> tuple[Any, Any]:
+def _find_published(config: Any, model_class: Any, *, is_local: bool) -> Any:
+    """Return how the checkpoint has its weights quantised, of a hub id about; None: it has not."""
+    from mmjax.weights.layouts import read_layouts
+    from mmjax.weights.method import read_method
+
+    if is_local:
+        return read_layouts(config.path, config.hf_config, model_class.rules(config.hf_config))
+    method = read_method(config.hf_config)
+    if method is None:
+        return None
+    return "int4" if method.bits == 4 else "int8-weights"
+
+
+def _build(
+    config: Any, model_class: Any, form: str = "float32", published: Any = None
+) -> tuple[Any, Any]:
     from mmjax.layers.module import build_abstract
     from mmjax.models.interface import build_model
 
     dtype, quantization = _FORMS[form]
     return build_abstract(
-        build_model, model_class, config.hf_config, None, quantization, dtype=dtype
+        build_model, model_class, config.hf_config, None, quantization or published, dtype=dtype
     )
 
 
-def _find_need(config: Any, model_class: Any, form: str) -> Need:
+def _find_need(config: Any, model_class: Any, form: str, published: Any) -> Need:
     import jax
     import jax.numpy as jnp
 
     from mmjax.layers.module import bind
 
-    graphdef, params = _build(config, model_class, form)
+    graphdef, params = _build(config, model_class, form, published)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     model = bind(graphdef, params)
     token = model.kv_cache_spec.width * jnp.dtype(_FORMS[form][0]).itemsize
@@ -155,18 +173,22 @@ def _count_parts(config: Any, model_class: Any) -> dict[str, int]:
     return {name: sum(leaf.size for leaf in jax.tree.leaves(part)) for name, part in params.items()}
 
 
-def _check_weights(config: Any, model_class: Any) -> None:
+def _check_weights(config: Any, model_class: Any, published: Any) -> None:
     """Raise CheckpointError where names or shapes in the files' headers are not the model's."""
     from mmjax.layers.module import flatten_params
     from mmjax.weights.load import match_tensors
+    from mmjax.weights.method import read_method
+    from mmjax.weights.packed import find_packed
     from mmjax.weights.safetensors import is_snapshot, open_safetensors
 
     if is_snapshot(config.path):
         return
-    _, params = _build(config, model_class)
+    _, params = _build(config, model_class, published=published)
     rules = model_class.rules(config.hf_config)
     with open_safetensors(config.path) as tensors:
-        match_tensors(tensors.values(), flatten_params(params), rules, source=str(config.path))
+        plain, packed = find_packed(tensors, read_method(config.hf_config))
+        found, expected = [*plain, *packed], flatten_params(params)
+        match_tensors(found, expected, rules, source=str(config.path))
 
 
 def _choose_dtype(hf_config: Any) -> str:
@@ -236,7 +258,7 @@ def _advise(fit: Fit) -> str:
             "This machine cannot hold it. Lower `--max-model-len`, take a smaller checkpoint, or "
             "a machine with more memory."
         )
-    form = next(form for form in (fit.auto, "bfloat16", "int8") if form in fit.held)
+    form = next(form for form in (fit.auto, "bfloat16", "int8", "int4") if form in fit.held)
     dtype, quantization = _FORMS[form]
     devices = fit.machine.num_devices
     flags = [

@@ -20,7 +20,7 @@ from mmjax.system.logger import LogFormat, LogLevel
 
 ChatContentFormat = Literal["auto", "string", "openai"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
-Quantization = Literal["int8", "int8-weights"]
+Quantization = Literal["int8", "int8-weights", "int4"]
 Precompile = Literal["all", "smallest", "none"]
 PrefixCachingHashAlgorithm = Literal["sha256", "blake3"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -58,7 +58,8 @@ class ModelConfig:
         None,
         """Of the language model's weights, but for embeddings, head and experts, while they are
         loaded. int8: to 8 bits for each output channel, and what they are multiplied with to 8
-        bits for each token; int8-weights: the weights alone.""",
+        bits for each token; int8-weights: the weights alone; int4: the weights alone, to 4 bits, in
+        groups of 32 inputs. A checkpoint that is published quantised stays as it is.""",
         unset="none",
     )
     served_model_name: tuple[str, ...] = setting(

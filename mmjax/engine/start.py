@@ -13,7 +13,7 @@ import numpy as np
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
-from mmjax.config.engine_config import EngineConfig
+from mmjax.config.engine_config import EngineConfig, ModelConfig
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_sizes, largest_items
@@ -33,7 +33,7 @@ from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.cpu.library import report_kernels
 from mmjax.layers.cpu.product import MAX_FEW_ROWS, has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params
-from mmjax.layers.quantization import quantize_params
+from mmjax.layers.quantization import Layouts, quantize_params
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, Sees
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
@@ -42,7 +42,9 @@ from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger, reporting
 from mmjax.weights.adapter import AdapterReader
+from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import load_params
+from mmjax.weights.method import read_method
 from mmjax.weights.safetensors import is_snapshot
 from mmjax.weights.snapshot import load_snapshot
 
@@ -170,7 +172,8 @@ def _load_model(config: EngineConfig, model_class: Any, params: Params | None) -
         stored_dtype(config.model.hf_config),
         cpu_has_bfloat16=has_bfloat16(),
     )
-    parts = (model_class, config.model.hf_config, config.model.mm, config.model.quantization)
+    quantization = config.model.quantization or _find_layouts(config.model, model_class)
+    parts = (model_class, config.model.hf_config, config.model.mm, quantization)
     graphdef, abstract = build_abstract(build_model, *parts, dtype=dtype)
     model = bind(graphdef, abstract)
     adapted = _make_room(config, model, parts, dtype)
@@ -185,6 +188,11 @@ def _load_model(config: EngineConfig, model_class: Any, params: Params | None) -
     given = {name: part for name, part in params.items() if name not in left_out}
     placed = placement.place_params(given)
     return _Model(model_class, graphdef, placed, placement, adapted, left_out)
+
+
+def _find_layouts(config: ModelConfig, model_class: Any) -> Layouts | None:
+    """Return how the checkpoint has its weights quantised; None: it has not."""
+    return read_layouts(config.path, config.hf_config, model_class.rules(config.hf_config))
 
 
 def _make_room(config: EngineConfig, model: Any, parts: Any, dtype: Any) -> AdaptedModel | None:
@@ -221,8 +229,15 @@ def _read(
         except SnapshotDamagedError as error:
             path = _find_source(error, config.model.download_dir)
     rules = model_class.rules(config.model.hf_config)
-    use_tqdm = config.use_tqdm
-    return load_params(path, abstract, rules, mesh=mesh, left_out=left_out, use_tqdm=use_tqdm)
+    return load_params(
+        path,
+        abstract,
+        rules,
+        mesh=mesh,
+        left_out=left_out,
+        method=read_method(config.model.hf_config),
+        use_tqdm=config.use_tqdm,
+    )
 
 
 def _find_source(damage: SnapshotDamagedError, download_dir: Path | None) -> Path:

@@ -15,6 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.layers.activation import get_activation
 from mmjax.layers.cpu.dispatch import by_platform
+from mmjax.layers.cpu.groups import (
+    Grouped,
+    Layout,
+    dequantize,
+    expert_product,
+    find_grouped,
+    has_expert_kernel,
+    order_rows,
+    set_grouped,
+)
 from mmjax.layers.cpu.product import group_product, has_group_kernel, is_small
 from mmjax.layers.linear import linear
 from mmjax.layers.mlp import GatedMLP
@@ -117,9 +127,9 @@ class ClampedGate:
 class ExpertWeights(NamedTuple):
     """The parameters of all experts, or of one, without the first axis."""
 
-    gate_proj: Float[Array, "E F D"]
-    up_proj: Float[Array, "E F D"]
-    down_proj: Float[Array, "E D F"]
+    gate_proj: Float[Array, "E F D"] | Grouped
+    up_proj: Float[Array, "E F D"] | Grouped
+    down_proj: Float[Array, "E D F"] | Grouped
     gate_proj_bias: Float[Array, "E F"] | None = None
     up_proj_bias: Float[Array, "E F"] | None = None
     down_proj_bias: Float[Array, "E D"] | None = None
@@ -149,16 +159,25 @@ class Experts(nnx.Module):
         )
         self.activation = get_activation(activation)
         self.clamped_gate = clamped_gate
+        self.num_experts, self.inner = num_experts, inner
+        self.layouts: tuple[tuple[str, Layout], ...] = ()
+        """Of the matrices that are kept in groups, by name."""
+
+    def pack(self, name: str, layout: Layout) -> None:
+        """Keep the matrices of a name in groups of 4 or 8 bits."""
+        set_grouped(self, name, layout, getattr(self, name).shape)
+        self.layouts = (*self.layouts, (name, layout))
 
     def __call__(self, x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> Float[Array, "R D"]:
         """Transform rows that stand expert by expert: `sizes` are how many each has."""
         params = {name: getattr(self, name) for name in ExpertWeights._fields}
         arrays: dict[str, Any] = {n: p if p is None else p[...] for n, p in params.items()}
+        arrays |= {name: find_grouped(self, name, layout) for name, layout in self.layouts}
         weights = ExpertWeights(**arrays)
         # XLA's CPU backend multiplies all rows with all experts, and masks.
         forms = {"cpu": self._by_tiles, "default": self._by_ragged_dot}
-        expert = jax.eval_shape(lambda stacked: stacked[0], weights.gate_proj)
-        if _has_few_rows(x, sizes) and has_group_kernel(x, expert) and not is_small(expert):
+        expert = jax.ShapeDtypeStruct((self.inner, x.shape[1]), x.dtype)
+        if _has_few_rows(x, sizes) and _has_kernels(x, weights) and not is_small(expert):
             return by_platform(x, sizes, weights, kernel=self._by_kernel, **forms)
         return jax.lax.platform_dependent(x, sizes, weights, **forms)
 
@@ -171,7 +190,7 @@ class Experts(nnx.Module):
         """
         num_tokens, top_k = experts.shape
         order = jnp.argsort(experts.reshape(-1))
-        sizes = jnp.bincount(experts.reshape(-1), length=len(self.down_proj))
+        sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts)
         rows = self(x[order // top_k], sizes.astype(jnp.int32))
         rows = rows[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
         # Summed in the order of a token's choices, whatever its neighbours are.
@@ -181,7 +200,7 @@ class Experts(nnx.Module):
         self,
         x: Float[Array, "R D"],
         weights: ExpertWeights,
-        project: Callable[[Array, Array, Array | None], Array],
+        project: Callable[[Array, Array | Grouped, Array | None], Array],
     ) -> Float[Array, "R D"]:
         """Return the experts' outputs; `project` takes rows, a weight and its bias."""
         gate = project(x, weights.gate_proj, weights.gate_proj_bias)
@@ -195,7 +214,10 @@ class Experts(nnx.Module):
     def _by_ragged_dot(
         self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
     ) -> Float[Array, "R D"]:
-        def project(rows: Array, weight: Array, bias: Array | None) -> Array:
+        def project(rows: Array, weight: Array | Grouped, bias: Array | None) -> Array:
+            if isinstance(weight, Grouped):
+                rows = order_rows(rows, weight, sizes)
+                weight = dequantize(weight, rows.shape[1], rows.dtype)
             out = _ragged_product(rows, weight, sizes)
             if bias is None:
                 return out
@@ -206,8 +228,11 @@ class Experts(nnx.Module):
     def _by_kernel(
         self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
     ) -> Float[Array, "R D"]:
-        def project(rows: Array, weight: Array, bias: Array | None) -> Array:
-            out = group_product(rows, weight, sizes)
+        def project(rows: Array, weight: Array | Grouped, bias: Array | None) -> Array:
+            if isinstance(weight, Grouped):
+                out = expert_product(rows, weight, sizes)
+            else:
+                out = group_product(rows, weight, sizes)
             if bias is not None:
                 of_rows = jnp.repeat(bias, sizes, axis=0, total_repeat_length=len(rows))
                 out = out + of_rows.astype(jnp.float32)
@@ -224,9 +249,25 @@ class Experts(nnx.Module):
             own = jax.tree.map(
                 lambda one: jax.lax.dynamic_index_in_dim(one, expert, keepdims=False), weights
             )
-            return self._transform(rows, own, linear)
+            return self._transform(rows, own, _project)
 
         return _each_tile(transform, x, sizes, FEW_ROWS if _has_few_rows(x, sizes) else MANY_ROWS)
+
+
+def _project(rows: Array, weight: Array | Grouped, bias: Array | None) -> Array:
+    """Project rows of one expert."""
+    if isinstance(weight, Grouped):
+        rows = rows if weight.order is None else rows[:, weight.order]
+        weight = dequantize(weight, rows.shape[1], rows.dtype)
+    return linear(rows, weight, bias)
+
+
+def _has_kernels(x: Float[Array, "R D"], weights: ExpertWeights) -> bool:
+    """Return whether kernels multiply with all matrices of the experts."""
+    return all(
+        has_expert_kernel(x) if isinstance(one, Grouped) else has_group_kernel(x, one)
+        for one in (weights.gate_proj, weights.up_proj, weights.down_proj)
+    )
 
 
 def _has_few_rows(x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> bool:

@@ -15,7 +15,13 @@ from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import EmbedLoRA, LoRA
-from mmjax.layers.quantization import Int8Linear, quantize_linears
+from mmjax.layers.quantization import (
+    Int8Linear,
+    Layouts,
+    PackedLinear,
+    place_packed,
+    quantize_linears,
+)
 from mmjax.models.host_inputs import AFFINE, HostInputs, Sees
 from mmjax.processing.image_processors.affine import apply_affine
 from mmjax.weights.rules import RuleTypes
@@ -212,17 +218,22 @@ def build_model(
     model_class: Any,
     hf_config: Any,
     mm: MultiModalConfig | None = None,
-    quantization: Quantization | None = None,
+    quantization: Quantization | Layouts | None = None,
     adapters: AdapterSizes | None = None,
     *,
     dtype: Any,
 ) -> Any:
-    """Build a model's structure, without its towers where, by `mm`, no prompt needs them."""
+    """Build a model's structure, without its towers where, by `mm`, no prompt needs them.
+
+    `quantization`: what is made of float weights, or how a checkpoint has them.
+    """
     model = model_class(hf_config, dtype=dtype)
     for name in () if mm is None else left_out_names(model, mm):
         setattr(model, name, None)
-    if quantization is not None:
+    if isinstance(quantization, str):
         quantize_linears(model, quantization)
+    elif quantization:
+        place_packed(model, quantization)
     if adapters is not None:
         _add_adapters(model, adapters)
     return model
@@ -232,8 +243,10 @@ def _add_adapters(model: Any, sizes: AdapterSizes) -> None:
     shape = {"num_slots": sizes.num_slots, "rank": sizes.rank, "dtype": sizes.dtype}
     for path, module in list(nnx.iter_modules(model)):
         is_text = path[:1] == ("language_model",)
-        if isinstance(module, Linear | Int8Linear) and (is_text or sizes.has_towers):
-            out_features, in_features = module.weight.shape
+        if isinstance(module, PackedLinear | Linear | Int8Linear) and (is_text or sizes.has_towers):
+            is_packed = isinstance(module, PackedLinear)
+            matrix = module.describe_whole() if is_packed else module.weight
+            out_features, in_features = matrix.shape
             module.lora = nnx.data(LoRA(in_features, out_features, **shape))
     text = model.language_model
     vocab_size, width = text.embed_tokens.weight.shape

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mmjax.config.engine_config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
@@ -79,11 +78,6 @@ length of the new one alone."""
 _TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl", "t5"})
 """Model types, or those of a text model, whose class in transformers ties the head of published
 configurations that do not say so; their files tell."""
-
-_UNQUANTIZED: Mapping[str, str] = MappingProxyType(
-    {"mistral3": ", which for Ministral 3 is the one whose name ends in `-BF16`"}
-)
-"""Where the unquantized weights of a model type are published, if in another place."""
 
 _AS_WRITTEN = frozenset({"deepseek_v2"})
 """Model types whose class in transformers refuses configurations that are published."""
@@ -209,7 +203,7 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     named = {"model": None, **group_fields("model", values), "mm": media}
     parts = {group: make(group) for group in ("cache", "scheduler", "parallel", "lora")}
     model = load_model_config(**named, needs_weights=True)
-    refuse_quantized(model.hf_config)
+    check_quantization(model)
     if parts["parallel"].tensor_parallel_size > 1:
         parts["parallel"].check_heads(model.hf_config.get_text_config().num_attention_heads)
     # Local directories, for a process that reads no hub.
@@ -453,20 +447,16 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
     return PreTrainedConfig(**{**raw, **parts})
 
 
-def refuse_quantized(hf_config: Any) -> None:
-    """Raise CheckpointError for a checkpoint whose weights are quantized already."""
-    parts = (hf_config, hf_config.get_text_config())
-    found = (getattr(part, "quantization_config", None) for part in parts)
-    settings = next((one for one in found if one is not None), None)
-    if settings is None:
-        return
-    is_dict = isinstance(settings, Mapping)
-    method = settings.get("quant_method") if is_dict else getattr(settings, "quant_method", None)
-    raise CheckpointError(
-        f"`quantization_config.quant_method` of config.json is `{method}`; mmjax reads weights "
-        "that are not quantized: take the checkpoint that this one was made of"
-        + _UNQUANTIZED.get(hf_config.model_type, "")
-    )
+def check_quantization(config: ModelConfig) -> None:
+    """Raise CheckpointError for quantised weights that are not served, or are to be so again."""
+    from mmjax.weights.method import read_method
+
+    method = read_method(config.hf_config)
+    if method is not None and config.quantization is not None:
+        raise CheckpointError(
+            f"`quantization` is {config.quantization}, but the checkpoint's weights are quantised "
+            f"already (`quant_method` of config.json is `{method.name}`); leave it out"
+        )
 
 
 def _build_florence2_config(raw: dict[str, Any], path: Path) -> Any:

@@ -30,6 +30,7 @@ from mmjax.layers.module import (
     seeing_modules,
     unflatten_params,
 )
+from mmjax.layers.quantization import Layouts
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, PromptItem, Sees
 from mmjax.models.interface import AdapterSizes, build_model
 from mmjax.params.sampling_params import SamplingParams
@@ -38,7 +39,9 @@ from mmjax.parity.reference import PROBED
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.rounding import cdiv, round_up
 from mmjax.weights.adapter import AdapterReader, fill_slot, read_adapter_config, slot_axis
+from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import load_params
+from mmjax.weights.method import read_method
 
 BLOCK_SIZE = 16
 TILE = 64
@@ -103,7 +106,7 @@ class PagedModel:
         params: Params,
         max_len: int,
         dtype: Any = jnp.float32,
-        quantization: Quantization | None = None,
+        quantization: Quantization | Layouts | None = None,
     ) -> None:
         self._parts = (model_class, hf_config, None, quantization)
         self.graphdef, abstract = build_abstract(build_model, *self._parts, dtype=dtype)
@@ -160,10 +163,13 @@ class PagedModel:
         quantization: Quantization | None = None,
     ) -> "PagedModel":
         """Load a checkpoint, to compute in `dtype`."""
-        parts = (model_class, hf_config, None, quantization)
+        rules = model_class.rules(hf_config)
+        kept = quantization or read_layouts(Path(path), hf_config, rules)
+        parts = (model_class, hf_config, None, kept)
         _, abstract = build_abstract(build_model, *parts, dtype=dtype)
-        params = load_params(path, abstract, model_class.rules(hf_config), use_tqdm=False)
-        return cls(model_class, hf_config, params, max_len, dtype, quantization)
+        method = read_method(hf_config)
+        params = load_params(path, abstract, rules, method=method, use_tqdm=False)
+        return cls(model_class, hf_config, params, max_len, dtype, kept)
 
     def load_adapter(self, path: Path) -> None:
         """Compute with an adapter from now on, wherever it has weights."""

@@ -4,7 +4,7 @@ Validates before reading: one error lists all missing, unexpected and misshapen 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmjax.errors import CheckpointError
+from mmjax.layers.cpu.groups import ORDER, SCALE, ZERO
 from mmjax.layers.module import Params, flatten_params, unflatten_params
-from mmjax.layers.quantization import find_quantized, quantize_rows
+from mmjax.layers.quantization import find_quantized, quantize
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
+from mmjax.weights.method import Method
+from mmjax.weights.packed import STORED, PackedTensor, find_packed, read_part
 from mmjax.weights.rules import (
+    Change,
     Part,
     Place,
     RuleTypes,
@@ -27,7 +31,7 @@ from mmjax.weights.rules import (
     Transposition,
     map_tensor,
 )
-from mmjax.weights.safetensors import StoredTensor, open_safetensors
+from mmjax.weights.safetensors import StoredTensor, View, open_safetensors
 from mmjax.weights.sharding import param_sharding
 
 logger = get_logger(__name__)
@@ -75,6 +79,7 @@ def load_params(
     *,
     mesh: Mesh | None = None,
     left_out: Sequence[str] = (),
+    method: Method | None = None,
     use_tqdm: bool = True,
 ) -> dict[Any, Any]:
     """Fill `abstract_params` from the safetensors files of a HF directory.
@@ -82,10 +87,12 @@ def load_params(
     Args:
         path: The directory.
         abstract_params: The tree, with `ShapeDtypeStruct`s for leaves: each array gets its dtype.
-            Weights in 8 bits are quantised here, one whole matrix at a time.
+            Weights in 8 or 4 bits are quantised here, one whole matrix at a time, unless the
+            files have them so.
         rules: From names in the files to dotted names in the tree.
         mesh: Where to shard over, axes "data" and "model"; None: the first device holds all.
         left_out: Attributes of the model that the tree lacks: their tensors are not read.
+        method: How the files have matrices quantised (`read_method`); None: they have none.
         use_tqdm: Whether progress is shown, in bytes.
 
     Raises:
@@ -94,28 +101,32 @@ def load_params(
     path = Path(path)
     expected = flatten_params(abstract_params)
     quantized = find_quantized(expected)
-    for scales in quantized.values():
-        del expected[scales]  # made here
     with open_safetensors(path) as tensors:
+        plain, packed = find_packed(tensors, method)
+        if not packed:
+            for scales in quantized.values():
+                del expected[scales]  # made here
         sources = match_tensors(
-            tensors.values(), expected, rules, source=str(path), left_out=left_out
+            [*plain, *packed], expected, rules, source=str(path), left_out=left_out
         )
         total = sum(tensor.num_bytes for tensor in sources.values())
         leaves = {}
         with progress(logger, "loading weights", total, unit="B", is_shown=use_tqdm) as update:
             for name, tensor in sources.items():
-                if name in quantized:
+                if name in quantized and not packed:
                     whole = tensor.read((slice(None), slice(None)))
-                    pair = zip((name, quantized[name]), quantize_rows(whole), strict=True)
+                    arrays = quantize(whole, expected[name].dtype)
+                    pair = zip((name, quantized[name]), arrays, strict=True)
                     leaves |= {one: _place_array(one, array, mesh) for one, array in pair}
                 else:
                     leaves[name] = _place(name, tensor, expected[name].dtype, mesh)
                 update(tensor.num_bytes)
+        read_part.cache_clear()
     return unflatten_params(leaves)
 
 
 def match_tensors(
-    tensors: Iterable[StoredTensor],
+    tensors: Iterable[StoredTensor | PackedTensor],
     expected: Mapping[str, Any],
     rules: Sequence[RuleTypes],
     *,
@@ -131,7 +142,7 @@ def match_tensors(
     sources: dict[str, StoredTensor] = {}
     stacks: dict[str, dict[int, StoredTensor]] = {}
     heads: list[StoredTensor] = []
-    for name, tensor, place in _map_tensors(tensors, rules):
+    for name, tensor, place in _map_tensors(_as_kept(tensors, expected, rules)):
         if name.partition(".")[0] in left_out:
             continue
         if place is not None and name in expected:
@@ -146,9 +157,9 @@ def match_tensors(
             )
         else:
             sources[name] = tensor
-            problems.misfits += _find_misfit(tensor, expected[name].shape)
+            problems.misfits += _find_misfit(tensor, expected[name].shape, expected[name].dtype)
     for name, placed in stacks.items():
-        _find_stack_problems(name, placed, expected[name].shape, problems)
+        _find_stack_problems(name, placed, expected[name], problems)
         sources[name] = _stack([placed[index] for index in sorted(placed)])
     problems.missing += [f"`{name}`" for name in expected.keys() - sources.keys()]
     problems.raise_if_any(source)
@@ -157,37 +168,54 @@ def match_tensors(
     return sources
 
 
+def _as_kept(
+    tensors: Iterable[StoredTensor | PackedTensor],
+    expected: Mapping[str, Any],
+    rules: Sequence[RuleTypes],
+) -> Iterator[tuple[str, StoredTensor, Change | None]]:
+    """Yield under each name in the tree the file's tensor, and what becomes of it.
+
+    Of a quantised matrix these are its codes and what belongs to them, each changed as the matrix
+    would be, or where the tree has floats, the matrix in float32.
+    """
+    for tensor in tensors:
+        for name, change in map_tensor(tensor.name, rules):
+            if isinstance(tensor, StoredTensor):
+                yield name, tensor, change
+            elif name + SCALE not in expected:
+                yield name, tensor.as_whole(), change
+            else:
+                layout = None if expected[name].dtype == np.int8 else tensor.layout
+                if layout is not None:
+                    layout = replace(
+                        layout,
+                        has_zero=name + ZERO in expected,
+                        has_order=name + ORDER in expected,
+                    )
+                for suffix, part in tensor.as_parts(layout).items():
+                    is_row = suffix == ORDER and isinstance(change, Part)
+                    yield name + suffix, part, None if is_row else change
+
+
 def _map_tensors(
-    tensors: Iterable[StoredTensor], rules: Sequence[RuleTypes]
+    found: Iterable[tuple[str, StoredTensor, Change | None]],
 ) -> Iterator[tuple[str, StoredTensor, Place | None]]:
     """Yield each tensor, or each part of a fused one, under its name in the tree."""
-    for tensor in tensors:
-        for name, part in map_tensor(tensor.name, rules):
-            # What cannot be altered stays whole: its shape is reported as a misfit.
-            if part is None or isinstance(part, Place):
-                yield name, tensor, part
-            elif isinstance(part, Squeeze):
-                is_fit = set(tensor.shape[: part.num_axes]) == {1}
-                yield name, _squeeze(tensor, part) if is_fit else tensor, None
-            elif isinstance(part, StackPart):
-                yield name, _cut_stack(tensor, part) if part.is_fit(tensor.shape) else tensor, None
-            elif isinstance(part, Transposition):
-                yield name, _transpose(tensor) if len(tensor.shape) == 2 else tensor, None
-            elif not tensor.shape or tensor.shape[0] % part.group_size:
-                yield name, tensor, None
-            else:
-                yield name, _cut(tensor, part), None
-
-
-class _View:
-    """Reads slices as if a tensor of the file were another one."""
-
-    def __init__(self, read: Callable[..., np.ndarray]) -> None:
-        """`read` is given the slice of each axis."""
-        self._read = read
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self._read(*index)
+    for name, tensor, part in found:
+        # What cannot be altered stays whole: its shape is reported as a misfit.
+        if part is None or isinstance(part, Place):
+            yield name, tensor, part
+        elif isinstance(part, Squeeze):
+            is_fit = set(tensor.shape[: part.num_axes]) == {1}
+            yield name, _squeeze(tensor, part) if is_fit else tensor, None
+        elif isinstance(part, StackPart):
+            yield name, _cut_stack(tensor, part) if part.is_fit(tensor.shape) else tensor, None
+        elif isinstance(part, Transposition):
+            yield name, _transpose(tensor) if len(tensor.shape) == 2 else tensor, None
+        elif not tensor.shape or tensor.shape[0] % part.group_size:
+            yield name, tensor, None
+        else:
+            yield name, _cut(tensor, part), None
 
 
 def _cut(tensor: StoredTensor, part: Part) -> StoredTensor:
@@ -197,7 +225,7 @@ def _cut(tensor: StoredTensor, part: Part) -> StoredTensor:
         return part.apply(tensor.read((slice(None), *rest)))[rows]
 
     num_rows = tensor.shape[0] // part.group_size * (part.stop - part.start)
-    return replace(tensor, shape=(num_rows, *tensor.shape[1:]), slices=_View(read))
+    return replace(tensor, shape=(num_rows, *tensor.shape[1:]), slices=View(read))
 
 
 def _transpose(tensor: StoredTensor) -> StoredTensor:
@@ -206,7 +234,7 @@ def _transpose(tensor: StoredTensor) -> StoredTensor:
     def read(rows: slice, columns: slice) -> np.ndarray:
         return Transposition().apply(tensor.read((columns, rows)))
 
-    return replace(tensor, shape=tensor.shape[::-1], slices=_View(read))
+    return replace(tensor, shape=tensor.shape[::-1], slices=View(read))
 
 
 def _cut_stack(tensor: StoredTensor, part: StackPart) -> StoredTensor:
@@ -215,7 +243,7 @@ def _cut_stack(tensor: StoredTensor, part: StackPart) -> StoredTensor:
     def read(*index: slice) -> np.ndarray:
         return part.read(tensor.shape, tensor.read, index)
 
-    return replace(tensor, shape=part.find_shape(tensor.shape), slices=_View(read))
+    return replace(tensor, shape=part.find_shape(tensor.shape), slices=View(read))
 
 
 def _squeeze(tensor: StoredTensor, change: Squeeze) -> StoredTensor:
@@ -225,7 +253,7 @@ def _squeeze(tensor: StoredTensor, change: Squeeze) -> StoredTensor:
     def read(*index: slice) -> np.ndarray:
         return change.apply(tensor.read((*whole, *index)))
 
-    return replace(tensor, shape=tensor.shape[change.num_axes :], slices=_View(read))
+    return replace(tensor, shape=tensor.shape[change.num_axes :], slices=View(read))
 
 
 def _stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
@@ -235,32 +263,32 @@ def _stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
         return np.stack([tensor.read(rest) for tensor in tensors[which]])
 
     first = tensors[0]
-    return replace(first, shape=(len(tensors), *first.shape), slices=_View(read))
+    return replace(first, shape=(len(tensors), *first.shape), slices=View(read))
 
 
 def _find_stack_problems(
     name: str,
     placed: Mapping[int, StoredTensor],
-    shape: tuple[int, ...],
+    leaf: Any,
     problems: TensorProblems,
 ) -> None:
-    """Note what of `shape` is missing, unexpected or misshapen among the tensors of a stack."""
-    count, *rest = shape
+    """Note what of a leaf is missing, unexpected or misshapen among the tensors of a stack."""
+    count, *rest = leaf.shape
     problems.missing += [f"`{name}[{index}]`" for index in range(count) if index not in placed]
     for index, tensor in placed.items():
         if index >= count:
             problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")
-        problems.misfits += _find_misfit(tensor, tuple(rest))
+        problems.misfits += _find_misfit(tensor, tuple(rest), leaf.dtype)
 
 
-def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...]) -> list[str]:
+def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...], dtype: Any) -> list[str]:
     where = f"`{tensor.name}` (in {tensor.file})"
     if tensor.shape != tuple(shape):
         return [f"{where} must have shape {tuple(shape)}; got {tensor.shape}"]
-    if not tensor.is_floating:
+    if not tensor.is_floating and STORED.get(tensor.dtype) != dtype:
         return [
             f"{where} must be float32, float16 or bfloat16; got {tensor.dtype}: "
-            "quantised checkpoints are not supported"
+            "is it a quantised checkpoint whose config.json has lost its `quantization_config`?"
         ]
     return []
 

@@ -1,12 +1,13 @@
 """The tensors of a checkpoint directory's safetensors files, read lazily, by slices. No jax."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -19,7 +20,10 @@ SNAPSHOT_FILE = "mmjax_snapshot.json"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
-"""Supported dtypes and their bits; others (int8, float8) are quantised weights."""
+"""Dtypes of weights and their bits; others (int8, float8) are quantised weights."""
+_FLOAT8 = "F8_E4M3"
+_WORDS = {"I64": 64, "I32": 32}
+"""Dtypes of more than a byte that quantised weights may be stored in, and their bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +45,25 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """Size in bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * _BITS.get(self.dtype, 8) // 8
+        return (
+            int(np.prod(self.shape, dtype=np.int64)) * {**_BITS, **_WORDS}.get(self.dtype, 8) // 8
+        )
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return a slice in the file's dtype (bfloat16: of ml_dtypes)."""
         # NOTE: a tensor without axes is read with `...`, which returns a scalar.
         return np.asarray(self.slices[index if self.shape else ...])
+
+
+class View:
+    """Reads slices as if a tensor of the file were another one."""
+
+    def __init__(self, read: Callable[..., np.ndarray]) -> None:
+        """`read` is given the slice of each axis."""
+        self._read = read
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self._read(*index)
 
 
 def is_snapshot(path: Path | str) -> bool:
@@ -127,11 +144,22 @@ def open_file(stack: ExitStack, file: Path) -> list[StoredTensor]:
         found = []
         for name in opened.keys():  # noqa: SIM118 (not a mapping: it cannot be iterated)
             view = opened.get_slice(name)
-            shape = tuple(view.get_shape())
-            found.append(StoredTensor(name, file.name, shape, str(view.get_dtype()), view))
+            shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
+            if dtype == _FLOAT8:  # numpy has no such dtype, and safe_open knows no other
+                view = _map_float8(file, name, shape)
+            found.append(StoredTensor(name, file.name, shape, dtype, view))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(_explain_damage(file, error)) from error
     return found
+
+
+def _map_float8(file: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a tensor of a file whose header was read already, without reading it."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        start, _ = json.loads(opened.read(size))[name]["data_offsets"]
+    octets = np.memmap(file, np.uint8, mode="r", offset=8 + size + start, shape=shape)
+    return octets.view(ml_dtypes.float8_e4m3fn)
 
 
 def _explain_damage(file: Path, error: Exception) -> str:

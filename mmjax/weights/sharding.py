@@ -23,28 +23,28 @@ _HEADS = (MODEL_AXIS,)
 _Axes = tuple[str, ...] | None
 
 _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
-    (r"\.(k_proj|v_proj)\.weight$", (_HEADS, None)),
+    (r"\.(k_proj|v_proj)\.weight(_scale|_zero)?$", (_HEADS, None)),
     (r"\.(k_proj|v_proj)\.(bias|weight_scale)$", (_HEADS,)),
-    (r"\.(q_proj|gate_proj|up_proj|fc1)\.weight$", (_ALL, None)),
+    (r"\.(q_proj|gate_proj|up_proj|fc1)\.weight(_scale|_zero)?$", (_ALL, None)),
     (r"\.(q_proj|gate_proj|up_proj|fc1)\.(bias|weight_scale)$", (_ALL,)),
-    (r"\.(o_proj|down_proj|out_proj|fc2)\.weight$", (None, _ALL)),
+    (r"\.(o_proj|down_proj|out_proj|fc2)\.weight(_scale|_zero)?$", (None, _ALL)),
     (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
     # A token's embeddings for each layer, which lie side by side
     (r"\.embed_tokens_per_layer\.weight$", (None, _ALL)),
-    (r"\.per_layer_input_gate\.weight$", (_ALL, None)),
+    (r"\.per_layer_input_gate\.weight(_scale|_zero)?$", (_ALL, None)),
     (r"\.per_layer_input_gate\.weight_scale$", (_ALL,)),
-    (r"\.per_layer_projection\.weight$", (None, _ALL)),
-    (r"\.dense_h_to_4h\.weight$", (_ALL, None)),
+    (r"\.per_layer_projection\.weight(_scale|_zero)?$", (None, _ALL)),
+    (r"\.dense_h_to_4h\.weight(_scale|_zero)?$", (_ALL, None)),
     (r"\.q_norm\.(weight|bias)$", (_ALL, None)),
     (r"\.k_norm\.(weight|bias)$", (_HEADS, None)),
     (r"\.dense_h_to_4h\.(bias|weight_scale)$", (_ALL,)),
-    (r"\.(dense|dense_4h_to_h)\.weight$", (None, _ALL)),
+    (r"\.(dense|dense_4h_to_h)\.weight(_scale|_zero)?$", (None, _ALL)),
     # The halves of `kv_b_proj`, by query heads (language/deepseek.py)
     (r"\.(k_b_proj|v_b_proj)\.weight$", (_ALL, None)),
     # Each device has a part of every expert: any choice of experts gives all as much to do.
-    (r"\.experts\.(gate_proj|up_proj)$", (None, _ALL, None)),
+    (r"\.experts\.(gate_proj|up_proj)(_scale|_zero)?$", (None, _ALL, None)),
     (r"\.experts\.(gate_proj|up_proj)_bias$", (None, _ALL)),
-    (r"\.experts\.down_proj$", (None, None, _ALL)),
+    (r"\.experts\.down_proj(_scale|_zero)?$", (None, None, _ALL)),
 )
 _ADAPTER = re.compile(r"^(?P<layer>.+)\.lora\.(?P<part>a|b|bias)$")
 _LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head)\.")

@@ -14,8 +14,9 @@ from blake3 import blake3
 from jax.sharding import Mesh
 
 from mmjax.errors import CheckpointError, SnapshotDamagedError
+from mmjax.layers.cpu.groups import Layout
 from mmjax.layers.module import Params, flatten_params, unflatten_params
-from mmjax.layers.quantization import find_quantized
+from mmjax.layers.quantization import Layouts, find_quantized
 from mmjax.weights.load import TensorProblems
 from mmjax.weights.safetensors import SNAPSHOT_FILE
 from mmjax.weights.sharding import param_sharding
@@ -45,8 +46,12 @@ def save_snapshot(
     source: str,
     architecture: str,
     revision: str | None = None,
+    layouts: Layouts | None = None,
 ) -> SnapshotMetadata:
-    """Write `params` and their metadata into the directory `path`."""
+    """Write `params` and their metadata into the directory `path`.
+
+    `layouts`: of a checkpoint that was quantised already.
+    """
     path = Path(path).absolute()
     leaves = flatten_params(params)
     dtypes = {str(leaf.dtype) for leaf in leaves.values()}
@@ -63,7 +68,11 @@ def save_snapshot(
         checkpointer.save(path / _ARRAYS, args=_save_args(leaves))
     # Written last: without it the snapshot is unfinished.
     shapes = {name: list(leaf.shape) for name, leaf in leaves.items()}
-    written = {**asdict(metadata), "shapes": shapes, "digests": _digests(path)}
+    packed = {
+        name: asdict(layout) if isinstance(layout, Layout) else layout
+        for name, layout in (layouts or {}).items()
+    }
+    written = {**asdict(metadata), "shapes": shapes, "layouts": packed, "digests": _digests(path)}
     (path / SNAPSHOT_FILE).write_text(json.dumps(written, indent=1))
     return metadata
 
@@ -108,6 +117,19 @@ def load_snapshot(
     return unflatten_params(restored)
 
 
+def read_snapshot_layouts(path: Path) -> Layouts | None:
+    """Return the `layouts` that `save_snapshot` was given; CheckpointError for damaged metadata."""
+    file = path / SNAPSHOT_FILE
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("layouts") or {}
+        return {
+            name: Layout(**layout) if isinstance(layout, dict) else layout
+            for name, layout in found.items()
+        } or None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"`{file}` is not a snapshot's metadata: {error!r}") from error
+
+
 def _checkpointer() -> Any:
     from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
@@ -137,6 +159,7 @@ def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]], dic
         raw = json.loads(file.read_text(encoding="utf-8"))
         shapes = {str(name): tuple(shape) for name, shape in raw.pop("shapes").items()}
         # One of an earlier mmjax has none.
+        raw.pop("layouts", None)
         digests = {str(name): str(digest) for name, digest in raw.pop("digests", {}).items()}
         metadata = SnapshotMetadata(**raw)
     except FileNotFoundError as error:
@@ -190,7 +213,8 @@ def _check_quantization(
     is_stored, is_wanted = bool(find_quantized(shapes)), bool(find_quantized(expected))
     if is_stored and not is_wanted:
         raise CheckpointError(
-            f"snapshot `{path}` holds weights in 8 bits; give `--quantization int8` or int8-weights"
+            f"snapshot `{path}` holds weights in 8 bits or 4; give `--quantization` as it was made "
+            "with: int8, int8-weights or int4"
         )
     if is_wanted and not is_stored:
         raise CheckpointError(

@@ -91,7 +91,7 @@ def test_why_a_directory_cannot_be_served(
     unknown = refuse("unknown", architectures=["Gemma33ForConditionalGeneration"])
     assert "`Gemma33ForConditionalGeneration` is not supported" in unknown
     assert "`Gemma3ForConditionalGeneration`" in unknown
-    assert "`awq`" in refuse("quantized", quantization_config={"quant_method": "awq"})
+    assert "`hqq`" in refuse("quantized", quantization_config={"quant_method": "hqq"})
     assert "1 missing, 1 unexpected" in refuse("renamed")
 
 

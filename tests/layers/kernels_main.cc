@@ -81,6 +81,91 @@ bool check(const char* name, mmjax::Product<X, W, Out> product) {
   return is_right;
 }
 
+// What a byte of e4m3 stands for.
+double float8(uint8_t bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  const double size = exponent == 0 ? std::ldexp(mantissa, -9)
+                                    : std::ldexp(8 + mantissa, exponent - 10);
+  return bits & 0x80 ? -size : size;
+}
+
+enum class Code { kUint4, kUint8, kFloat8 };
+
+// One product with weights in groups: `zeros`: of their own; `Scale`: float or bf16.
+template <typename X, typename Scale>
+bool check_one_group(mmjax::GroupProduct<X> product, Code code, bool zeros, int64_t rows,
+                     int64_t width, int64_t features, int64_t group_size) {
+  std::mt19937 rng(7);
+  const int64_t num_groups = (width + group_size - 1) / group_size;
+  const int64_t row_bytes = code == Code::kUint4 ? (width + 63) / 64 * 32 : width;
+  const auto x = draw_many<X>(rng, rows * width);
+  const auto scale = draw_many<Scale>(rng, features * num_groups);
+  const std::unique_ptr<uint8_t[]> codes(new uint8_t[features * row_bytes]);
+  const std::unique_ptr<uint8_t[]> zero(new uint8_t[features * num_groups]);
+  for (int64_t i = 0; i < features * row_bytes; ++i) {
+    codes[i] = static_cast<uint8_t>(rng());
+    if (code == Code::kFloat8 && (codes[i] & 0x7f) == 0x7f) codes[i] = 1;  // NaN
+  }
+  for (int64_t i = 0; i < features * num_groups; ++i) {
+    zero[i] = static_cast<uint8_t>(rng() % (code == Code::kUint4 ? 17 : 256));
+  }
+  const mmjax::Groups weight{codes.get(),       scale.get(), zeros ? zero.get() : nullptr,
+                             sizeof(Scale) == 2, width,       group_size,
+                             num_groups,        row_bytes};
+  const std::unique_ptr<float[]> out(new float[rows * features]);
+  product(x.get(), weight, out.get(), rows, features, 0, features / 2);
+  product(x.get(), weight, out.get(), rows, features, features / 2, features);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t f = 0; f < features; ++f) {
+      double sum = 0, size = 0;
+      for (int64_t d = 0; d < width; ++d) {
+        const int64_t group = f * num_groups + d / group_size;
+        double number;
+        if (code == Code::kUint4) {
+          const uint8_t both = codes[f * row_bytes + d / 64 * 32 + d % 32];
+          number = (d % 64 < 32 ? both & 15 : both >> 4) - (zeros ? zero[group] : 8);
+        } else if (code == Code::kUint8) {
+          number = codes[f * row_bytes + d] - (zeros ? zero[group] : 128);
+        } else {
+          number = float8(codes[f * row_bytes + d]);
+        }
+        const double part = static_cast<double>(as_float(x[r * width + d])) * number *
+                            static_cast<double>(as_float(scale[group]));
+        sum += part;
+        size += std::fabs(part);
+      }
+      if (std::fabs(out[r * features + f] - sum) <= 1e-6 * size) continue;
+      std::printf("groups: code=%d zeros=%d rows=%ld width=%ld features=%ld group=%ld: %g, not %g\n",
+                  static_cast<int>(code), zeros, (long)rows, (long)width, (long)features,
+                  (long)group_size, (double)out[r * features + f], sum);
+      return false;
+    }
+  }
+  return true;
+}
+
+template <typename X>
+bool check_groups(mmjax::GroupProduct<X> product, Code code) {
+  bool is_right = true;
+  for (int64_t rows : {1, 2, 3, 4, 7, 8}) {
+    for (int64_t width : {1, 31, 64, 65, 96, 100, 224}) {
+      for (int64_t group_size : {int64_t{32}, int64_t{64}, width}) {
+        for (int64_t features : {1, 4, 5}) {
+          is_right &= check_one_group<X, float>(product, code, code != Code::kFloat8, rows, width,
+                                                features, group_size);
+          is_right &= check_one_group<X, bf16>(product, code, false, rows, width, features,
+                                               group_size);
+        }
+      }
+    }
+  }
+  return is_right;
+}
+
+bool check_all_groups(const mmjax::GroupProducts& products, Code code) {
+  return check_groups<float>(products.float32, code) & check_groups<bf16>(products.bfloat16, code);
+}
+
 // One token with `heads` heads that share keys, over blocks in reverse order.
 template <typename T>
 bool check_attention(const char* name, mmjax::AttendChunk<T> attend) {
@@ -134,6 +219,9 @@ bool check_all(const mmjax::Products& products) {
   return check("float32", products.float32) & check("bfloat16", products.bfloat16) &
          check("int8", products.int8) & check("float32_int8", products.float32_int8) &
          check("bfloat16_int8", products.bfloat16_int8) &
+         check_all_groups(products.uint4, Code::kUint4) &
+         check_all_groups(products.uint8, Code::kUint8) &
+         check_all_groups(products.float8, Code::kFloat8) &
          check_attention("float32", products.attend_float32) &
          check_attention("bfloat16", products.attend_bfloat16);
 }

@@ -12,6 +12,15 @@ import pytest
 from flax import nnx
 
 from mmjax.layers.cpu import build, dispatch
+from mmjax.layers.cpu.groups import (
+    ORDER,
+    SCALE,
+    ZERO,
+    Grouped,
+    Layout,
+    dequantize,
+    grouped_product,
+)
 from mmjax.layers.cpu.library import SOURCES, find_kernels, library_path
 from mmjax.layers.cpu.product import (
     MAX_FEW_ROWS,
@@ -101,6 +110,94 @@ def test_a_row_has_the_same_bits_beside_any_others(
         for first in (0, len(x) - rows):
             got = jax.jit(FORMS[dtypes])(x[first : first + rows], weight)
             np.testing.assert_array_equal(got, whole[first : first + rows])
+
+
+GROUPS = [
+    Layout(code="uint4", group_size=32, scale_dtype="bfloat16"),
+    Layout(code="uint4", group_size=128, has_zero=True),
+    Layout(code="uint8", group_size=0, has_zero=True),
+    Layout(code="float8", group_size=128, has_order=True),
+]
+
+
+def draw_groups(layout: Layout, *shape: int) -> Grouped:
+    rng = np.random.default_rng(1)
+    arrays = {
+        suffix: rng.integers(0, 16, own) if dtype == jnp.uint8 else rng.standard_normal(own) / 20
+        for suffix, (own, dtype) in layout.describe(shape).items()
+    }
+    if layout.has_order:
+        order = rng.permutation(shape[-1])
+        arrays[ORDER] = np.broadcast_to(order, layout.describe(shape)[ORDER][0])
+    codes, scale, zero, order = (
+        jnp.asarray(arrays[suffix]).astype(layout.describe(shape)[suffix][1])
+        if suffix in arrays
+        else None
+        for suffix in ("", SCALE, ZERO, ORDER)
+    )
+    assert codes is not None
+    assert scale is not None
+    return Grouped(layout=layout, codes=codes, scale=scale, zero=zero, order=order)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
+@pytest.mark.parametrize("shape", [(515, 640), (300, 1000)], ids=str)
+def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
+    kernels: str, shape: tuple[int, int], layout: Layout, dtype: str
+) -> None:
+    """And a row has the same bits beside any others, and beside none."""
+    weight = draw_groups(layout, *shape)
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((MAX_FEW_ROWS, shape[1])), dtype)
+    assert "mmjax_product" in jax.jit(grouped_product).lower(x, weight).as_text()
+    whole = np.asarray(jax.jit(grouped_product)(x, weight))
+    read = x if weight.order is None else x[:, weight.order]
+    numbers = np.asarray(dequantize(weight, shape[1], jnp.float32), np.float64)
+    expected = np.asarray(read, np.float64) @ numbers.T
+    np.testing.assert_allclose(whole, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
+    for rows in (1, 2, 3, 5, 9):
+        for first in (0, len(x) - rows):
+            got = jax.jit(grouped_product)(x[first : first + rows], weight)
+            np.testing.assert_array_equal(got, whole[first : first + rows])
+
+
+@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
+def test_experts_in_groups_are_the_numbers_that_they_stand_for(
+    kernels: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel, by XLA's loop over tiles, and by its ragged product."""
+    whole = Experts(4, 512, 640, activation="silu", dtype=jnp.float32)
+    packed = Experts(4, 512, 640, activation="silu", dtype=jnp.float32)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        shape = getattr(whole, name).shape
+        weight = draw_groups(layout, *shape)
+        numbers = np.asarray(dequantize(weight, shape[-1], jnp.float32))
+        if weight.order is not None:
+            numbers = numbers[..., np.argsort(np.asarray(weight.order)[0])]
+        setattr(whole, name, nnx.Param(jnp.asarray(numbers)))
+        packed.pack(name, layout)
+        for suffix, one in zip(
+            ("", SCALE, ZERO, ORDER),
+            (weight.codes, weight.scale, weight.zero, weight.order),
+            strict=True,
+        ):
+            if one is not None:
+                setattr(packed, name + suffix, nnx.Param(one))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((12, 512)), jnp.float32)
+    sizes = jnp.asarray([0, 7, 1, 4], jnp.int32)
+    expected = np.asarray(whole(x, sizes))
+    lowered = jax.jit(lambda x, sizes: packed(x, sizes)).lower(x, sizes)
+    assert f"mmjax_groups_float32_{layout.code}" in lowered.as_text()
+    close = {"atol": 1e-5 * np.abs(expected).max(), "rtol": 0}
+    np.testing.assert_allclose(lowered.compile()(x, sizes), expected, **close)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "find_kernels", lambda: None)
+        np.testing.assert_allclose(
+            jax.jit(lambda x, sizes: packed(x, sizes))(x, sizes), expected, **close
+        )
+    # Gradients are of the form for other platforms.
+    ragged, _ = jax.jvp(lambda x: packed(x, sizes), (x,), (x,))
+    np.testing.assert_allclose(ragged, expected, **close)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

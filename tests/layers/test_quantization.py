@@ -1,4 +1,4 @@
-"""Weights in 8 bits: how they are rounded, what they give, where they are, and what they save."""
+"""Weights in 8 and 4 bits: how they are rounded, what they give, where they are, what they save."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,16 @@ from mmjax.config.engine_config import ParallelConfig, Quantization
 from mmjax.convert import main as convert
 from mmjax.engine.device.mesh import settings_digest
 from mmjax.errors import CheckpointError
+from mmjax.layers.cpu.groups import Grouped, dequantize
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params
-from mmjax.layers.quantization import Int8Linear, find_quantized, quantize_rows
+from mmjax.layers.quantization import (
+    INT4,
+    Int8Linear,
+    find_quantized,
+    quantize_groups,
+    quantize_rows,
+)
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.interface import build_model
 from mmjax.models.model_source import load_model_config
@@ -57,6 +64,25 @@ def test_a_row_of_zeros_stays_zero():
     assert not rounded.any()
     assert np.isfinite(scale).all()
     assert (scale > 0).all()
+
+
+def test_four_bits_are_the_nearest_of_a_groups_sixteen_numbers():
+    weight = np.random.default_rng(0).normal(size=(300, 100)).astype(np.float32)
+    weight[3] = 0
+    codes, scale = quantize_groups(weight)
+    arrays = {"": (codes.shape, codes.dtype), "_scale": (scale.shape, scale.dtype)}
+    assert arrays == INT4.describe(weight.shape)
+    packed = Grouped(layout=INT4, codes=jnp.asarray(codes), scale=jnp.asarray(scale))
+    numbers = np.asarray(dequantize(packed, 100, jnp.float32))
+    assert not numbers[3].any()
+    spread = np.repeat(scale.astype(np.float32), INT4.group_size, axis=1)[:, :100]
+    steps = weight / np.where(spread == 0, 1, spread)
+    inside = (steps >= -8) & (steps <= 7)
+    assert (np.abs(numbers - weight)[inside] <= 0.5001 * np.abs(spread[inside])).all()
+    peaks = np.abs(weight).reshape(300, -1)
+    assert np.abs(numbers - weight).max() < 0.15 * peaks.max()
+    error = np.sqrt(np.square(numbers - weight).mean())
+    assert error < 0.088, "a sixteenth of a group's range, and less"
 
 
 # ---- products ------------------------------------------------------------------------------------
@@ -176,7 +202,8 @@ def ask(model: Path, **settings: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "quantization", ["int8", pytest.param("int8-weights", marks=pytest.mark.slow)]
+    "quantization",
+    ["int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8-weights", "int4"))],
 )
 def test_answers_are_the_same_from_a_snapshot_and_over_devices(
     checkpoint: Path, tmp_path: Path, quantization: Quantization
@@ -189,7 +216,7 @@ def test_answers_are_the_same_from_a_snapshot_and_over_devices(
     if quantization == "int8":
         heads = {"tensor_parallel_size": 2}
         assert ask(checkpoint, quantization=quantization, **heads) == answers
-    with pytest.raises(CheckpointError, match=r"holds weights in 8 bits; give `--quantization"):
+    with pytest.raises(CheckpointError, match=r"in 8 bits or 4; give `--quantization"):
         ask(out)
 
 

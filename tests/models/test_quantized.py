@@ -1,4 +1,4 @@
-"""Weights in 8 bits, of every family: the rounded weights' answers, chunked, preempted, cut."""
+"""Weights in 8 and 4 bits, of every family: their answers, chunked, preempted, cut."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmjax.layers.cpu.groups import Grouped, dequantize
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
-from mmjax.layers.quantization import find_quantized, quantize_params
+from mmjax.layers.quantization import INT4, find_quantized, quantize_params
 from mmjax.models.interface import build_model
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
@@ -32,23 +33,29 @@ def quantize(model: TinyModel, quantization: Any) -> PagedModel:
     return PagedModel(*parts[:2], params, 256, quantization=quantization)
 
 
-def restore(params: Any) -> Any:
-    """Return float32 weights of the values that weights in 8 bits stand for."""
+def restore(params: Any, plain: Any) -> Any:
+    """Return float32 weights of the values that quantised ones stand for, in shapes of `plain`."""
     leaves = flatten_params(params)
+    widths = {name: leaf.shape[-1] for name, leaf in flatten_params(plain).items()}
     for name, scales in find_quantized(leaves).items():
-        scale = np.asarray(leaves.pop(scales))
-        leaves[name] = jnp.asarray(np.asarray(leaves[name], np.float32) * scale[:, None])
+        codes, scale = leaves[name], leaves.pop(scales)
+        if codes.dtype == jnp.uint8:
+            weight = Grouped(layout=INT4, codes=codes, scale=scale)
+            leaves[name] = dequantize(weight, widths[name], jnp.float32)
+        else:
+            leaves[name] = codes.astype(jnp.float32) * scale[:, None]
     return unflatten_params(leaves)
 
 
+@pytest.mark.parametrize("quantization", ["int8-weights", "int4"])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else pytest.mark.slow) for n in TINY_FAMILIES],
 )
-def test_the_logits_are_those_of_the_rounded_weights(name: str):
+def test_the_logits_are_those_of_the_rounded_weights(name: str, quantization: str):
     model = served_model(name)
-    rounded = quantize(model, "int8-weights")
-    restored = model.make_paged(restore(rounded.params))
+    rounded = quantize(model, quantization)
+    restored = model.make_paged(restore(rounded.params, model.params))
     plain = flatten_params(model.params)
     quantized = find_quantized(flatten_params(rounded.params))
     blocks = {one for one in plain if ".layers." in one and one.startswith("language_model.")}

@@ -196,7 +196,7 @@ def test_all_problems_come_in_one_report(tmp_path: Path):
     assert "`language_model.layers.0.mlp.fc1.bias`\n  `language_model.norm.weight`" in text
     assert "`language_model.layers.7.extra.weight` (in model.safetensors)" in text
     assert "must have shape (6, 8); got (5, 8)" in text
-    assert "got I8: quantised checkpoints are not supported" in text
+    assert "got I8: is it a quantised checkpoint" in text
 
 
 def test_a_long_report_is_cut(tmp_path: Path):

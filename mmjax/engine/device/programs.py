@@ -42,6 +42,7 @@ from mmjax.layers.cpu.product import is_small
 from mmjax.layers.cpu.storage import storage_dtype
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, bind
+from mmjax.layers.quantization import PackedLinear
 from mmjax.models.host_inputs import HostInputs
 from mmjax.rounding import cdiv
 from mmjax.weights.sharding import param_sharding
@@ -172,9 +173,9 @@ class Programs:
         """
         towers = getattr(model, "tower_names", ())
         weights = (
-            module.weight.get_value()
+            module.weight.get_value() if isinstance(module, Linear) else module.describe_whole()
             for path, module in nnx.iter_modules(model)
-            if isinstance(module, Linear) and (path[0] in towers) == is_tower
+            if isinstance(module, Linear | PackedLinear) and (path[0] in towers) == is_tower
         )
         return placement.platform == "cpu" and all(map(is_small, weights))
 

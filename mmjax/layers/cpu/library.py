@@ -13,13 +13,15 @@ from mmjax.system.logger import get_logger
 logger = get_logger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
+_IN_GROUPS = tuple(
+    f"{dtype}_{code}" for dtype in ("float32", "bfloat16") for code in ("uint4", "uint8", "float8")
+)
 TARGETS = (
     *(
         f"mmjax_product_{dtypes}"
-        for dtypes in ("float32", "bfloat16", "int8", "float32_int8", "bfloat16_int8")
+        for dtypes in ("float32", "bfloat16", "int8", "float32_int8", "bfloat16_int8", *_IN_GROUPS)
     ),
-    "mmjax_groups_float32",
-    "mmjax_groups_bfloat16",
+    *(f"mmjax_groups_{dtypes}" for dtypes in ("float32", "bfloat16", *_IN_GROUPS)),
     "mmjax_attention_float32",
     "mmjax_attention_bfloat16",
 )

@@ -116,6 +116,87 @@ struct Int8Lanes : Uncorrected {
   }
 };
 
+// Codes of 8 weights as floats, the zero of their group taken off.
+inline __m256i load_codes(const uint8_t* codes) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+}
+
+struct Uint4Codes {
+  using Zero = __m256;
+  static constexpr int kMiddle = 8;
+  static int64_t byte_of(int64_t d) { return code_byte(d); }
+  static Zero make_zero(int zero) { return _mm256_set1_ps(static_cast<float>(zero)); }
+  static __m256 decode(const uint8_t* codes, int64_t d, Zero zero) {
+    const __m128i shift = _mm_cvtsi32_si128(code_shift(d));
+    const __m256i bits = _mm256_srl_epi32(load_codes(codes + byte_of(d)), shift);
+    const __m256i halves = _mm256_and_si256(bits, _mm256_set1_epi32(15));
+    return _mm256_sub_ps(_mm256_cvtepi32_ps(halves), zero);
+  }
+  static __m256 decode(const uint8_t* codes, int64_t d, Zero zero, int64_t) {
+    return decode(codes, d, zero);  // rows are padded
+  }
+};
+
+// Codes of a byte, which `Codes::widen` makes floats.
+template <typename Codes>
+struct ByteCodes {
+  using Zero = __m256;
+  static int64_t byte_of(int64_t d) { return d; }
+  static Zero make_zero(int zero) { return _mm256_set1_ps(static_cast<float>(zero)); }
+  static __m256 decode(const uint8_t* codes, int64_t d, Zero zero) {
+    return Codes::widen(load_codes(codes + d), zero);
+  }
+  static __m256 decode(const uint8_t* codes, int64_t d, Zero zero, int64_t count) {
+    return Codes::widen(load_codes(Padded<uint8_t, 8>(codes + d, count).numbers), zero);
+  }
+};
+
+struct Uint8Codes : ByteCodes<Uint8Codes> {
+  static constexpr int kMiddle = 128;
+  static __m256 widen(__m256i bits, Zero zero) {
+    return _mm256_sub_ps(_mm256_cvtepi32_ps(bits), zero);
+  }
+};
+
+struct Float8Codes : ByteCodes<Float8Codes> {
+  static constexpr int kMiddle = 0;
+  // As `Float8Codes` of AVX-512.
+  static __m256 widen(__m256i bits, Zero) {
+    const __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f));
+    const __m256i is_denormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), size);
+    const __m256i one = _mm256_and_si256(is_denormal, _mm256_set1_epi32(1 << 23));
+    const __m256i bias = _mm256_add_epi32(_mm256_set1_epi32(120 << 23), one);
+    const __m256 wide = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(size, 20), bias));
+    const __m256 least = _mm256_and_ps(_mm256_castsi256_ps(is_denormal), _mm256_set1_ps(0x1p-6f));
+    const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(bits, 7), 31);
+    return _mm256_or_ps(_mm256_sub_ps(wide, least), _mm256_castsi256_ps(sign));
+  }
+};
+
+// Inputs of the lanes `Base`, float or bfloat16.
+template <typename Base, typename Codes>
+struct GroupLanes : Codes {
+  using X = typename Base::X;
+  using Sum = __m256;
+  using Weights = __m256;
+  static constexpr int kWidth = Base::kWidth;
+  static Sum zero() { return Base::zero(); }
+  static __m256 load_inputs(const X* x) { return Base::load_inputs(x); }
+  static __m256 load_inputs(const X* x, int64_t n) { return Base::load_inputs(x, n); }
+  static void add(Sum& sum, __m256 x, Weights w) { Base::add(sum, x, w); }
+  static void add_scaled(Sum& sum, Sum part, float scale) {
+    sum = _mm256_fmadd_ps(part, _mm256_set1_ps(scale), sum);
+  }
+  template <int kCount>
+  static void add_lanes(const Sum* sums, float* out) {
+    Base::template add_lanes<kCount>(sums, out);
+  }
+};
+
+template <typename Codes>
+constexpr GroupProducts kGroups = {multiply_groups<GroupLanes<Float32Lanes, Codes>>,
+                                   multiply_groups<GroupLanes<Bfloat16Lanes, Codes>>};
+
 }  // namespace
 
 const Products kAvx2 = {multiply<Float32Lanes>,
@@ -125,6 +206,9 @@ const Products kAvx2 = {multiply<Float32Lanes>,
                         multiply<WithInt8Weights<Bfloat16Lanes>>,
                         attend_chunk<float>,
                         attend_chunk<bf16>,
+                        kGroups<Uint4Codes>,
+                        kGroups<Uint8Codes>,
+                        kGroups<Float8Codes>,
                         "avx2"};
 
 }  // namespace mmjax

@@ -24,6 +24,10 @@ struct Int8Lanes : Uncorrected, IntegerSums {
   }
 };
 
+template <typename Codes>
+constexpr GroupProducts kGroups = {multiply_groups<Float32GroupLanes<Codes>>,
+                                   multiply_groups<Bfloat16GroupLanes<Codes>>};
+
 }  // namespace
 
 const Products kAvx512 = {multiply<Float32Lanes>,
@@ -33,6 +37,9 @@ const Products kAvx512 = {multiply<Float32Lanes>,
                           multiply<Bfloat16Int8Lanes>,
                           attend_chunk<float>,
                           attend_chunk<bf16>,
+                          kGroups<Uint4Codes>,
+                          kGroups<Uint8Codes>,
+                          kGroups<Float8Codes>,
                           "avx512"};
 
 }  // namespace mmjax

@@ -170,5 +170,99 @@ struct Bfloat16Int8Lanes : WidenedLanes {
   }
 };
 
+// Codes of 16 weights as floats, the zero of their group taken off: what `first16(count)` leaves.
+struct Uint4Codes {
+  using Zero = __m512;  // of each code, its number
+  static constexpr int kMiddle = 8;
+  static int64_t byte_of(int64_t d) { return code_byte(d); }
+  static Zero make_zero(int zero) {
+    const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_sub_ps(codes, _mm512_set1_ps(static_cast<float>(zero)));
+  }
+  static __m512 decode16(const uint8_t* codes, int64_t d, Zero numbers) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + byte_of(d)));
+    const __m128i shift = _mm_cvtsi32_si128(code_shift(d));
+    // A lookup reads the lowest 4 bits of an index.
+    return _mm512_permutexvar_ps(_mm512_srl_epi32(_mm512_cvtepu8_epi32(bytes), shift), numbers);
+  }
+  static __m512 decode16(const uint8_t* codes, int64_t d, Zero numbers, int64_t) {
+    return decode16(codes, d, numbers);  // rows are padded
+  }
+};
+
+struct Uint8Codes {
+  using Zero = __m512;
+  static constexpr int kMiddle = 128;
+  static int64_t byte_of(int64_t d) { return d; }
+  static Zero make_zero(int zero) { return _mm512_set1_ps(static_cast<float>(zero)); }
+  static __m512 widen(__m128i bytes, Zero zero) {
+    return _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), zero);
+  }
+  static __m512 decode16(const uint8_t* codes, int64_t d, Zero zero) {
+    return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + d)), zero);
+  }
+  static __m512 decode16(const uint8_t* codes, int64_t d, Zero zero, int64_t count) {
+    return widen(_mm_maskz_loadu_epi8(first16(count), codes + d), zero);
+  }
+};
+
+struct Float8Codes {
+  struct Zero {};
+  static constexpr int kMiddle = 0;
+  static int64_t byte_of(int64_t d) { return d; }
+  static Zero make_zero(int) { return {}; }
+  // The exponent has another bias. Numbers below the least normal one get an exponent, whose power
+  // of two is then subtracted: denormal floats might be flushed.
+  static __m512 widen(__m128i bytes) {
+    const __m512i bits = _mm512_cvtepu8_epi32(bytes);
+    const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7f));
+    const __mmask16 is_denormal = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(8));
+    __m512i wide = _mm512_add_epi32(_mm512_slli_epi32(size, 20), _mm512_set1_epi32(120 << 23));
+    wide = _mm512_mask_add_epi32(wide, is_denormal, wide, _mm512_set1_epi32(1 << 23));
+    const __m512 least = _mm512_set1_ps(0x1p-6f), out = _mm512_castsi512_ps(wide);
+    const __m512i sizes = _mm512_castps_si512(_mm512_mask_sub_ps(out, is_denormal, out, least));
+    const __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(bits, 7), 31);
+    return _mm512_castsi512_ps(_mm512_or_si512(sizes, sign));
+  }
+  static __m512 decode16(const uint8_t* codes, int64_t d, Zero) {
+    return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + d)));
+  }
+  static __m512 decode16(const uint8_t* codes, int64_t d, Zero, int64_t count) {
+    return widen(_mm_maskz_loadu_epi8(first16(count), codes + d));
+  }
+};
+
+struct ScaledSums : FloatSums {
+  static void add_scaled(Sum& sum, Sum part, float scale) {
+    sum = _mm512_fmadd_ps(part, _mm512_set1_ps(scale), sum);
+  }
+};
+
+template <typename Codes>
+struct Float32GroupLanes : Codes, ScaledSums {
+  using X = float;
+  using Weights = __m512;
+  static constexpr int kWidth = 16;
+  static __m512 load_inputs(const X* x) { return _mm512_loadu_ps(x); }
+  static __m512 load_inputs(const X* x, int64_t n) { return _mm512_maskz_loadu_ps(first16(n), x); }
+  template <typename... Left>
+  static Weights decode(const uint8_t* codes, int64_t d, typename Codes::Zero zero, Left... left) {
+    return Codes::decode16(codes, d, zero, left...);
+  }
+  static void add(Sum& sum, __m512 x, Weights w) { sum = _mm512_fmadd_ps(x, w, sum); }
+};
+
+// bfloat16 numbers, multiplied and added as floats.
+template <typename Codes>
+struct Bfloat16GroupLanes : Float32GroupLanes<Codes> {
+  using X = bf16;
+  static __m512 load_inputs(const X* x) {
+    return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
+  static __m512 load_inputs(const X* x, int64_t n) {
+    return widen_bf16(_mm256_maskz_loadu_epi16(first16(n), x));
+  }
+};
+
 }  // namespace
 }  // namespace mmjax

@@ -40,41 +40,92 @@ ffi::Error multiply(ffi::ThreadPool pool, Product<X, W, Out> product, const X* x
 }
 
 // The rows of one expert.
-struct Group {
+struct ExpertRows {
   int64_t expert, first, rows;
 };
 
-// Rows that stand expert by expert, each multiplied with its expert's weight of [experts, features,
-// width]. The weights of experts without rows are not read.
+// Rows that stand expert by expert, each multiplied with its expert's weight. The weights of experts
+// without rows are not read. `product(rows, out, expert, num_rows, begin, end)`.
+template <typename X, typename Product>
+void multiply_by_expert(ffi::ThreadPool pool, const X* x, ffi::Span<const int32_t> sizes,
+                        float* out, int64_t rows, int64_t width, int64_t features,
+                        int64_t row_bytes, Product product) {
+  std::vector<ExpertRows> groups;
+  int64_t first = 0;
+  for (int64_t expert = 0; expert < static_cast<int64_t>(sizes.size()); ++expert) {
+    const auto at = static_cast<size_t>(expert);
+    const int64_t size = std::clamp<int64_t>(sizes[at], 0, rows - first);
+    if (size > 0) groups.push_back({expert, first, size});
+    first += size;
+  }
+  std::fill(out + first * features, out + rows * features, 0.0f);
+  const int64_t step = chunk_features(row_bytes);
+  const int64_t num_steps = (features + step - 1) / step;
+  share(pool, static_cast<int64_t>(groups.size()) * num_steps, [=](int64_t chunk) {
+    const ExpertRows group = groups[static_cast<size_t>(chunk / num_steps)];
+    const int64_t begin = chunk % num_steps * step;
+    product(x + group.first * width, out + group.first * features, group.expert, group.rows, begin,
+            std::min(begin + step, features));
+  });
+}
+
+// Weights of [experts, features, width].
 template <typename T>
-ffi::Error multiply_groups(ffi::ThreadPool pool, Product<T, T, float> product, const T* x,
-                           const T* weight, ffi::Span<const int32_t> sizes, float* out,
-                           ffi::Span<const int64_t> x_shape,
-                           ffi::Span<const int64_t> weight_shape) {
+ffi::Error multiply_experts(ffi::ThreadPool pool, Product<T, T, float> product, const T* x,
+                            const T* weight, ffi::Span<const int32_t> sizes, float* out,
+                            ffi::Span<const int64_t> x_shape,
+                            ffi::Span<const int64_t> weight_shape) {
   if (x_shape.size() != 2 || weight_shape.size() != 3 || x_shape[1] != weight_shape[2] ||
       static_cast<int64_t>(sizes.size()) != weight_shape[0]) {
     return ffi::Error::InvalidArgument(
         "x must be [rows, width], weight [experts, features, width], sizes [experts]");
   }
-  const int64_t rows = x_shape[0], width = x_shape[1], features = weight_shape[1];
-  std::vector<Group> groups;
-  int64_t first = 0;
-  for (int64_t expert = 0; expert < weight_shape[0]; ++expert) {
-    const int64_t size = std::clamp<int64_t>(sizes[expert], 0, rows - first);
-    if (size > 0) groups.push_back({expert, first, size});
-    first += size;
-  }
-  std::fill(out + first * features, out + rows * features, 0.0f);
-  const int64_t step = chunk_features(width * static_cast<int64_t>(sizeof(T)));
-  const int64_t num_steps = (features + step - 1) / step;
-  share(pool, static_cast<int64_t>(groups.size()) * num_steps, [=](int64_t chunk) {
-    const Group group = groups[static_cast<size_t>(chunk / num_steps)];
-    const int64_t begin = chunk % num_steps * step;
-    product(x + group.first * width, weight + group.expert * features * width,
-            out + group.first * features, group.rows, width, features, begin,
-            std::min(begin + step, features));
-  });
+  const int64_t width = x_shape[1], features = weight_shape[1];
+  multiply_by_expert(pool, x, sizes, out, x_shape[0], width, features,
+                     width * static_cast<int64_t>(sizeof(T)),
+                     [=](const T* rows, float* to, int64_t expert, int64_t num_rows, int64_t begin,
+                         int64_t end) {
+                       product(rows, weight + expert * features * width, to, num_rows, width,
+                               features, begin, end);
+                     });
   return ffi::Error::Success();
+}
+
+// The weights in groups of a call. `axes`: 2, or 3 where there is one of each expert.
+ffi::ErrorOr<Groups> read_groups(int64_t width, size_t axes, int64_t group_size, int64_t code_bits,
+                                 ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                                 ffi::Buffer<ffi::U8> zero) {
+  const auto shape = codes.dimensions(), scales = scale.dimensions();
+  const int64_t row_bytes = code_bits == 4 ? (width + 63) / 64 * 32 : width;
+  const bool is_bf16 = scale.element_type() == ffi::BF16;
+  if (shape.size() != axes || scales.size() != axes || shape[axes - 1] != row_bytes ||
+      shape[axes - 2] != scales[axes - 2] || shape[0] != scales[0] || group_size < 1 ||
+      scales[axes - 1] != (width + group_size - 1) / group_size ||
+      (scales[axes - 1] > 1 && group_size % 32 != 0) ||
+      !(is_bf16 || scale.element_type() == ffi::F32) ||
+      (zero.element_count() != 0 && zero.element_count() != scale.element_count())) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        "codes must be [..., features, bytes], scale and zero [..., features, groups]; groups are "
+        "of a multiple of 32 inputs"));
+  }
+  return Groups{static_cast<const uint8_t*>(codes.untyped_data()),
+                scale.untyped_data(),
+                zero.element_count() == 0 ? nullptr : zero.typed_data(),
+                is_bf16,
+                width,
+                group_size,
+                scales[axes - 1],
+                row_bytes};
+}
+
+// The weights of one of several experts.
+Groups groups_of(const Groups& all, int64_t expert, int64_t features) {
+  Groups one = all;
+  const int64_t num_scales = expert * features * all.num_groups;
+  one.codes += expert * features * all.row_bytes;
+  one.scale = static_cast<const char*>(all.scale) + num_scales * (all.has_bf16_scale ? 2 : 4);
+  if (all.zero != nullptr) one.zero += num_scales;
+  return one;
 }
 
 const Products& products() {
@@ -90,11 +141,56 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Buffer<W> weight,
 }
 
 template <ffi::DataType T, auto kProduct>
-ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<T> x, ffi::Buffer<T> weight,
-                         ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out) {
-  return multiply_groups(pool, products().*kProduct, x.typed_data(), weight.typed_data(),
-                         {sizes.typed_data(), sizes.element_count()}, out->typed_data(),
-                         x.dimensions(), weight.dimensions());
+ffi::Error handle_experts(ffi::ThreadPool pool, ffi::Buffer<T> x, ffi::Buffer<T> weight,
+                          ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out) {
+  return multiply_experts(pool, products().*kProduct, x.typed_data(), weight.typed_data(),
+                          {sizes.typed_data(), sizes.element_count()}, out->typed_data(),
+                          x.dimensions(), weight.dimensions());
+}
+
+template <ffi::DataType X, auto kCodes, auto kProduct, int64_t kBits>
+ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer codes,
+                         ffi::AnyBuffer scale, ffi::Buffer<ffi::U8> zero,
+                         ffi::ResultBuffer<ffi::F32> out, int64_t group_size) {
+  if (x.dimensions().size() != 2) return ffi::Error::InvalidArgument("x must be [rows, width]");
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  auto read = read_groups(width, 2, group_size, kBits, codes, scale, zero);
+  if (read.has_error()) return read.error();
+  const Groups weight = *read;
+  const int64_t features = codes.dimensions()[0], step = chunk_features(weight.row_bytes);
+  const auto product = products().*kCodes.*kProduct;
+  const auto* from = x.typed_data();
+  float* to = out->typed_data();
+  share(pool, (features + step - 1) / step, [=](int64_t chunk) {
+    const int64_t begin = chunk * step;
+    product(from, weight, to, rows, features, begin, std::min(begin + step, features));
+  });
+  return ffi::Error::Success();
+}
+
+template <ffi::DataType X, auto kCodes, auto kProduct, int64_t kBits>
+ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer codes,
+                                ffi::AnyBuffer scale, ffi::Buffer<ffi::U8> zero,
+                                ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out,
+                                int64_t group_size) {
+  if (x.dimensions().size() != 2) return ffi::Error::InvalidArgument("x must be [rows, width]");
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  auto read = read_groups(width, 3, group_size, kBits, codes, scale, zero);
+  if (read.has_error()) return read.error();
+  const Groups weight = *read;
+  const int64_t features = codes.dimensions()[1];
+  if (static_cast<int64_t>(sizes.element_count()) != codes.dimensions()[0]) {
+    return ffi::Error::InvalidArgument("sizes must be [experts]");
+  }
+  const auto product = products().*kCodes.*kProduct;
+  multiply_by_expert(pool, x.typed_data(), {sizes.typed_data(), sizes.element_count()},
+                     out->typed_data(), rows, width, features, weight.row_bytes,
+                     [=](const auto* from, float* to, int64_t expert, int64_t num_rows,
+                         int64_t begin, int64_t end) {
+                       product(from, groups_of(weight, expert, features), to, num_rows, features,
+                               begin, end);
+                     });
+  return ffi::Error::Success();
 }
 
 }  // namespace
@@ -124,7 +220,7 @@ MMJAX_PRODUCT(bfloat16_int8, BF16, S8, F32);
 
 #define MMJAX_GROUPS(NAME, T)                                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_groups_##NAME,                                     \
-                                (mmjax::handle_groups<ffi::T, &mmjax::Products::NAME>),  \
+                                (mmjax::handle_experts<ffi::T, &mmjax::Products::NAME>),  \
                                 ffi::Ffi::Bind()                                         \
                                     .Ctx<ffi::ThreadPool>()                              \
                                     .Arg<ffi::Buffer<ffi::T>>()                          \
@@ -134,3 +230,38 @@ MMJAX_PRODUCT(bfloat16_int8, BF16, S8, F32);
 
 MMJAX_GROUPS(float32, F32);
 MMJAX_GROUPS(bfloat16, BF16);
+
+// Of inputs of one dtype with weights in groups of one kind of code; then the same by expert.
+#define MMJAX_GROUP_PRODUCTS(NAME, X, CODES, BITS)                                              \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
+      mmjax_product_##NAME##_##CODES,                                                           \
+      (mmjax::handle_groups<ffi::X, &mmjax::Products::CODES, &mmjax::GroupProducts::NAME,       \
+                            BITS>),                                                             \
+      ffi::Ffi::Bind()                                                                          \
+          .Ctx<ffi::ThreadPool>()                                                               \
+          .Arg<ffi::Buffer<ffi::X>>()                                                           \
+          .Arg<ffi::AnyBuffer>()                                                                \
+          .Arg<ffi::AnyBuffer>()                                                                \
+          .Arg<ffi::Buffer<ffi::U8>>()                                                          \
+          .Ret<ffi::Buffer<ffi::F32>>()                                                         \
+          .Attr<int64_t>("group_size"));                                                        \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
+      mmjax_groups_##NAME##_##CODES,                                                            \
+      (mmjax::handle_expert_groups<ffi::X, &mmjax::Products::CODES,                             \
+                                   &mmjax::GroupProducts::NAME, BITS>),                         \
+      ffi::Ffi::Bind()                                                                          \
+          .Ctx<ffi::ThreadPool>()                                                               \
+          .Arg<ffi::Buffer<ffi::X>>()                                                           \
+          .Arg<ffi::AnyBuffer>()                                                                \
+          .Arg<ffi::AnyBuffer>()                                                                \
+          .Arg<ffi::Buffer<ffi::U8>>()                                                          \
+          .Arg<ffi::Buffer<ffi::S32>>()                                                         \
+          .Ret<ffi::Buffer<ffi::F32>>()                                                         \
+          .Attr<int64_t>("group_size"))
+
+MMJAX_GROUP_PRODUCTS(float32, F32, uint4, 4);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint4, 4);
+MMJAX_GROUP_PRODUCTS(float32, F32, uint8, 8);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint8, 8);
+MMJAX_GROUP_PRODUCTS(float32, F32, float8, 8);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, float8, 8);

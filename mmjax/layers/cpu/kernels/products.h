@@ -37,6 +37,29 @@ template <typename T>
 using AttendChunk = void (*)(const PagedTile<T>& tile, int64_t first_block, int64_t begin,
                              int64_t end, float* peak, float* total, float* out);
 
+// Weights in groups of inputs: a number is `(code - zero) * scale`, with a scale, and maybe a zero,
+// for each feature and group. Groups are of a multiple of 32 inputs, or there is one alone.
+struct Groups {
+  // [features, row_bytes]. Codes of 8 bits lie as they are. Of 4 bits, each 32 bytes have 64: the low
+  // halves are the first 32, the high halves those behind them, and the last block is padded.
+  const uint8_t* codes;
+  const void* scale;    // [features, num_groups] of float, or of bf16
+  const uint8_t* zero;  // [features, num_groups]; null: 8 of 4 bits, 128 of 8
+  bool has_bf16_scale;
+  int64_t width, group_size, num_groups, row_bytes;
+};
+
+// As `Product`, with weights in groups.
+template <typename X>
+using GroupProduct = void (*)(const X* x, const Groups& weight, float* out, int64_t rows,
+                              int64_t features, int64_t begin, int64_t end);
+
+// Of weights of one kind of code: for each dtype of inputs.
+struct GroupProducts {
+  GroupProduct<float> float32;
+  GroupProduct<bf16> bfloat16;
+};
+
 struct Products {
   Product<float, float, float> float32;
   Product<bf16, bf16, float> bfloat16;
@@ -45,6 +68,8 @@ struct Products {
   Product<bf16, int8_t, float> bfloat16_int8;
   AttendChunk<float> attend_float32;
   AttendChunk<bf16> attend_bfloat16;
+  GroupProducts uint4, uint8;
+  GroupProducts float8;  // of 4 bits of exponent, 3 of mantissa, without infinities; no zero
   const char* name;
 };
 

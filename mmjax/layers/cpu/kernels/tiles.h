@@ -85,6 +85,99 @@ void multiply(const typename Lanes::X* x, const typename Lanes::W* weight,
   }
 }
 
+// Where 4-bit codes of inputs d, d + 1, ... stand: each in a byte, `code_shift` bits up.
+inline int64_t code_byte(int64_t d) { return d / 64 * 32 + d % 32; }
+inline int code_shift(int64_t d) { return d & 32 ? 4 : 0; }
+
+inline float scale_of(const Groups& weight, int64_t at) {
+  if (!weight.has_bf16_scale) return static_cast<const float*>(weight.scale)[at];
+  const uint32_t bits = static_cast<uint32_t>(static_cast<const bf16*>(weight.scale)[at]) << 16;
+  float scale;
+  __builtin_memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
+
+// `Lanes` decodes `Lanes::kWidth` weights at a time. A group's products are added without its scale,
+// and its sum is then added with it. The order of a row's sums is as in `multiply_tile`.
+template <typename Lanes, int kRows, int kFeatures>
+inline void multiply_group_tile(const typename Lanes::X* x, const Groups& weight, float* out,
+                                int64_t feature, int64_t features) {
+  typename Lanes::Sum sums[kRows][kFeatures];
+  typename Lanes::Zero zeros[kFeatures];
+  for (int f = 0; f < kFeatures; ++f) {
+    zeros[f] = Lanes::make_zero(Lanes::kMiddle);
+    for (int r = 0; r < kRows; ++r) sums[r][f] = Lanes::zero();
+  }
+  const uint8_t* codes = weight.codes + feature * weight.row_bytes;
+  int64_t d = 0;
+  for (int64_t group = 0; group < weight.num_groups; ++group) {
+    const int64_t last = (group + 1) * weight.group_size;
+    const int64_t end = last < weight.width ? last : weight.width;
+    typename Lanes::Sum parts[kRows][kFeatures];
+    for (int f = 0; f < kFeatures; ++f) {
+      if (weight.zero != nullptr) {
+        zeros[f] = Lanes::make_zero(weight.zero[(feature + f) * weight.num_groups + group]);
+      }
+      for (int r = 0; r < kRows; ++r) parts[r][f] = Lanes::zero();
+    }
+    for (; d + Lanes::kWidth <= end; d += Lanes::kWidth) {
+      typename Lanes::Weights weights[kFeatures];
+      for (int f = 0; f < kFeatures; ++f) {
+        __builtin_prefetch(codes + (kFeatures + f) * weight.row_bytes + Lanes::byte_of(d));
+        weights[f] = Lanes::decode(codes + f * weight.row_bytes, d, zeros[f]);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const auto inputs = Lanes::load_inputs(x + r * weight.width + d);
+        for (int f = 0; f < kFeatures; ++f) Lanes::add(parts[r][f], inputs, weights[f]);
+      }
+    }
+    if (d < end) {
+      for (int f = 0; f < kFeatures; ++f) {
+        const auto left = Lanes::decode(codes + f * weight.row_bytes, d, zeros[f], end - d);
+        for (int r = 0; r < kRows; ++r) {
+          Lanes::add(parts[r][f], Lanes::load_inputs(x + r * weight.width + d, end - d), left);
+        }
+      }
+      d = end;
+    }
+    for (int f = 0; f < kFeatures; ++f) {
+      const float scale = scale_of(weight, (feature + f) * weight.num_groups + group);
+      for (int r = 0; r < kRows; ++r) Lanes::add_scaled(sums[r][f], parts[r][f], scale);
+    }
+  }
+  float totals[kRows * kFeatures];
+  Lanes::template add_lanes<kRows * kFeatures>(&sums[0][0], totals);
+  for (int r = 0; r < kRows; ++r) {
+    for (int f = 0; f < kFeatures; ++f) out[r * features + feature + f] = totals[r * kFeatures + f];
+  }
+}
+
+// Four rows share what is decoded of two features, whose sums are then as many as registers hold.
+template <typename Lanes>
+void multiply_groups(const typename Lanes::X* x, const Groups& weight, float* out, int64_t rows,
+                     int64_t features, int64_t begin, int64_t end) {
+  auto at = [=](int64_t r) { return x + r * weight.width; };
+  int64_t f = begin;
+  for (; f + 4 <= end; f += 4) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) {
+      multiply_group_tile<Lanes, 4, 2>(at(r), weight, out + r * features, f, features);
+      multiply_group_tile<Lanes, 4, 2>(at(r), weight, out + r * features, f + 2, features);
+    }
+    for (; r + 2 <= rows; r += 2) {
+      multiply_group_tile<Lanes, 2, 4>(at(r), weight, out + r * features, f, features);
+    }
+    if (r < rows) {
+      multiply_group_tile<Lanes, 1, 4>(at(r), weight, out + r * features, f, features);
+    }
+  }
+  for (; f < end; ++f) {
+    for (int64_t r = 0; r < rows; ++r) {
+      multiply_group_tile<Lanes, 1, 1>(at(r), weight, out + r * features, f, features);
+    }
+  }
+}
+
 // What lanes have that need no correction of their sums.
 struct Uncorrected {
   struct Correction {};

@@ -1,0 +1,192 @@
+"""Weights in groups of inputs, in 4 or 8 bits: what they stand for, and products with them.
+
+A number is `(code - zero) * scale`, with a scale, and maybe a zero, of each output and group.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from mmjax.layers.cpu.dispatch import by_platform
+from mmjax.layers.cpu.product import MAX_FEW_ROWS, MIN_WEIGHT_SIZE, product
+from mmjax.rounding import cdiv
+
+Code = Literal["uint4", "uint8", "float8"]
+
+GROUP_STEP = 32
+"""Groups are of a multiple of it, unless a row is one group: what kernels read at a time."""
+_PACK = 64
+"""Codes of 4 bits that share 32 bytes: the first 32 of them are the low halves, then the high."""
+_MIDDLES = MappingProxyType({"uint4": 8, "uint8": 128})
+"""The zero of codes without zeros of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How one matrix's numbers are kept."""
+
+    code: Code
+    """uint4 and uint8: integers; float8: `float8_e4m3fn`, as they are."""
+    group_size: int
+    """Inputs of a group; 0: a row is one."""
+    scale_dtype: Literal["float32", "bfloat16"] = "float32"
+    has_zero: bool = False
+    """Whether groups have zeros of their own; else the middle code is zero."""
+    has_order: bool = False
+    """Whether inputs are permuted before they are multiplied (GPTQ's activation order)."""
+
+    def num_groups(self, width: int) -> int:
+        """Return how many groups a row of `width` inputs has."""
+        return cdiv(width, self.group_size or width)
+
+    def describe(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Return `{suffix of a parameter's name: its shape and dtype}` of weights `[..., F, D]`."""
+        *lead, width = shape
+        row = cdiv(width, _PACK) * _PACK // 2 if self.code == "uint4" else width
+        groups = self.num_groups(width)
+        code_dtype = jnp.float8_e4m3fn if self.code == "float8" else jnp.uint8
+        arrays: dict[str, tuple[tuple[int, ...], Any]] = {
+            "": ((*lead, row), code_dtype),
+            SCALE: ((*lead, groups), jnp.dtype(self.scale_dtype)),
+        }
+        if self.has_zero:
+            arrays[ZERO] = ((*lead, groups), jnp.uint8)
+        if self.has_order:
+            arrays[ORDER] = ((*lead[:-1], width), jnp.int32)
+        return arrays
+
+
+SCALE, ZERO, ORDER = "_scale", "_zero", "_order"
+"""What the names of further arrays have behind the name of the codes'."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scale", "zero", "order"),
+    meta_fields=("layout",),
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouped:
+    """One matrix, or one for each expert: the arrays of `Layout.describe`.
+
+    JAX makes it of what stands for arrays, too, so that fields have no types of arrays.
+    """
+
+    layout: Layout
+    codes: Any
+    """[..., F, bytes of a row]"""
+    scale: Any
+    """[..., F, G]"""
+    zero: Any = None
+    """uint8[..., F, G]; None: the middle code."""
+    order: Any = None
+    """int32[..., D]; None: inputs are in the order of their groups."""
+
+
+def set_grouped(module: nnx.Module, name: str, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Set the parameters of weights `[..., F, D]` in groups, named by `name` and a suffix."""
+    for suffix, (own_shape, dtype) in layout.describe(shape).items():
+        setattr(module, name + suffix, nnx.Param(jnp.zeros(own_shape, dtype)))
+
+
+def find_grouped(module: nnx.Module, name: str, layout: Layout) -> Grouped:
+    """Return the arrays of the parameters that `set_grouped` set."""
+
+    def find(suffix: str) -> Array:
+        return getattr(module, name + suffix)[...]
+
+    return Grouped(
+        layout=layout,
+        codes=find(""),
+        scale=find(SCALE),
+        zero=find(ZERO) if layout.has_zero else None,
+        order=find(ORDER) if layout.has_order else None,
+    )
+
+
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
+    """Return codes of 4 bits, uint8 `[..., D]`, as `Grouped.codes` has them."""
+    padding = -codes.shape[-1] % _PACK
+    padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, padding)])
+    blocks = padded.reshape(*codes.shape[:-1], -1, 2, _PACK // 2)
+    packed = blocks[..., 0, :] | (blocks[..., 1, :] << 4)
+    return packed.reshape(*codes.shape[:-1], -1)
+
+
+def dequantize(weight: Grouped, width: int, dtype: Any) -> Float[Array, "*lead F D"]:
+    """Return the numbers that `weight` stands for; inputs stay as its order has them."""
+    layout, codes = weight.layout, weight.codes
+    if layout.code == "uint4":
+        blocks = codes.reshape(*codes.shape[:-1], -1, _PACK // 2)
+        halves = jnp.stack([blocks & 15, blocks >> 4], axis=-2)
+        codes = halves.reshape(*codes.shape[:-1], -1)[..., :width]
+    numbers = codes.astype(jnp.float32)
+
+    def spread(array: Array) -> Array:
+        size = layout.group_size
+        return jnp.repeat(array, size, axis=-1)[..., :width] if array.shape[-1] > 1 else array
+
+    if weight.zero is not None:
+        numbers = numbers - spread(weight.zero.astype(jnp.float32))
+    elif layout.code in _MIDDLES:
+        numbers = numbers - _MIDDLES[layout.code]
+    return (numbers * spread(weight.scale.astype(jnp.float32))).astype(dtype)
+
+
+def grouped_product(x: Float[Array, "T D"], weight: Grouped) -> Float[Array, "T F"]:
+    """Return `x @ weight.T` in float32, without making the whole matrix where rows are few."""
+    if weight.order is not None:
+        x = x[:, weight.order]
+    is_large = weight.codes.shape[0] * x.shape[1] >= MIN_WEIGHT_SIZE
+    if is_large and 0 < x.shape[0] <= MAX_FEW_ROWS and has_expert_kernel(x):
+        return by_platform(x, weight, kernel=_by_kernel, cpu=_by_xla, default=_by_xla)
+    return _by_xla(x, weight)
+
+
+def has_expert_kernel(x: Any) -> bool:
+    """Return whether `expert_product` takes such inputs, where the platform has kernels."""
+    return x.dtype in (jnp.float32, jnp.bfloat16)
+
+
+def expert_product(
+    x: Float[Array, "R D"], weight: Grouped, sizes: Int32[Array, " E"]
+) -> Float[Array, "R F"]:
+    """Return `x @ weight[e].T` in float32, by a kernel: rows stand by e, `sizes` rows of each."""
+    return _call("groups", order_rows(x, weight, sizes), weight, sizes)
+
+
+def order_rows(
+    x: Float[Array, "R D"], weight: Grouped, sizes: Int32[Array, " E"]
+) -> Float[Array, "R D"]:
+    """Return rows that stand by expert as each one's expert reads them."""
+    if weight.order is None:
+        return x
+    orders = jnp.repeat(weight.order, sizes, axis=0, total_repeat_length=len(x))
+    return jnp.take_along_axis(x, orders, axis=1)
+
+
+def _by_xla(x: Array, weight: Grouped) -> Array:
+    whole = dequantize(weight, x.shape[1], x.dtype)
+    return product(x, whole, jnp.dtype(jnp.float32))
+
+
+def _by_kernel(x: Array, weight: Grouped) -> Array:
+    """Multiply in C++: a row has the same bits beside any others, and beside none."""
+    return _call("product", x, weight)
+
+
+def _call(kind: str, x: Array, weight: Grouped, *sizes: Array) -> Array:
+    layout, shape = weight.layout, (x.shape[0], weight.codes.shape[-2])
+    call = jax.ffi.ffi_call(
+        f"mmjax_{kind}_{x.dtype.name}_{layout.code}", jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    zero = jnp.zeros(0, jnp.uint8) if weight.zero is None else weight.zero
+    size = np.int64(layout.group_size or x.shape[1])
+    return call(x, weight.codes, weight.scale, zero, *sizes, group_size=size)

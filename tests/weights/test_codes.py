@@ -1,0 +1,84 @@
+"""How quantised matrices are stored, beside what compressed-tensors itself makes of a few numbers.
+
+`tests/golden/quantized` has its `pack_to_int32` (0.20.0) of codes and zeros, and `dequantize`.
+"""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mmjax.errors import CheckpointError
+from mmjax.weights.codes import unpack
+from mmjax.weights.method import Method
+from mmjax.weights.packed import find_packed
+from mmjax.weights.safetensors import open_safetensors
+from tests.models.test_published_quantized import write_tensors
+from tests.weights.packers import FORMS, pack_gptq, pack_words
+
+GOLDEN = load_file(
+    Path(__file__).parents[1] / "golden" / "quantized" / "compressed_tensors.safetensors"
+)
+
+
+def read_whole(folder: Path, tensors: dict[str, np.ndarray], method: Method) -> np.ndarray:
+    """Return the numbers of the one quantised matrix of a file."""
+    write_tensors(folder / "model.safetensors", {f"layer.{n}": one for n, one in tensors.items()})
+    with open_safetensors(folder) as stored:
+        plain, packed = find_packed(stored, method)
+        assert plain == []
+        (tensor,) = packed
+        assert tensor.name == "layer.weight"
+        return tensor.as_whole().read((slice(None), slice(None)))
+
+
+def test_words_are_those_of_the_library():
+    for bits in (4, 8):
+        codes = GOLDEN[f"codes{bits}"].astype(np.int32) + 2 ** (bits - 1)
+        packed = GOLDEN[f"packed{bits}"]
+        np.testing.assert_array_equal(pack_words(codes, bits, axis=1), packed)
+        np.testing.assert_array_equal(unpack(packed, bits), codes)
+    zero = GOLDEN["zero4"].astype(np.int32) + 8
+    np.testing.assert_array_equal(pack_words(zero, 4, axis=0), GOLDEN["packed_zero4"])
+
+
+def test_numbers_are_those_of_the_library(tmp_path: Path):
+    tensors = {
+        "weight_packed": GOLDEN["packed4"],
+        "weight_scale": GOLDEN["scale"],
+        "weight_zero_point": GOLDEN["packed_zero4"],
+        "weight_shape": np.asarray(GOLDEN["codes4"].shape, np.int64),
+    }
+    found = read_whole(tmp_path, tensors, Method(name="compressed-tensors", bits=4))
+    np.testing.assert_allclose(found, GOLDEN["numbers4"], rtol=1e-6)
+
+
+def test_float8_is_read_from_its_place_in_the_file(tmp_path: Path):
+    codes = GOLDEN["f8"].view(ml_dtypes.float8_e4m3fn)
+    tensors = {"weight": codes, "weight_scale": np.ones((8, 1), np.float32)}
+    found = read_whole(tmp_path, tensors, Method(name="compressed-tensors", bits=8))
+    np.testing.assert_array_equal(found, GOLDEN["f8_float"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_format_is_the_numbers_that_it_stands_for(tmp_path: Path, form: str):
+    weight = np.random.default_rng(0).normal(size=(48, 96)).astype(np.float32)
+    packed, settings = FORMS[form].pack(weight), FORMS[form].settings
+    method = Method(
+        name=settings["quant_method"],
+        bits=4,
+        zero_offset=int(form.startswith("gptq") and form != "gptq-v2"),
+        block=tuple(settings["weight_block_size"]) if form == "fp8-blocks" else None,
+    )
+    found = read_whole(tmp_path, packed.tensors, method)
+    np.testing.assert_allclose(found, packed.numbers, rtol=1e-6, atol=1e-7)
+    assert np.abs(found - weight).max() < 0.35
+
+
+def test_what_is_missing_is_named(tmp_path: Path):
+    packed = pack_gptq(np.ones((8, 32), np.float32))
+    del packed.tensors["scales"]
+    with pytest.raises(CheckpointError, match=r"`layer` is quantised, and lacks its `scales`"):
+        read_whole(tmp_path, packed.tensors, Method(name="gptq", bits=4))
