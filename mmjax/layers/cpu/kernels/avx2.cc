@@ -204,11 +204,11 @@ const Products kAvx2 = {multiply<Float32Lanes>,
                         multiply<Int8Lanes>,
                         multiply<WithInt8Weights<Float32Lanes>>,
                         multiply<WithInt8Weights<Bfloat16Lanes>>,
+                        attend_chunk<float>,
+                        attend_chunk<bf16>,
                         kGroups<Uint4Codes>,
                         kGroups<Uint8Codes>,
                         kGroups<Float8Codes>,
-                        attend_chunk<float>,
-                        attend_chunk<bf16>,
                         "avx2"};
 
 }  // namespace mmjax

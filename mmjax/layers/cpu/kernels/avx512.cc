@@ -35,11 +35,11 @@ const Products kAvx512 = {multiply<Float32Lanes>,
                           multiply<Int8Lanes>,
                           multiply<Float32Int8Lanes>,
                           multiply<Bfloat16Int8Lanes>,
+                          attend_chunk<float>,
+                          attend_chunk<bf16>,
                           kGroups<Uint4Codes>,
                           kGroups<Uint8Codes>,
                           kGroups<Float8Codes>,
-                          attend_chunk<float>,
-                          attend_chunk<bf16>,
                           "avx512"};
 
 }  // namespace mmjax

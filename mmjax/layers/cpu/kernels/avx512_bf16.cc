@@ -140,11 +140,11 @@ const Products kAvx512Bf16 = {multiply<Float32Lanes>,
                               multiply<Int8DotLanes>,
                               multiply<Float32Int8Lanes>,
                               multiply<Int8PairLanes>,
+                              attend_chunk<float>,
+                              attend_chunk<bf16>,
                               kGroups<Uint4Codes, Uint4Pairs>,
                               kGroups<Uint8Codes, Uint8Pairs>,
                               kGroups<Float8Codes, Float8Pairs>,
-                              attend_chunk<float>,
-                              attend_chunk<bf16>,
                               "avx512_bf16"};
 
 }  // namespace mmjax

@@ -15,6 +15,28 @@ using Product = void (*)(const X* x, const W* weight, Out* out, int64_t rows, in
 // A bfloat16 number by its bits.
 using bf16 = uint16_t;
 
+// Sizes that the attention kernel has room for.
+constexpr int64_t kMaxHeadDim = 1024;
+constexpr int64_t kMaxChunkSlots = 256;
+
+// One token's queries that share a key-value head, and where its keys and values lie.
+template <typename T>
+struct PagedTile {
+  const T* query;          // [num_heads, head_dim]
+  const T* keys;           // [num_blocks, num_kv_heads, head_dim, block_size]
+  const T* values;         // [num_blocks, num_kv_heads, block_size, value_dim]
+  const int32_t* table;    // the request's blocks, in order
+  int64_t num_heads, head_dim, value_dim, num_blocks, num_kv_heads, kv_head, block_size;
+  float soft_cap;          // 0: none
+};
+
+// Attend to slots [begin, end) of the blocks from `first_block` on: at most kMaxChunkSlots of them.
+// Writes each head's largest score, its sum of weights, and its weighted values, which are
+// to be scaled by the former and divided by the latter.
+template <typename T>
+using AttendChunk = void (*)(const PagedTile<T>& tile, int64_t first_block, int64_t begin,
+                             int64_t end, float* peak, float* total, float* out);
+
 // Weights in groups of inputs: a number is `(code - zero) * scale`, with a scale, and maybe a zero,
 // for each feature and group. Groups are of a multiple of 32 inputs, or there is one alone.
 struct Groups {
@@ -38,38 +60,16 @@ struct GroupProducts {
   GroupProduct<bf16> bfloat16;
 };
 
-// Sizes that the attention kernel has room for.
-constexpr int64_t kMaxHeadDim = 1024;
-constexpr int64_t kMaxChunkSlots = 256;
-
-// One token's queries that share a key-value head, and where its keys and values lie.
-template <typename T>
-struct PagedTile {
-  const T* query;          // [num_heads, head_dim]
-  const T* keys;           // [num_blocks, num_kv_heads, head_dim, block_size]
-  const T* values;         // [num_blocks, num_kv_heads, block_size, value_dim]
-  const int32_t* table;    // the request's blocks, in order
-  int64_t num_heads, head_dim, value_dim, num_blocks, num_kv_heads, kv_head, block_size;
-  float soft_cap;          // 0: none
-};
-
-// Attend to slots [begin, end) of the blocks from `first_block` on: at most kMaxChunkSlots of them.
-// Writes each head's largest score, its sum of weights, and its weighted values, which are
-// to be scaled by the former and divided by the latter.
-template <typename T>
-using AttendChunk = void (*)(const PagedTile<T>& tile, int64_t first_block, int64_t begin,
-                             int64_t end, float* peak, float* total, float* out);
-
 struct Products {
   Product<float, float, float> float32;
   Product<bf16, bf16, float> bfloat16;
   Product<int8_t, int8_t, int32_t> int8;
   Product<float, int8_t, float> float32_int8;
   Product<bf16, int8_t, float> bfloat16_int8;
-  GroupProducts uint4, uint8;
-  GroupProducts float8;  // of 4 bits of exponent, 3 of mantissa, without infinities; no zero
   AttendChunk<float> attend_float32;
   AttendChunk<bf16> attend_bfloat16;
+  GroupProducts uint4, uint8;
+  GroupProducts float8;  // of 4 bits of exponent, 3 of mantissa, without infinities; no zero
   const char* name;
 };
 
