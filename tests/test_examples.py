@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_the_notebook():
     import nbformat
     from nbclient import NotebookClient
 
+    assert find_spec("pandas"), "the notebook would install it; it is in [dev]: run `make test`"
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     shown_text = stdout_of(notebook)
     client = NotebookClient(
@@ -121,12 +123,34 @@ def test_the_notebook():
     )
     client.execute(env=example_environment())
     printed = stdout_of(notebook)
-    assert [line.split()[-1] for line in printed.splitlines()] == [
+    lines = printed.splitlines()
+    assert lines.pop(4) == "24 of 24 are right"
+    assert [line.split()[-1] for line in lines] == [
         *("red", "square", "2", "no", "rosso", "blu", "square", "47")
     ]
     assert printed == shown_text
-    (shown,) = (
-        output for output in notebook.cells[-1].outputs if output.output_type == "execute_result"
+    html = {
+        index: output["data"]["text/html"]
+        for index, cell in enumerate(notebook.cells)
+        for output in cell.get("outputs", ())
+        if output.output_type == "execute_result" and "text/html" in output["data"]
+    }
+    explained, table, answered = html.values()
+    assert explained.count("image") > 1
+    assert "<th>answer</th>" in table
+    assert "<img" in answered
+    assert ">47</div>" in answered
+    pictures = [
+        output
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if "image/png" in output.get("data", {})
+    ]
+    assert len(pictures) == 2, "the drawing, and the one with boxes"
+    progress = "".join(
+        output.text
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if output.output_type == "stream" and output.name == "stderr"
     )
-    assert "<img" in shown["data"]["text/html"]
-    assert ">47</div>" in shown["data"]["text/html"]
+    assert "24/24" in progress

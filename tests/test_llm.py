@@ -1,8 +1,13 @@
 """`LLM`: vLLM's calls, one or many of each, in one process."""
 
+import base64
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,7 @@ def llm(tiny_gemma3: Path) -> Iterator[LLM]:
         max_num_seqs=2,
         max_num_batched_tokens=64,
         use_tqdm_on_load=False,
+        allow_private_media_addresses=True,
     ) as made:
         yield made
 
@@ -74,6 +80,7 @@ def test_one_or_many_prompts(llm: LLM) -> None:
         (params_for, ({"temperature": 0}, 1), "is a dict; give a SamplingParams"),
         (params_for, ([{"temperature": 0}], 1), "is a list; give a SamplingParams"),
         (params_for, (0.5, 1), "is a float; give a SamplingParams"),
+        (as_conversations, (3,), "`messages` is a int; give a list of messages"),
         (as_conversations, ("a",), "`messages` is a str; give a list of messages, as in"),
         (as_conversations, ({"role": "user"},), "is a dict; give a list of messages, as in"),
     ],
@@ -129,13 +136,47 @@ def test_images_in_every_form(llm: LLM, tmp_path: Path) -> None:
     image = draw(40, 30)
     file = tmp_path / "picture.png"
     image.save(file)
-    forms: list[Any] = [image, [image], np.asarray(image), file, file.read_bytes()]
-    answers = [
-        generate(llm, {"prompt": f"{IMAGE_START} red", "multi_modal_data": {"image": form}})[0]
-        for form in forms
-    ]
+    data = f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    with served(tmp_path) as address:
+        forms: list[Any] = [
+            *(image, [image], np.asarray(image), file, str(file), file.read_bytes(), data),
+            *(f"{address}/picture.png", [f"{address}/picture.png"]),
+        ]
+        # An iterable that is read once.
+        answers = generate(
+            llm,
+            (
+                {"prompt": f"{IMAGE_START} red", "multi_modal_data": {"image": form}}
+                for form in forms
+            ),
+        )
+    assert len(answers) == len(forms)
     assert {answer.num_image_tokens for answer in answers} == {4}
     assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder over HTTP; yield its address."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as site:
+        Thread(target=site.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{site.server_port}"
+        site.shutdown()
+
+
+def test_a_url_that_cannot_be_fetched_is_named(llm: LLM) -> None:
+    prompt = {"prompt": IMAGE_START, "multi_modal_data": {"image": "http://127.0.0.1:9/a.png"}}
+    with pytest.raises(RequestError, match=r"`image\[0\]`"):
+        generate(llm, prompt)
+
+
+def test_conversations_of_a_generator(llm: LLM) -> None:
+    asked = ([{"role": "user", "content": text}] for text in ("a red circle", "a star"))
+    outputs = llm.chat(asked, GREEDY, use_tqdm=False)
+    assert [len(output.outputs) for output in outputs] == [1, 1]
+    messages = ({"role": "user", "content": text} for text in ["a star"])
+    assert len(llm.chat(messages, GREEDY, use_tqdm=False)) == 1
 
 
 def test_the_picture_matters(llm: LLM) -> None:

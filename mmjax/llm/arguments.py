@@ -105,7 +105,7 @@ def check_number(given: Sequence[T], number: int, param: str, what: str) -> Sequ
     return given
 
 
-def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+def as_prompts(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
     """Return one or several prompts as a list."""
     if isinstance(prompts, str | Mapping):
         return [cast(PromptType, prompts)]
@@ -115,9 +115,10 @@ def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
             "list of them",
             param="prompts",
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(list[int], list(prompts))]
-    return cast(list[PromptType], list(prompts))
+    many = list(prompts)  # once: it may be a generator
+    if many and all(isinstance(item, int) for item in many):
+        return [cast(list[int], many)]
+    return cast(list[PromptType], many)
 
 
 def is_conversation(value: Any) -> bool:
@@ -126,16 +127,15 @@ def is_conversation(value: Any) -> bool:
     return is_list and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
-def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+def as_conversations(messages: Messages | Iterable[Messages]) -> list[Messages]:
     """Return one or several conversations as a list."""
-    if is_conversation(messages):
-        return [cast(Messages, messages)]
-    if isinstance(messages, str | Mapping):
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise RequestTypeError(
             f"`messages` is a {type(messages).__name__}; give a list of messages, as in "
             '[{"role": "user", "content": "..."}]',
             param="messages",
         )
-    if not messages:
+    many = list(messages)
+    if not many:
         raise RequestValueError("`messages` is empty; give at least one", param="messages")
-    return cast(list[Messages], list(messages))
+    return [cast(Messages, many)] if is_conversation(many) else cast(list[Messages], many)

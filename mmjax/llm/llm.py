@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -124,7 +124,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Iterable[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -135,7 +135,9 @@ class LLM:
 
         Args:
             prompts: Texts, lists of token ids, or dicts with `prompt` or `prompt_token_ids`,
-                `multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs`.
+                `multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs`; one, or any
+                iterable. An image of `multi_modal_data` is a PIL image, an array, a file's bytes,
+                a path, or a `data:`, `https:` or `http:` URL.
             sampling_params: For all prompts, or one per prompt; None: the checkpoint's defaults.
             use_tqdm: Whether progress is shown.
             lora_request: An adapter for all prompts, or one (or None) per prompt.
@@ -155,7 +157,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
+        messages: Messages | Iterable[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -167,10 +169,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         media_io_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one or many conversations in OpenAI's form (also with `image_pil` parts).
+        """Answer one or many conversations in OpenAI's form.
+
+        A part `{"type": "image_pil", "image_pil": ...}` has an image as `generate` takes it.
 
         Args:
-            messages: One conversation, or several.
+            messages: One conversation, or an iterable of them.
             sampling_params: Of all of them, or of each.
             use_tqdm: Whether progress is shown.
             lora_request: As in `generate`.

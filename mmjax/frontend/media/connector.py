@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.decoders.decode_workers import DecodeWorkers
@@ -179,7 +179,11 @@ class MediaConnector:
             download.end()
 
     def fetch_now(self, prompt: PromptType) -> PromptType:
-        """Return the prompt with all of its media, from a thread of any kind."""
+        """Return the prompt with all of its media, from a thread of any kind.
+
+        Of an image that is given by its URL, too: whoever calls this gave it, and no client.
+        """
+        prompt = self._open_urls(prompt)
         if self.is_whole(prompt):
             return prompt
 
@@ -204,6 +208,19 @@ class MediaConnector:
             self._workers.close()
 
     # ---- parts ----------------------------------------------------------------------------------
+
+    def _open_urls(self, prompt: PromptType) -> PromptType:
+        fields = prompt if isinstance(prompt, Mapping) else PromptDict()
+        data = fields.get("multi_modal_data") or {}
+        images = data.get("image")
+        entries = list(images) if isinstance(images, list | tuple) else [images]
+        if not any(map(_is_web_url, entries)):
+            return prompt
+        opened = [
+            self.open_image(entry, f"image[{index}]") if _is_web_url(entry) else entry
+            for index, entry in enumerate(entries)
+        ]
+        return {**fields, "multi_modal_data": {**data, "image": opened}}
 
     async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
         pending = list(dict.fromkeys(_pending(prompt)))
@@ -331,6 +348,10 @@ class _Download:
             # In a thread: whoever decodes it holds its lock, and this is the event loop's.
             with suppress(RuntimeError):  # closed
                 self._connector.threads.submit(image.drop_pixels)
+
+
+def _is_web_url(entry: object) -> TypeGuard[str]:
+    return isinstance(entry, str) and entry[:8].lower().startswith(("http://", "https://"))
 
 
 def _pending(prompt: PromptType) -> Sequence[PendingMedia]:

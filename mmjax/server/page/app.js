@@ -141,7 +141,7 @@ function began(conversation, message) {
 }
 
 function ended(conversation, message) {
-  kept.save(conversation);
+  kept.writeDown(conversation);
   drawConversations();
   if (conversation !== current) return;
   redraw(message);

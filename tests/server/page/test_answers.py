@@ -120,6 +120,14 @@ def test_other_texts_hold_no_boxes(playground: Playground) -> None:
         assert find_boxes(playground.page, text) == [], text
 
 
+def test_fields_that_are_no_boxes_hold_none(playground: Playground) -> None:
+    for value in (1, None, [1], [None], [["a", "b", "c", "d"]], {"a": 1}, [[[1]]]):
+        parsed = {"<OD>": dict.fromkeys(("bboxes", "quad_boxes", "polygons", "points"), value)}
+        assert find_boxes(playground.page, "", parsed=parsed) == [], value
+    for parsed in ({"a": 1}, {"a": None}, {"a": {"bboxes": [[1, 2, 3, 4]], "labels": None}}):
+        assert len(find_boxes(playground.page, "", parsed=parsed)) <= 1
+
+
 def test_boxes_are_drawn_on_the_picture(playground: Playground) -> None:
     page = playground.page
     playground.drop("red")

@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from playwright.sync_api import Page, expect
 
-from tests.server.page.conftest import Playground
+from tests.server.page.conftest import WAIT_S, Playground
 
 
 def answers(page: Page) -> Any:
@@ -94,6 +93,22 @@ def test_an_answer_goes_on_while_another_conversation_is_open(playground: Playgr
     rows(page).get_by_text("a red circle").click()
     expect(answers(page)).to_contain_text("a blue star")
     expect(page.locator(".note")).to_have_count(0)
+
+
+def test_a_conversation_that_is_deleted_takes_its_answer_along(playground: Playground) -> None:
+    page = playground.page
+    playground.engine.num_steps_left = 4
+    page.get_by_role("textbox", name="Message").fill("a red circle and a blue star")
+    page.keyboard.press("Enter")
+    expect(answers(page)).to_have_text("use")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete \u201ca red circle").click()
+    assert playground.engine.has_aborted.wait(WAIT_S)
+    playground.engine.num_steps_left = None
+    playground.ask("a ring")
+    expect(rows(page)).to_have_text(["a ring"])
+    playground.open()
+    expect(rows(page)).to_have_text(["a ring"])
 
 
 def test_what_is_written_stays_with_its_conversation(playground: Playground) -> None:
@@ -207,40 +222,39 @@ def exported(*messages: dict[str, Any], **fields: Any) -> str:
     )
 
 
+PICTURE = {"id": "p", "name": "x"}
 QUESTION = {"id": "1", "parent": "", "role": "user", "text": "a", "pictures": []}
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{", "it is no JSON"),
-        ("[]", "it is no file of this page"),
-        ('{"format": "mmjax conversations", "version": 2}', "this page reads 1"),
-        ('{"format": "mmjax conversations", "version": 1}', "a list is missing"),
-        (exported(QUESTION, QUESTION), "two of its messages have one id"),
-        (exported({**QUESTION, "parent": "9"}), "follows one that is not in it"),
-        (exported({**QUESTION, "role": "system"}), "neither a question nor an answer"),
-        (exported({**QUESTION, "pictures": [{"id": "p", "name": "x"}]}), "data of the picture"),
-        (
-            exported(
-                {**QUESTION, "pictures": [{"id": "p", "name": "x"}]},
-                files={"p": "data:text/html;base64,aaaa"},
-            ),
-            "are no picture",
-        ),
-    ],
-)
-def test_a_file_that_is_no_export_is_refused(
-    playground: Playground, text: str, reason: str
-) -> None:
+NO_EXPORTS = {
+    "{": "it is no JSON",
+    "[]": "it is no file of this page",
+    '{"format": "mmjax conversations", "version": 2}': "this page reads 1",
+    '{"format": "mmjax conversations", "version": 1}': "a list is missing",
+    exported(QUESTION, QUESTION): "two of its messages have one id",
+    exported({**QUESTION, "parent": "9"}): "follows one that is not in it",
+    exported({**QUESTION, "role": "system"}): "neither a question nor an answer",
+    exported({**QUESTION, "pictures": [PICTURE]}): "data of the picture",
+    exported(
+        {**QUESTION, "pictures": [PICTURE]}, files={"p": "data:text/html;base64,aaaa"}
+    ): "are no picture",
+}
+
+
+def test_a_file_that_is_no_export_is_refused(playground: Playground) -> None:
     page = playground.page
-    file: Any = {"name": "x.json", "mimeType": "application/json", "buffer": text.encode()}
-    page.locator("#import-file").set_input_files([file])
-    expect(page.locator("#import-problem")).to_contain_text("x.json was not imported")
-    expect(page.locator("#import-problem")).to_contain_text(reason)
+    box = page.locator("#import-file")
+
+    def import_text(text: str) -> None:
+        file: Any = {"name": "x.json", "mimeType": "application/json", "buffer": text.encode()}
+        box.set_input_files([file])
+
+    for text, reason in NO_EXPORTS.items():
+        import_text(text)
+        expect(page.locator("#import-problem")).to_contain_text(reason)
+        expect(page.locator("#import-problem")).to_contain_text("x.json was not imported")
     expect(rows(page)).to_have_count(0)
-    good: Any = {**file, "buffer": exported(QUESTION).encode()}
-    page.locator("#import-file").set_input_files([good])
+    import_text(exported(QUESTION))
     expect(page.locator("#import-problem")).to_be_hidden()
     expect(rows(page)).to_have_count(1)
 

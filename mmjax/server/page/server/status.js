@@ -7,6 +7,7 @@ import { showModels } from "./models.js";
 
 const [SOON_MS, LATER_MS, OFF_MS] = [1000, 15000, 3000];
 let timer = 0;
+let models = null; // until they are known, and again after the server was away
 
 /** Show the state from now on; `openPanel` is called by a press on it. */
 export function startStatus(openPanel) {
@@ -21,8 +22,11 @@ export function startStatus(openPanel) {
 async function look() {
   let wait;
   try {
-    wait = showReady(await getReady(), await getModels());
+    const ready = await getReady();
+    models ??= await getModels();
+    wait = showReady(ready, models);
   } catch (error) {
+    models = null;
     wait = showAbsent(error.status === 401);
   }
   clearTimeout(timer);
@@ -35,8 +39,8 @@ function showAbsent(needsKey) {
   return needsKey ? LATER_MS : OFF_MS;
 }
 
-function showReady({ isReady, status, num_programs_left: numLeft }, models) {
-  showModels(models);
+function showReady({ isReady, status, num_programs_left: numLeft }, list) {
+  showModels(list);
   if (!isReady) {
     const isStarting = status === "starting";
     show("busy", isStarting ? "Starting: the model is loaded and compiled" : `The engine is ${status}`);

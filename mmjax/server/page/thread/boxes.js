@@ -41,25 +41,30 @@ function corners(left, top, right, bottom) {
   return [[left, top], [right, top], [right, bottom], [left, bottom]];
 }
 
+// The fields of an answer, or of an imported file, may be anything.
+const listIn = (value) => (Array.isArray(value) ? value.filter(Array.isArray) : []);
+const isNumbers = (value) => Array.isArray(value) && value.every(Number.isFinite);
+
 function fromParsed(parsed, { width, height }, number) {
   const found = [];
   for (const answer of Object.values(parsed ?? {})) {
     if (typeof answer !== "object" || !answer) continue;
     const add = (name, toOutlines) => {
       const labels = answer.labels ?? answer[`${name}_labels`] ?? [];
-      (answer[name] ?? []).forEach((one, index) => {
-        for (const flat of toOutlines(one)) {
+      listIn(answer[name]).forEach((one, index) => {
+        for (const flat of toOutlines(one).filter(isNumbers)) {
           const points = flat.flatMap((x, i) => (i % 2 ? [] : [[x / width, flat[i + 1] / height]]));
-          if (points.length > 1) found.push({ label: labels[index] ?? "", points });
+          if (points.length > 1) found.push({ label: String(labels[index] ?? ""), points });
         }
       });
     };
     add("bboxes", ([left, top, right, bottom]) => [corners(left, top, right, bottom).flat()]);
     add("quad_boxes", (quad) => [quad]);
     add("polygons", (polygons) => polygons);
-    (answer.points ?? []).forEach(([x, y], index) => {
-      if ((answer.images?.[index] ?? number) !== number) return;
-      found.push({ label: answer.labels?.[index] ?? "", points: [[x / width, y / height]] });
+    listIn(answer.points).forEach((point, index) => {
+      if ((answer.images?.[index] ?? number) !== number || !isNumbers(point)) return;
+      const [x, y] = point;
+      found.push({ label: String(answer.labels?.[index] ?? ""), points: [[x / width, y / height]] });
     });
   }
   return found;
