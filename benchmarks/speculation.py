@@ -64,7 +64,7 @@ def open_decoder(dtype: Any) -> tuple[EngineCore, Serve]:
         text_config(),
         dtype=dtype,
         max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=64,
         speculative_config=CONFIG,
     )
 

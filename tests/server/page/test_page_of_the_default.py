@@ -31,5 +31,32 @@ def test_it_answers_about_a_drawn_picture(make_page: Callable[..., Page]) -> Non
         playground.open_strip()
         expect(cell).to_contain_text("pixels: processor cache")
         expect(cell).not_to_contain_text("embeddings: computed")
+        go_on_from_the_limit(playground)
     finally:
         served.end()
+
+
+def go_on_from_the_limit(playground: Playground) -> None:
+    """What goes on from an answer's last token is what the whole answer has there."""
+    page = playground.page
+    set_limit(page, "")
+    playground.ask("Describe the picture.")
+    text = page.locator(".assistant .text").last
+    whole = text.inner_text()
+    assert len(whole.split()) > 4, whole
+    set_limit(page, "4")
+    page.get_by_role("button", name="Answer again").last.click()
+    expect(page.locator(".note")).to_have_text("The answer reached its limit of tokens.")
+    begun = text.inner_text()
+    assert whole.startswith(begun)
+    set_limit(page, "")
+    page.get_by_role("button", name="Go on with this answer").click()
+    playground.wait_for_answers(2)
+    expect(text).to_have_text(whole)
+
+
+def set_limit(page: Page, num_tokens: str) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("max_tokens").fill(num_tokens)
+    page.get_by_role("button", name="Done").click()
