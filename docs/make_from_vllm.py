@@ -29,7 +29,7 @@ SAME_FLAGS = """
     --gpu-memory-utilization --enable-prefix-caching --prefix-caching-hash-algo
     --tensor-parallel-size --enable-lora --lora-modules --max-loras --max-lora-rank
     --max-cpu-loras --lora-dtype --enable-tower-connector-lora --use-tqdm-on-load
-    --renderer-num-workers
+    --renderer-num-workers --speculative-config
 """.split()
 """vLLM's flags that mmjax has under the same name."""
 
