@@ -1,15 +1,17 @@
-"""Settings of glibc's malloc, so that freed memory is returned to the system.
+"""What is not used any more is returned to the system: freed memory, and pages of files.
 
-Without effect on other C libraries.
+Without effect on other systems than Linux with glibc.
 """
 
 import ctypes
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _MMAP_THRESHOLD_BYTES = 2**20
+_MADV_DONTNEED = 4  # mman.h of Linux
 
 
 def return_large_blocks() -> bool:
@@ -31,6 +33,23 @@ def return_free_pages() -> None:
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
+
+
+def return_pages_of_files(folder: Path) -> None:
+    """Unload what this process has read of the mapped files in `folder`.
+
+    They count as its memory until they are unmapped. What is read again comes from the system's
+    cache of files, or from the disk. Of files that are mapped to be read alone.
+    """
+    libc = _glibc()
+    if libc is None:
+        return
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        addresses, access, *_, path = line.split(maxsplit=5)
+        if "w" in access or Path(path).parent != folder:
+            continue
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
 @cache

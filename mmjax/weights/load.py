@@ -17,6 +17,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.groups import ORDER, SCALE, ZERO
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import INT4, find_quantized, quantize
+from mmjax.system.allocator import return_pages_of_files
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.weights.method import Method
@@ -40,6 +41,8 @@ _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _ROWS_COMPARED_AT_ONCE = 4096
 _MAX_LISTED = 20
+_UNLOADED_BYTES = 2**26
+"""Of files, between two calls that unload them."""
 """Tensors of a kind that an error lists; a wrong revision may lack thousands."""
 
 
@@ -111,7 +114,7 @@ def load_params(
         total = sum(tensor.num_bytes for tensor in sources.values())
         leaves = {}
         with progress(logger, "loading weights", total, unit="B", is_shown=use_tqdm) as update:
-            for name, tensor in sources.items():
+            for name, tensor in _unloading(sources, path):
                 if name in quantized and not packed:
                     whole = tensor.read((slice(None), slice(None)))
                     arrays = quantize(whole, expected[name].dtype)
@@ -123,6 +126,24 @@ def load_params(
                 update(tensor.num_bytes)
         read_part.cache_clear()
     return unflatten_params(leaves)
+
+
+def _unloading(
+    sources: Mapping[str, StoredTensor], path: Path
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors, and unload now and then what was read of their files.
+
+    Else the files were in memory a second time, beside the arrays that are made of them.
+    """
+    folders = {(path / tensor.file).resolve().parent for tensor in sources.values()}
+    num_bytes = 0
+    for name, tensor in sources.items():
+        yield name, tensor
+        num_bytes += tensor.num_bytes
+        if num_bytes >= _UNLOADED_BYTES:
+            num_bytes = 0
+            for folder in folders:
+                return_pages_of_files(folder)
 
 
 def _check_scales(tensor: StoredTensor, scales: np.ndarray, leaf: Any) -> None:

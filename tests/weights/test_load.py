@@ -1,6 +1,7 @@
 """Loading: equal arrays from every layout and dtype, slice by slice, and one report of problems."""
 
 import json
+import sys
 import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
+from mmjax.system.allocator import return_pages_of_files
 from mmjax.weights.load import load_params
 from mmjax.weights.rules import Rule, Split, Stack
 from mmjax.weights.safetensors import StoredTensor, check_weight_files
@@ -36,6 +38,43 @@ def test_every_tensor_arrives(tmp_path: Path, num_shards: int | None):
     assert leaves.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(leaves[name], tensor)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_was_read_of_a_file_does_not_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"layers.{n}.weight": np.full((1024, 4096), n, np.float32) for n in range(4)}
+    path = write_checkpoint(tmp_path, tensors)
+    resident = []
+
+    def unload(folder: Path) -> None:
+        before = resident_bytes(path)
+        return_pages_of_files(folder)
+        resident.append((before, resident_bytes(path)))
+
+    monkeypatch.setattr("mmjax.weights.load.return_pages_of_files", unload)
+    monkeypatch.setattr("mmjax.weights.load._UNLOADED_BYTES", 2**24)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    leaves = load(path, shapes)
+    assert len(resident) == 4
+    for before, after in resident:
+        assert before >= 2**24
+        assert after < 2**20
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(leaves[name], tensor)
+
+
+def resident_bytes(folder: Path) -> int:
+    """Return how much of the files in a folder is in this process's memory."""
+    total, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            is_inside = str(folder) in line
+        elif first == "Rss:" and is_inside:
+            total += int(rest[0]) * 1024
+    return total
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "float64"])
