@@ -56,10 +56,11 @@ class ModelConfig:
     )
     quantization: Quantization | None = setting(
         None,
-        """Of the language model's weights, but for embeddings, head and experts, while they are
-        loaded. int8: to 8 bits for each output channel, and what they are multiplied with to 8
-        bits for each token; int8-weights: the weights alone; int4: the weights alone, to 4 bits, in
-        groups of 32 inputs. A checkpoint that is published quantised stays as it is.""",
+        """Of the language model's weights, but for experts, while they are loaded. int8: to 8 bits
+        for each output channel, and what they are multiplied with to 8 bits for each token;
+        int8-weights: the weights alone; int4: the weights alone, to 4 bits, in groups of 32 inputs.
+        The table of tokens and the head get 8 bits, and their inputs stay, in each of them. A
+        checkpoint that is published quantised stays as it is.""",
         unset="none",
     )
     served_model_name: tuple[str, ...] = setting(

@@ -219,7 +219,7 @@ def _read_router(hf_config: Any, values: Mapping[str, Any]) -> RouterConfig:
 
 
 class _Absorbed(Linear):
-    """Weights that attention multiplies itself: `quantize_linears` leaves them as they are."""
+    """Weights that attention multiplies itself: `quantize_language_model` leaves them alone."""
 
 
 class LatentAttention(nnx.Module):

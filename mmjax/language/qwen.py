@@ -122,7 +122,7 @@ class QwenTextModel(Decoder):
     def _query_scale(self, index: Int[Array, " T"]) -> Float[Array, " T"]:
         """Return log(place) / log(trained length) beyond it, places counted from 1; else 1."""
         length = self.config.seq_length
-        dtype = self.embed_tokens.weight.dtype
+        dtype = self.embed_tokens.dtype
         if not self.config.use_logn_attn:
             return jnp.ones(index.shape, dtype)
         place = jnp.maximum(index + 1, length).astype(jnp.float32)

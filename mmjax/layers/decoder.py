@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention.api import AttentionMetadata, attention
 from mmjax.layers.attention.kv_cache import DenseCache, KVCache, KVCacheSpec, LayerCache
-from mmjax.layers.embed import Embed, project_logits
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
 from mmjax.layers.module import call_block
@@ -334,7 +334,7 @@ class Decoder(nnx.Module):
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits = project_logits(hidden_states, head.weight[...])
+        logits = head.project(hidden_states)
         return (
             logits if self.lora is None else logits + self.lora(hidden_states).astype(logits.dtype)
         )

@@ -11,23 +11,25 @@ from mmjax.layers.lora import EmbedLoRA
 
 
 class Embed(nnx.Module):
-    """`torch.nn.Embedding`: parameter `weight[V, D]`."""
+    """`torch.nn.Embedding`: parameter `weight[V, D]`. Also a head, tied to one or its own."""
 
     def __init__(self, num_embeddings: int, dim: int, *, dtype: Any) -> None:
         self.weight = nnx.Param(jnp.zeros((num_embeddings, dim), dtype))
+        self.dtype = jnp.dtype(dtype)
+        """Of what is looked up."""
         self.lora: EmbedLoRA | None = None
 
     def __call__(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up ids; out-of-vocabulary ids (placeholders, replaced later) read row 0."""
-        table = self.weight[...]
-        is_known = (ids >= 0) & (ids < table.shape[0])
+        is_known = (ids >= 0) & (ids < self.weight.shape[0])
         known = jnp.where(is_known, ids, 0)
-        rows = table.at[known].get(mode="promise_in_bounds")
+        rows = self.read_rows(known)
         return rows if self.lora is None else rows + self.lora(known, rows.dtype)
 
+    def read_rows(self, known: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Return what stands for ids that the table has."""
+        return self.weight[...].at[known].get(mode="promise_in_bounds")
 
-def project_logits(
-    hidden_states: Float[Array, "R D"], weight: Float[Array, "V D"]
-) -> Float[Array, "R V"]:
-    """Return `hidden_states @ weight.T`, accumulated and returned in float32."""
-    return product(hidden_states, weight, jnp.dtype(jnp.float32))
+    def project(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Return `hidden_states @ weight.T`, accumulated and returned in float32."""
+        return product(hidden_states, self.weight[...], jnp.dtype(jnp.float32))

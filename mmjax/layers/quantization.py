@@ -1,4 +1,4 @@
-"""Linear layers with weights in 8 bits, a scale for each output channel, or in 4, by groups.
+"""Linear layers and heads with weights in 8 bits, a scale for each output, or in 4, by groups.
 
 In 8 bits as "vector-wise" quantisation in LLM.int8() (arXiv 2208.07339, section 3.1), without its
 outliers.
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int, Int8
 
 from mmjax.config.engine_config import Quantization
 from mmjax.layers.cpu.groups import (
@@ -22,7 +22,8 @@ from mmjax.layers.cpu.groups import (
     pack_nibbles,
     set_grouped,
 )
-from mmjax.layers.cpu.product import integer_product, widened_product
+from mmjax.layers.cpu.product import MAX_FEW_ROWS, integer_product, widened_logits, widened_product
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.moe import Experts
@@ -36,6 +37,9 @@ INT4 = Layout(code="uint4", group_size=32, scale_dtype="bfloat16")
 _INT4_PEAKS = (-9.0, -8.25, -7.5)
 """What a group's largest number may be in its scale: the first is cut to -8, for the others' sake.
 Three are two percent nearer to normally distributed weights than -8 alone (docs/notes/log.md)."""
+_MANY_ROWS = 64
+"""Rows of logits from which on a head is made wide before it is multiplied; up to them it is read
+for each of the kernels' 16 rows."""
 _BLOCK = 256
 """Rows that are quantised at a time."""
 
@@ -101,12 +105,46 @@ class PackedLinear(nnx.Module):
         return out if self.lora is None else out + self.lora(x)
 
 
-def quantize_linears(model: Any, quantization: Quantization) -> None:
-    """Replace every `Linear` of the language model; embeddings, head and experts stay.
+class Int8Embed(Embed):
+    """An `Embed` whose rows are rounded to multiples of `weight_scale[V]`.
 
-    Towers and connectors stay, too: they are small beside the language model.
+    Logits are of inputs as they are: what is rounded there decides between tokens.
     """
-    for _, module in list(nnx.iter_modules(model.language_model)):
+
+    def __init__(self, embed: Embed) -> None:
+        """Take the shapes and the dtype of `embed`."""
+        super().__init__(1, 1, dtype=embed.dtype)
+        self.weight = nnx.Param(jnp.zeros(embed.weight.shape, jnp.int8))
+        self.weight_scale = nnx.Param(jnp.zeros(embed.weight.shape[0], jnp.float32))
+        self.lora = embed.lora
+
+    def read_rows(self, known: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Return what stands for ids that the table has."""
+        codes, scale = (
+            array[...].at[known].get(mode="promise_in_bounds").astype(jnp.float32)
+            for array in (self.weight, self.weight_scale)
+        )
+        return (codes * scale[:, None]).astype(self.dtype)
+
+    def project(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Return `hidden_states @ weight.T`, accumulated and returned in float32."""
+        weight, rows = self.weight[...], hidden_states.shape[0]
+        size = MAX_FEW_ROWS if rows <= _MANY_ROWS else rows
+        parts = [hidden_states[start : start + size] for start in range(0, rows, size)]
+        logits = jnp.concatenate([widened_logits(part, weight) for part in parts])
+        return logits * self.weight_scale[...][None, :]
+
+
+def quantize_language_model(model: Any, quantization: Quantization) -> None:
+    """Replace every `Linear` of the language model, and its table and head, which get 8 bits.
+
+    Experts stay, and so do towers and connectors, which are small beside the language model.
+    """
+    language_model = model.language_model
+    for name in ("embed_tokens", "lm_head"):
+        if isinstance(embed := getattr(language_model, name), Embed):
+            setattr(language_model, name, Int8Embed(embed))
+    for _, module in list(nnx.iter_modules(language_model)):
         for name, child in list(vars(module).items()):
             if type(child) is Linear:
                 setattr(module, name, _quantized(child, quantization))

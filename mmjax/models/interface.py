@@ -20,7 +20,7 @@ from mmjax.layers.quantization import (
     Layouts,
     PackedLinear,
     place_packed,
-    quantize_linears,
+    quantize_language_model,
 )
 from mmjax.models.host_inputs import AFFINE, HostInputs, Sees
 from mmjax.processing.image_processors.affine import apply_affine
@@ -231,7 +231,7 @@ def build_model(
     for name in () if mm is None else left_out_names(model, mm):
         setattr(model, name, None)
     if isinstance(quantization, str):
-        quantize_linears(model, quantization)
+        quantize_language_model(model, quantization)
     elif quantization:
         place_packed(model, quantization)
     if adapters is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from mmjax.errors import CheckpointError
+from mmjax.layers.quantization import quantize_rows
 from mmjax.weights.rules import Change, Part, RuleTypes, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_file
 
@@ -218,6 +219,8 @@ class AdapterReader:
         if mapped.endswith("lm_head.weight") and base is None:  # tied
             base = self.read_base(mapped.replace("lm_head", "embed_tokens"))
         given = _read(saved)
+        if base is not None and base.dtype == np.int8:
+            given, _ = quantize_rows(given)
         if base is None or not np.array_equal(given.astype(base.dtype), base):
             raise CheckpointError(
                 f"the adapter brings a whole weight of `{layer}`, which is not the model's; mmjax "

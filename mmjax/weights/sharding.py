@@ -29,6 +29,7 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.(q_proj|gate_proj|up_proj|fc1)\.(bias|weight_scale)$", (_ALL,)),
     (r"\.(o_proj|down_proj|out_proj|fc2)\.weight(_scale|_zero)?$", (None, _ALL)),
     (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
+    (r"(^|\.)(embed_tokens|lm_head)\.weight_scale$", (_ALL,)),
     # A token's embeddings for each layer, which lie side by side
     (r"\.embed_tokens_per_layer\.weight$", (None, _ALL)),
     (r"\.per_layer_input_gate\.weight(_scale|_zero)?$", (_ALL, None)),

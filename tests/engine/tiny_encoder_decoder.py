@@ -19,7 +19,7 @@ from mmjax.config.engine_config import CacheConfig, EngineConfig, ModelConfig, S
 from mmjax.engine.core import EngineCore
 from mmjax.layers.attention.api import attention, cross_attention, write_encoder
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerKVSpec
-from mmjax.layers.embed import Embed, project_logits
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
 from mmjax.models.host_inputs import EncoderSpec, HostInputs
@@ -156,7 +156,7 @@ class TinyEncoderDecoder(MultiModalModel):
         return hidden, tuple(caches)
 
     def compute_logits(self, hidden_states: Any) -> Any:
-        return project_logits(hidden_states, self.embed.weight[...])
+        return self.embed.project(hidden_states)
 
 
 def _split(x: Any, num_heads: int) -> Any:

@@ -14,7 +14,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.kv_cache import KVCacheSpec, allocate
 from mmjax.layers.attention.paged import apply_soft_cap
-from mmjax.layers.embed import Embed, project_logits
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.layers.norm import GemmaRMSNorm
@@ -79,7 +79,8 @@ def test_embed_reads_row_zero_outside_its_table():
 
 def test_logits_are_float32_whatever_comes_in():
     x, weight = (jnp.asarray(value, jnp.bfloat16) for value in (draw(3, 8), draw(5, 8)))
-    logits = project_logits(x, weight)
+    graphdef, _ = build_abstract(lambda: Embed(5, 8, dtype=jnp.bfloat16))
+    logits = bind(graphdef, {"weight": weight}).project(x)
     assert logits.dtype == F32
     expected = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
     np.testing.assert_allclose(logits, expected, rtol=1e-5)

@@ -27,6 +27,7 @@ from mmjax.layers.cpu.product import (
     MIN_WEIGHT_SIZE,
     integer_product,
     product,
+    widened_logits,
     widened_product,
 )
 from mmjax.layers.moe import Experts
@@ -198,6 +199,17 @@ def test_experts_in_groups_are_the_numbers_that_they_stand_for(
     # Gradients are of the form for other platforms.
     ragged, _ = jax.jvp(lambda x: packed(x, sizes), (x,), (x,))
     np.testing.assert_allclose(ragged, expected, **close)
+
+
+def test_without_kernels_a_head_is_multiplied_in_two_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 bits each: its weights are never made wide."""
+    monkeypatch.setattr(dispatch, "find_kernels", lambda: None)
+    x, weight = draw(8, (1024, 512), ("float32", "int8"))
+    lowered = jax.jit(widened_logits).lower(x, weight)
+    assert "tensor<1024x512xf32>" not in lowered.as_text()
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    limit = 2**-16 * np.abs(x).max() * np.abs(np.asarray(weight, np.int32)).sum(1).max()
+    np.testing.assert_allclose(lowered.compile()(x, weight), expected, atol=limit)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,10 +16,12 @@ from mmjax.convert import main as convert
 from mmjax.engine.device.mesh import settings_digest
 from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.groups import Grouped, dequantize
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.layers.quantization import (
     INT4,
+    Int8Embed,
     Int8Linear,
     find_quantized,
     quantize_groups,
@@ -132,6 +134,26 @@ def test_bfloat16_in_is_bfloat16_out():
     np.testing.assert_allclose(layer(x).astype(jnp.float32), x.astype(jnp.float32), atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_table_is_the_formula(dtype: str):
+    rng = np.random.default_rng(4)
+    weight = rng.normal(size=(600, 512)).astype(np.float32)
+    rounded, scale = quantize_rows(weight)
+    table = rounded * scale[:, None]
+    embed = Int8Embed(Embed(600, 512, dtype=dtype))
+    embed.weight[...], embed.weight_scale[...] = jnp.asarray(rounded), jnp.asarray(scale)
+    rows = embed(jnp.asarray([5, 599, 0, 600, -1]))
+    np.testing.assert_array_equal(rows, jnp.asarray(table[[5, 599, 0, 0, 0]]).astype(dtype))
+    x = jnp.asarray(rng.normal(size=(65, 512)), dtype)
+    project = jax.jit(lambda x: embed.project(x))
+    whole = project(x[:64])
+    expected = np.asarray(x, np.float64) @ table.T
+    np.testing.assert_allclose(whole, expected[:64], atol=3e-3)
+    np.testing.assert_allclose(project(x), expected, atol=3e-3)
+    for count in (1, 3, 16, 17, 33):
+        np.testing.assert_array_equal(project(x[:count]), whole[:count])
+
+
 # ---- models --------------------------------------------------------------------------------------
 
 
@@ -149,7 +171,8 @@ def test_a_model_has_them_in_its_language_model_alone():
     }
     quantized = find_quantized(flatten_params(params))
     assert "language_model.layers.0.mlp.down_proj.weight" in quantized
-    assert not any("embed_tokens" in name for name in quantized)
+    assert "language_model.embed_tokens.weight" in quantized
+    assert isinstance(model.language_model.embed_tokens, Int8Embed)
 
 
 @pytest.fixture(scope="module")

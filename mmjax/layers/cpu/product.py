@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import optimization_barrier
 from jaxtyping import Array, Float, Int8, Int32, Shaped
 
@@ -57,10 +58,22 @@ def integer_product(x: Int8[Array, "T D"], weight: Int8[Array, "F D"]) -> Int32[
 
 def widened_product(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
     """Return `x @ weight.T` in float32: weights become numbers of the inputs' dtype."""
+    return _widened(x, weight, on_cpu=_by_widened)
+
+
+def widened_logits(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
+    """Return the same, but for inputs that CPUs without kernels round to 15 bits.
+
+    A head's weights are too many to be made wide for a few rows.
+    """
+    return _widened(x, weight, on_cpu=_by_two_terms)
+
+
+def _widened(x: Float[Array, "T D"], weight: Int8[Array, "F D"], *, on_cpu: Form) -> Array:
     if not has_kernel(x, weight) or is_small(weight):
         return _by_widened(x, weight)
     kernel = partial(_by_kernel, dtype=jnp.float32)
-    return by_platform(x, weight, kernel=kernel, cpu=_by_widened, default=_by_widened)
+    return by_platform(x, weight, kernel=kernel, cpu=on_cpu, default=_by_widened)
 
 
 def has_kernel(x: Any, weight: Any) -> bool:
@@ -138,6 +151,17 @@ def _by_float32_sums(
 
 def _by_widened(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
     return product(x, weight.astype(x.dtype), jnp.dtype(jnp.float32))
+
+
+def _by_two_terms(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
+    """Multiply integers: inputs become two terms of 8 bits, which miss 2^-16th of the largest."""
+    wide = x.astype(jnp.float32)
+    step = jnp.maximum(jnp.abs(wide).max(1, keepdims=True) / 127, np.finfo(np.float32).tiny)
+    high = jnp.round(wide / step)
+    low = jnp.round((wide / step - high) * 254)
+    terms = jnp.concatenate([high, low]).astype(jnp.int8)
+    sums = _by_two_rows(terms, weight, jnp.dtype(jnp.int32)).astype(jnp.float32)
+    return (sums[: len(x)] + sums[len(x) :] / 254) * step
 
 
 def _by_two_rows(
