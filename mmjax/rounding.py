@@ -1,6 +1,12 @@
-"""Integer rounding."""
+"""Rounding, of integers to multiples and of matrices to 8 bits."""
 
 from typing import Any
+
+import numpy as np
+
+MAX_INT8 = 127
+LEAST_SCALE = np.finfo(np.float32).tiny
+"""The scale of rows of zeros, or of numbers so small that a quotient by theirs would overflow."""
 
 
 def cdiv(numerator: Any, denominator: int) -> Any:
@@ -19,3 +25,13 @@ def count_halvings(number: int, limit: int) -> int:
     while number > limit << count:
         count += 1
     return count
+
+
+def quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a matrix of the host `[F, D]` as int8, and the float32 scale of each row `[F]`.
+
+    Numbers are rounded to the nearest multiple; the largest of a row is 127 times its scale.
+    """
+    wide = np.asarray(weight, np.float32)
+    scale = np.maximum(np.abs(wide).max(axis=1, initial=0.0) / MAX_INT8, LEAST_SCALE)
+    return np.rint(wide / scale[:, None]).astype(np.int8), scale

@@ -27,10 +27,8 @@ from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.moe import Experts
+from mmjax.rounding import LEAST_SCALE, MAX_INT8, quantize_rows
 
-MAX_INT8 = 127
-_LEAST_SCALE = np.finfo(np.float32).tiny
-"""The scale of rows of zeros, or of numbers so small that a quotient by theirs would overflow."""
 INT4 = Layout(code="uint4", group_size=32, scale_dtype="bfloat16")
 """What `--quantization int4` makes of float weights."""
 
@@ -75,7 +73,7 @@ def _by_rounded_inputs(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Fl
     """Multiply in 8 bits and add in 32: exact, in whatever order a device adds."""
     wide = x.astype(jnp.float32)
     peak = jnp.abs(wide).max(-1, keepdims=True)
-    step = jnp.maximum(peak / MAX_INT8, _LEAST_SCALE)
+    step = jnp.maximum(peak / MAX_INT8, LEAST_SCALE)
     rounded = jnp.round(wide / step).astype(jnp.int8)
     return integer_product(rounded, weight).astype(jnp.float32) * step
 
@@ -171,16 +169,6 @@ def _quantized(linear: Linear, layout: Layout | Quantization) -> nnx.Module:
     return (
         PackedLinear(linear, layout) if isinstance(layout, Layout) else Int8Linear(linear, layout)
     )
-
-
-def quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a matrix of the host `[F, D]` as int8, and the float32 scale of each row `[F]`.
-
-    Numbers are rounded to the nearest multiple; the largest of a row is 127 times its scale.
-    """
-    wide = np.asarray(weight, np.float32)
-    scale = np.maximum(np.abs(wide).max(axis=1, initial=0.0) / MAX_INT8, _LEAST_SCALE)
-    return np.rint(wide / scale[:, None]).astype(np.int8), scale
 
 
 def quantize_groups(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

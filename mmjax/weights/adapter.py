@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.quantization import quantize_rows
+from mmjax.rounding import quantize_rows
 from mmjax.weights.rules import Change, Part, RuleTypes, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_file
 

@@ -26,11 +26,11 @@ from mmjax.layers.quantization import (
     find_quantized,
     quantize_groups,
     quantize_params,
-    quantize_rows,
 )
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.interface import build_model
 from mmjax.models.model_source import load_model_config
+from mmjax.rounding import quantize_rows
 from mmjax.weights.load import load_params
 from tests.engine.tiny import engine_config, tiny_config
 from tests.kit import draw, tiny_gemma3_checkpoint

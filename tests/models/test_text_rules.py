@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from mmjax.layers.module import flatten_params
-from mmjax.layers.quantization import find_quantized, quantize_rows
+from mmjax.layers.quantization import find_quantized
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference
+from mmjax.rounding import quantize_rows
 from mmjax.weights.load import load_params
 from tests.families.internvl import GPT_OSS, PHI3, QWEN3_MOE, TINY
 from tests.families.tiny import TinyModel

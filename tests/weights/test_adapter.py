@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.quantization import quantize_rows
+from mmjax.rounding import quantize_rows
 from mmjax.weights.adapter import AdapterReader, fill_slot
 from mmjax.weights.rules import Rule, Split
 
