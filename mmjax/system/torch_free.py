@@ -14,3 +14,11 @@ def leave_torch_out() -> None:
         from transformers.utils.import_utils import is_torch_available
 
         is_torch_available.cache_clear()
+
+
+def is_torch_left_out() -> bool:
+    """Return whether this process has left torch out.
+
+    One that has not may hold configurations with torch's dtypes, which nobody reads without it.
+    """
+    return sys.modules.get("torch", sys) is None

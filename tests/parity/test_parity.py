@@ -271,7 +271,7 @@ def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]):
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ConfigError, match=r"pip install mmjax\[dev\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'mmjax\[parity\]'"):
         reference.import_torch()
 
 

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from mmjax.config.engine_config import EngineConfig
 from mmjax.errors import MMJaxError
 from mmjax.system.logger import LogFormat, LogLevel, configure_logging, get_logger, reporting
-from mmjax.system.torch_free import leave_torch_out
+from mmjax.system.torch_free import is_torch_left_out, leave_torch_out
 from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
 from mmjax.transport.step_record import create_step_record, read_step_record
 
@@ -110,7 +110,7 @@ class EngineProcess:
         reading, writing = (None, None) if os.isatty(2) else multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("spawn").Process(
             target=_run_child,
-            args=(options, theirs, writing, directory),
+            args=(options, theirs, writing, directory, is_torch_left_out()),
             name="mmjax-engine",
             daemon=True,
         )
@@ -190,6 +190,7 @@ def _run_child(
     configs: Connection,
     stderr: Connection | None,
     directory: IpcDirectory,
+    is_torch_free: bool,
 ) -> None:
     if stderr is not None:
         os.dup2(stderr.fileno(), 2)
@@ -203,7 +204,8 @@ def _run_child(
         target=_exit_with_parent, args=(directory,), daemon=True, name="watch-parent"
     ).start()
     configure_logging(options.log_level, process="P1", log_format=options.log_format)
-    leave_torch_out()
+    if is_torch_free:
+        leave_torch_out()
     module, _, name = options.main.partition(":")
     with reporting(logger, lambda: "importing JAX"):
         run: Callable[[EngineConfig, str, str], None] = getattr(
