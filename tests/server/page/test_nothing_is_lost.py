@@ -157,6 +157,18 @@ def test_a_server_that_is_killed_reads_as_a_broken_connection(playground: Playgr
     )
 
 
+IS_WRITTEN = """() => new Promise((resolve) => {
+  indexedDB.open("mmjax", 1).onsuccess = ({ target }) => {
+    const store = target.result.transaction("conversations").objectStore("conversations");
+    store.getAll().onsuccess = (event) => {
+      target.result.close();
+      resolve(JSON.stringify(event.target.result).includes("user\\\\na "));
+    };
+  };
+})"""
+"""Whether an answer that begins so is in the browser's database."""
+
+
 def test_a_page_that_is_closed_keeps_what_there_was(playground: Playground) -> None:
     page = playground.page
     playground.engine.num_steps_left = 8
@@ -166,6 +178,7 @@ def test_a_page_that_is_closed_keeps_what_there_was(playground: Playground) -> N
     page.wait_for_timeout(1100)  # what comes after a second is written down with all before it
     playground.engine.num_steps_left = 2
     expect(answers(page)).to_have_text(re.compile(r"user\sa r"))
+    page.wait_for_function(IS_WRITTEN)  # the browser writes when it has time
     playground.open()
     expect(page.locator(".note")).to_have_text("The page was closed during this answer.")
     expect(answers(page)).to_have_text(re.compile(r"user\sa "))
