@@ -184,7 +184,7 @@ def test_what_the_kernel_has_no_room_for_is_computed_by_xla(change: dict[str, in
         attend(zeros)
 
 
-def test_several_devices_are_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_xla_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "find_kernels", lambda: None)
     tokens = draw(SHAPES["each its own"], (40,), "float32", has_sinks=False)
     with pytest.raises(AssertionError, match="mmjax_attention_"):
