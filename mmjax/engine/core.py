@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Array
 
 from mmjax.cache import engine_receiver_cache_from_config
@@ -36,6 +37,7 @@ from mmjax.transport.messages import (
     RequestOutputDelta,
 )
 from mmjax.weights.adapter import Adapter
+from mmjax.weights.sharding import Device
 from mmjax.weights.update import Replacement, flatten_given
 
 logger = get_logger(__name__)
@@ -72,13 +74,18 @@ class EngineCore:
         *,
         model_class: Any = None,
         params: Params | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> None:
         """Load the model, allocate the caches, compile programs as `config.precompile` says.
 
-        `model_class` and `params` replace the registry's class and the checkpoint's weights.
+        Args:
+            config: All settings.
+            model_class: In place of the registry's.
+            params: In place of the checkpoint's weights.
+            devices: `tensor_parallel_size` of this process's, in place of the first ones.
         """
         self.config = config
-        parts = start_engine(config, model_class=model_class, params=params)
+        parts = start_engine(config, model_class=model_class, params=params, devices=devices)
         self._placement = parts.programs.placement
         self._scheduler = parts.scheduler
         self._runner = parts.runner
@@ -520,6 +527,10 @@ class EngineCore:
     def compilations(self) -> int:
         """Programs that a step had to wait for since warm-up: 0 unless something is wrong."""
         return self._counter.count
+
+    def read_embeds(self, identifier: str) -> np.ndarray | None:
+        """Return an item's embeddings, `[rows, D]`; None: the encoder cache has them no more."""
+        return self._runner.read_embeds(identifier)
 
     def reset_prefix_cache(self) -> None:
         """Drop the hashes of all blocks; running requests keep their blocks."""
