@@ -432,7 +432,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("max-num-seq: 3", "unknown setting `max-num-seq`; do you mean `max_num_seqs`?"),
         ("colour: red", "unknown setting `colour`; docs/configuration.md lists all"),
         ("config: other.yaml", "unknown setting `config`"),
-        ("load_format: dummy", "`load_format` is a flag of vLLM's"),
+        ("kv_cache_dtype: fp8", "`kv_cache_dtype` is a flag of vLLM's"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "`max_num_seqs` is given twice"),
         ("seed: 1\nseed: 2", "`seed` is given twice"),
         ("[max-num-seqs]", "holds list; expected a mapping"),
