@@ -148,7 +148,7 @@ def start_engine(
     compiled.start_others()
     logger.info(
         "ready on %s in %s: %d programs, %d to come, %d KV blocks of %d slots, %d encoder rows; %s",
-        model.placement.local_devices[0].device_kind,
+        programs.placement.local_devices[0].device_kind,
         jnp.dtype(programs.dtype).name,
         compiled.num_programs - compiled.num_left,
         compiled.num_left,
