@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
-import numpy as np
-
 import jax
+import numpy as np
 
 from mmjax.cache import config_with_directory
 from mmjax.config.engine_config import EngineConfig, llm_settings

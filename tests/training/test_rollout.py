@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mmjax import LLM, SamplingParams, ScoredModel, score
-from mmjax.models.registry import create_processor
 from tests.families import FAMILIES
 from tests.families.family import Family
 from tests.kit import draw
@@ -30,13 +29,12 @@ def test_the_first_importance_ratio_is_one(name: str):
     with LLM(
         family.checkpoint, dtype="float32", use_tqdm_on_load=False, **family.llm_settings
     ) as llm:
-        outputs = llm.generate(prompts, DRAWN, use_tqdm=False)
+        outputs = llm.generate(prompts, DRAWN, use_tqdm=False, return_mm_inputs=True)
         model = ScoredModel.of(llm)
-        processor = create_processor(llm.config.model)
     answers = [output.outputs[0] for output in outputs]
     pairs: Any = [
-        (processor.apply(prompt["prompt"], prompt["multi_modal_data"]), answer.token_ids)
-        for prompt, answer in zip(prompts, answers, strict=True)
+        (output.multi_modal_inputs, answer.token_ids)
+        for output, answer in zip(outputs, answers, strict=True)
     ]
     batch = model.make_batch(pairs)
     scored = np.asarray(score(model.load_params(family.checkpoint), model, batch))
