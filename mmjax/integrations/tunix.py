@@ -133,7 +133,7 @@ class MMJaxRollout(BaseRollout):
                 "the trainer's model has LoRA's parameters, which Tunix gives alone, without what "
                 "they are multiplied with; give `map_params` that merges them, or train all weights"
             )
-        self.llm.update_weights(self._map_params(params))  # pyright: ignore[reportAttributeAccessIssue]
+        self.llm.update_weights(self._map_params(params))
 
     def pad_id(self) -> int:
         """Return the token that prompts and answers are padded with."""
