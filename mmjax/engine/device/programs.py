@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Shaped
 
+from mmjax.config.engine_config import LogprobsMode
 from mmjax.engine.device.batch import (
     ADAPTER_SLOTS,
     sample_layout,
@@ -77,6 +78,7 @@ class Programs:
         max_encoder_len: int = 0,
         cache_type: type[LayerCache] | None = None,
         adapted: AdaptedModel | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """`cache_type` None: the one of the placement's platform. `adapted` None: no adapters."""
         model = bind(shape.graphdef, params)
@@ -122,9 +124,9 @@ class Programs:
             cache_type=self._cache_type,
             sharding=placement.head_sharding,
         )
-        self._jit(model)
+        self._jit(model, logprobs_mode)
 
-    def _jit(self, model: Any) -> None:
+    def _jit(self, model: Any, logprobs_mode: LogprobsMode) -> None:
         graphdef, placement = self._shape.graphdef, self.placement
         # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
@@ -153,7 +155,7 @@ class Programs:
                 out_shardings=(self._shardings.state, whole),
             ),
             "sample": jit(
-                partial(sample, graphdef, self.adapted, placement),
+                partial(sample, graphdef, self.adapted, placement, logprobs_mode),
                 static_argnames=("layout", "num_rows", "is_plain"),
                 out_shardings=whole,
             ),
@@ -234,7 +236,7 @@ class Programs:
 
     @property
     def _adapter_shardings(self) -> dict[str, Any]:
-        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self.placement.mesh
+        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self.placement.home
         return {name: param_sharding(name, leaf.shape, mesh) for name, leaf in shapes.items()}
 
     def make_adapters(self) -> AdapterArrays | None:
