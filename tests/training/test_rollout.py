@@ -13,6 +13,8 @@ from tests.kit import draw
 NUM_TOKENS = 12
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 TOLERANCE = 1e-5
+LOUD = {"deepseek_vl2", "molmo"}
+"""Random weights whose logits are so large that float32 rounds their last bits off: 2e-5 apart."""
 IN_DEFAULT_RUN = {"gemma3"}
 
 
@@ -20,7 +22,7 @@ IN_DEFAULT_RUN = {"gemma3"}
     "name",
     [
         pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-        for name in ("llava", "gemma3", "qwen2_vl", "internvl")
+        for name in FAMILIES
     ],
 )
 def test_the_first_importance_ratio_is_one(name: str):
@@ -44,18 +46,19 @@ def test_the_first_importance_ratio_is_one(name: str):
         said[row, : len(answer.token_ids)] = [
             one[token].logprob for one, token in zip(answer.logprobs, answer.token_ids, strict=True)
         ]
+    atol = 5 * TOLERANCE if name in LOUD else TOLERANCE
     assert batch.answer_mask.sum() == NUM_TOKENS * len(prompts)
-    np.testing.assert_allclose(np.exp(scored - said), 1, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(np.exp(scored - said), 1, rtol=0, atol=atol)
     assert (said[batch.answer_mask] < -0.1).any(), "nothing was drawn that was not sure"
 
 
 def write_prompts(family: Family) -> list[Any]:
-    """Return prompts of none, one and two pictures, of different sizes."""
+    """Return prompts of none, one and two pictures, of different sizes: what the family takes."""
     pictures = [draw(*size, seed) for seed, size in enumerate(family.sizes)]
     return [
         {
             "prompt": f"here {family.placeholder * number} which color is the circle",
             "multi_modal_data": {"image": pictures[:number]} if number else {},
         }
-        for number in range(3)
+        for number in range(family.min_images, min(2, family.max_images) + 1)
     ]
