@@ -117,8 +117,7 @@ def start_engine(
 ) -> EngineParts:
     """Load the weights, allocate the caches, and compile programs.
 
-    `model_class` and `params` replace the registry's class and the checkpoint's weights, `devices`
-    the first ones of the process.
+    Keywords replace the registry's class, the checkpoint's weights, and the first devices.
     """
     _check_config(config)
     enable_persistent_cache(config.compilation_cache_dir)
@@ -166,9 +165,7 @@ def start_engine(
         jnp.dtype(programs.dtype).name,
         compiled.num_programs - compiled.num_left,
         compiled.num_left,
-        num_blocks,
-        config.cache.block_size,
-        programs.num_encoder_rows,
+        *(num_blocks, config.cache.block_size, programs.num_encoder_rows),
         ", ".join(f"{name} {elapsed:.1f} s" for name, elapsed in seconds.items()),
     )
     made = (programs, compiled, limits, scheduler, runner, adapters, reader, weights)

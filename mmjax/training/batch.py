@@ -107,7 +107,8 @@ class BatchMaker:
     def make(self, pairs: Sequence[tuple[MultiModalInputs | Sample, Sequence[int]]]) -> ScoreBatch:
         """Return the batch of prompts and the token ids of their answers.
 
-        Items of one hash are encoded once. ValueError for an empty prompt, or no prompt.
+        Items of one hash are encoded once. ValueError for no prompt, an empty one, and an item that
+        is given by its embeddings.
         """
         requests = [self._make_request(number, *pair) for number, pair in enumerate(pairs)]
         if not requests or any(request.num_prompt_tokens == 0 for request in requests):
@@ -150,6 +151,11 @@ class BatchMaker:
         self, number: int, inputs: MultiModalInputs | Sample, answer: Sequence[int]
     ) -> Request:
         sample = inputs if isinstance(inputs, Sample) else make_sample(inputs)
+        if any(name.endswith("_embeds") for item in sample.items for name in item.tensors):
+            raise ValueError(
+                f"an item of prompt {number} is given by its embeddings, of which no gradient "
+                "reaches the tower; give the image or video that they were made of"
+            )
         unknown = [f"item {place} of prompt {number}" for place in range(len(sample.items))]
         return make_request(
             sample,

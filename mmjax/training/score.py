@@ -134,7 +134,8 @@ class ScoredModel:
         """Return the batch of processed prompts and the token ids of their answers.
 
         Sizes are rounded up, so that few programs are compiled. Items of one hash are encoded once.
-        ValueError without a prompt, or for an empty one; RuntimeError where an item has no tensors.
+        ValueError for no prompt, an empty one, and an item that is given by its embeddings;
+        RuntimeError where an item has no tensors.
         """
         return self.batch_maker.make(pairs)
 
@@ -145,17 +146,23 @@ class ScoredModel:
 
 
 @partial(jax.jit, static_argnames="model")
-def score(params: Params, model: ScoredModel, batch: ScoreBatch) -> Float[Array, "B A"]:
+def score(
+    params: Params,
+    model: ScoredModel,
+    batch: ScoreBatch,
+    temperature: float | Float[Array, ""] = 1.0,
+) -> Float[Array, "B A"]:
     """Return the log-probability of each token of the answers, 0 for padding.
 
-    Of the model's distribution as it is: without temperature, penalties or filters. Compiled, by
-    itself or within a function that is; differentiable in `params`, in reverse.
+    Of the model's distribution, without penalties or filters. Compiled, by itself or within a
+    function that is; differentiable in `params`, in reverse.
 
     Args:
         params: The model's tree (`LLM.params`); arrays of another dtype are cast to the model's,
             so that a trainer's float32 gets gradients in float32.
         model: Static.
         batch: From `model.make_batch`.
+        temperature: What logits are divided by, as where the answers were drawn.
     """
     cast = jax.tree.map(lambda leaf, own: leaf.astype(own.dtype), params, model.abstract)
     with rematerializing() if model.remat else nullcontext():
@@ -176,9 +183,8 @@ def score(params: Params, model: ScoredModel, batch: ScoreBatch) -> Float[Array,
         # What a token's probability is read of stands before it.
         before = jnp.minimum(places, states.shape[1] - 1)
         chosen = jnp.take_along_axis(states, before[:, :, None], axis=1)
-        flat = _find_logprobs(
-            module, chosen.reshape(-1, states.shape[-1]), batch.answer_ids.reshape(-1), model.shape
-        )
+        rows, ids = chosen.reshape(-1, states.shape[-1]), batch.answer_ids.reshape(-1)
+        flat = _find_logprobs(module, rows, ids, temperature, model.shape.vocab_size)
     return jnp.where(batch.answer_mask, flat.reshape(num_rows, num_answers), 0.0)
 
 
@@ -230,17 +236,21 @@ def _make_metadata(
 
 
 def _find_logprobs(
-    module: Any, states: Float[Array, "_rows D"], token_ids: Int[Array, " _rows"], shape: ModelShape
+    module: Any,
+    states: Float[Array, "_rows D"],
+    token_ids: Int[Array, " _rows"],
+    temperature: float | Float[Array, ""],
+    vocab_size: int,
 ) -> Float[Array, " _rows"]:
     """Return the log-probability of a token for each row, in chunks of `LOGITS_AT_ONCE`."""
 
-    def find(part: tuple[Array, Array]) -> Float[Array, " _rows"]:
+    def find(part: tuple[Array, Array]) -> Float[Array, " _chunk"]:
         rows, ids = part
-        logprobs = jax.nn.log_softmax(module.compute_logits(rows), axis=-1)
+        logprobs = jax.nn.log_softmax(module.compute_logits(rows) / temperature, axis=-1)
         return jnp.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0]
 
     num_rows = len(token_ids)
-    num_chunks = cdiv(num_rows, max(1, LOGITS_AT_ONCE // shape.vocab_size))
+    num_chunks = cdiv(num_rows, max(1, LOGITS_AT_ONCE // vocab_size))
     if num_chunks == 1:
         return jax.checkpoint(find)((states, token_ids))
     size = cdiv(num_rows, num_chunks)

@@ -28,8 +28,7 @@ class Answer(NamedTuple):
 class DenseOracle:
     """A model, and what it answers alone; `is_causal`: also inside an image.
 
-    Attention is dense; an encoder-decoder's, which has no dense form, goes over blocks that each
-    pass fills anew.
+    Attention is dense; an encoder-decoder's goes over blocks that each pass fills anew.
     """
 
     def __init__(self, model: TinyModel) -> None:

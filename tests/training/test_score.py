@@ -1,4 +1,7 @@
-"""`score` says of a sequence what the paged engine says token by token, for every family."""
+"""`score` says of a sequence what the paged engine says token by token, for every family.
+
+Of the families that transformers has no class of, `test_rollout.py` asks the engine itself.
+"""
 
 from typing import Any
 
@@ -9,10 +12,7 @@ import pytest
 from mmjax import ScoredModel, score
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.training.batch import round_size
-from mmjax.training.samples import make_sample
 from tests.families import TINY_FAMILIES, served_model
-from tests.families.directories import GOLDEN_MODELS
-from tests.families.golden_models import GoldenModel
 
 LENGTHS = (5, 9, 3)
 """Tokens of the answers, by turns."""
@@ -33,18 +33,6 @@ def test_a_batch_has_the_log_probabilities_of_the_paged_engine(name: str):
     samples = [model.draw_sample(parts) for parts in model.family.prompts.values()]
     scored = ScoredModel.build(model.family.model_class, model.config)
     check(scored, model.paged, samples)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_vl2", "molmo", "qwen_vl"])
-def test_so_it_does_where_transformers_has_no_class(name: str):
-    golden = GoldenModel(name, GOLDEN_MODELS / name)
-    processor = golden.processor
-    samples = [
-        make_sample(processor.apply(case["prompt"], golden.images(case)))
-        for case in list(golden.cases.values())[:3]
-    ]
-    check(ScoredModel.of(golden.path, dtype="float32"), golden.model, samples)
 
 
 def check(scored: ScoredModel, paged: PagedModel, samples: list[Sample]) -> None:
@@ -95,6 +83,31 @@ def test_sizes_are_rounded_up_so_that_few_programs_are_compiled():
     }
     assert len(shapes) <= 5, "of answers or of whole sequences"
     assert [round_size(n) for n in (1, 7, 8, 9, 33, 100)] == [1, 7, 8, 10, 40, 112]
+
+
+def test_logits_are_divided_by_the_temperature_and_computed_in_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("mmjax.training.score.LOGITS_AT_ONCE", 1000)  # 7 rows of 128 logits
+    model = served_model("llava")
+    scored = ScoredModel.build(model.family.model_class, model.config)
+    sample = model.draw_sample(model.family.prompts["text"])
+    logits = model.paged.decode(sample, 11)
+    expected = jax.nn.log_softmax(logits / 3.0, axis=-1)
+    batch = scored.make_batch([(sample, logits.argmax(-1).tolist())])
+    found = np.asarray(score(model.paged.params, scored, batch, 3.0))[0, :11]
+    np.testing.assert_allclose(found, expected.max(-1), rtol=0, atol=TOLERANCE)
+
+
+def test_items_that_are_given_by_their_embeddings_are_refused():
+    model = served_model("gemma3")
+    scored = ScoredModel.build(model.family.model_class, model.config)
+    sample = model.draw_sample(model.family.prompts["image"])
+    (item,) = sample.items
+    embeds = item._replace(tensors={"image_embeds": np.zeros((4, 32), np.float32)})
+    given = Sample(token_ids=sample.token_ids, items=[embeds])
+    with pytest.raises(ValueError, match="prompt 1 is given by its embeddings"):
+        scored.make_batch([(sample, [1]), (given, [1])])
 
 
 def test_a_batch_of_nothing_is_refused():
