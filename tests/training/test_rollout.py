@@ -36,7 +36,10 @@ def test_the_first_importance_ratio_is_one(name: str):
         outputs = llm.generate(prompts, DRAWN, use_tqdm=False, return_mm_inputs=True)
         model = ScoredModel.of(llm)
     answers = [output.outputs[0] for output in outputs]
-    pairs: Any = [(one.multi_modal_inputs, one.outputs[0].token_ids) for one in outputs]
+    pairs: Any = [
+        (output.multi_modal_inputs, answer.token_ids)
+        for output, answer in zip(outputs, answers, strict=True)
+    ]
     batch = model.make_batch(pairs)
     scored = np.asarray(score(model.load_params(family.checkpoint), model, batch))
     said = np.zeros_like(scored)
