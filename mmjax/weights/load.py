@@ -20,6 +20,7 @@ from mmjax.layers.quantization import INT4, find_quantized, quantize
 from mmjax.system.allocator import return_pages_of_files
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
+from mmjax.weights.maxtext import is_maxtext, open_maxtext
 from mmjax.weights.method import Method
 from mmjax.weights.packed import STORED, PackedTensor, find_packed, read_part
 from mmjax.weights.rules import (
@@ -30,6 +31,7 @@ from mmjax.weights.rules import (
     Squeeze,
     StackPart,
     Transposition,
+    Turn,
     map_tensor,
 )
 from mmjax.weights.safetensors import StoredTensor, View, open_safetensors
@@ -85,7 +87,7 @@ def load_params(
     method: Method | None = None,
     use_tqdm: bool = True,
 ) -> dict[Any, Any]:
-    """Fill `abstract_params` from the safetensors files of a HF directory.
+    """Fill `abstract_params` from the safetensors files of a HF directory, or from MaxText's.
 
     Args:
         path: The directory.
@@ -104,7 +106,8 @@ def load_params(
     path = Path(path)
     expected = flatten_params(abstract_params)
     quantized = find_quantized(expected)
-    with open_safetensors(path) as tensors:
+    opened = open_maxtext(path) if is_maxtext(path) else open_safetensors(path)
+    with opened as tensors:
         plain, packed = find_packed(tensors, method)
         # Scales of floats are made here.
         scales = {} if packed else {one: expected.pop(one) for one in quantized.values()}
@@ -238,6 +241,8 @@ def _map_tensors(
         elif isinstance(part, Squeeze):
             is_fit = set(tensor.shape[: part.num_axes]) == {1}
             yield name, _squeeze(tensor, part) if is_fit else tensor, None
+        elif isinstance(part, Turn):
+            yield name, _turn(tensor, part) if part.is_fit(tensor.shape) else tensor, None
         elif isinstance(part, StackPart):
             yield name, _cut_stack(tensor, part) if part.is_fit(tensor.shape) else tensor, None
         elif isinstance(part, Transposition):
@@ -265,6 +270,18 @@ def _transpose(tensor: StoredTensor) -> StoredTensor:
         return Transposition().apply(tensor.read((columns, rows)))
 
     return replace(tensor, shape=tensor.shape[::-1], slices=View(read))
+
+
+def _turn(tensor: StoredTensor, change: Turn) -> StoredTensor:
+    """Return what a rule makes of a tensor as if the file had it."""
+    whole = (slice(None),) * len(tensor.shape)
+    given = jax.ShapeDtypeStruct(tensor.shape, np.float32)
+    shape = jax.eval_shape(change.apply, given).shape
+
+    def read(*index: slice) -> np.ndarray:
+        return change.apply(tensor.read(whole))[index]
+
+    return replace(tensor, shape=shape, slices=View(read))
 
 
 def _cut_stack(tensor: StoredTensor, part: StackPart) -> StoredTensor:

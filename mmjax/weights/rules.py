@@ -15,7 +15,7 @@ class Rule:
 
     pattern: str
     replacement: str | None
-    transform: "Transposition | Squeeze | None" = None
+    transform: "Transposition | Squeeze | Turn | None" = None
     """What becomes of the values; None: they stay as they are."""
 
 
@@ -138,6 +138,42 @@ class Squeeze:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A tensor of the tree is what `function` makes of a file's, or of one of those stacked in it.
+
+    `function` takes numpy's arrays and JAX's, and is traced to find the shape.
+    """
+
+    function: Callable[[Any], Any]
+    index: int | None = None
+    """The place of the tensor on the file's second axis; None: it stands alone."""
+    count: int = 1
+    """Of those that are stacked there."""
+
+    def is_fit(self, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of this shape has so many stacked in it."""
+        return self.index is None or (len(shape) > 1 and shape[1] == self.count)
+
+    def apply(self, tensor: Any) -> Any:
+        """Return the tensor that the tree has."""
+        return self.function(tensor if self.index is None else tensor[:, self.index])
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """A tensor of a file that is several of the tree's, side by side on its second axis.
+
+    So a trainer that scans its layers keeps them.
+    """
+
+    pattern: str
+    names: Sequence[str]
+    """In the tree, in the order of that axis."""
+    function: Callable[[Any], Any]
+    """Of `Turn`, for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """Tensors of a file that are one of the tree's along a new first axis, such as one an expert.
 
@@ -156,8 +192,8 @@ class Place:
     index: int
 
 
-RuleTypes = Rule | Split | Stack
-Change = Part | StackPart | Place | Transposition | Squeeze
+RuleTypes = Rule | Split | Stack | Unstack
+Change = Part | StackPart | Place | Transposition | Squeeze | Turn
 """How a tensor of the tree is had of a file's."""
 
 
@@ -175,6 +211,9 @@ def map_tensor(name: str, rules: Sequence[RuleTypes]) -> Iterator[tuple[str, Cha
         if isinstance(rule, Stack):
             place = Place(int(found.group("index")))
             yield re.sub(rule.pattern, rule.replacement, name), place
+        elif isinstance(rule, Unstack):
+            for index, replacement in enumerate(rule.names):
+                yield replacement, Turn(rule.function, index, len(rule.names))
         elif isinstance(rule, Split):
             for replacement, part in zip(rule.replacements, rule.parts(), strict=True):
                 yield re.sub(rule.pattern, replacement, name), part
