@@ -1,6 +1,7 @@
 """mmjax: serve multimodal models with JAX.
 
     from mmjax import LLM, LoRARequest, SamplingParams, StructuredOutputsParams  # to answer
+    from mmjax import ScoredModel, score  # to train
     from mmjax import MULTIMODAL_REGISTRY, ProcessorFactories, create_processor, register_model
 
 Importing this package loads neither jax nor a model: names are imported when first used.
@@ -17,11 +18,13 @@ __all__ = [
     "LoRARequest",
     "ProcessorFactories",
     "SamplingParams",
+    "ScoredModel",
     "StructuredOutputsParams",
     "__version__",
     "create_processor",
     "draw_boxes",
     "register_model",
+    "score",
 ]
 
 try:
@@ -41,10 +44,12 @@ _HOMES = {
     "MULTIMODAL_REGISTRY": _REGISTRY,
     "ProcessorFactories": _REGISTRY,
     "SamplingParams": "mmjax.params.sampling_params",
+    "ScoredModel": "mmjax.training.score",
     "StructuredOutputsParams": "mmjax.params.sampling_params",
     "create_processor": _REGISTRY,
     "draw_boxes": "mmjax.frontend.output.draw",
     "register_model": _REGISTRY,
+    "score": "mmjax.training.score",
 }
 
 

@@ -11,7 +11,7 @@ import mmjax.processing
 
 MMJAX = """
     LLM LoRARequest SamplingParams StructuredOutputsParams MULTIMODAL_REGISTRY ProcessorFactories
-    create_processor register_model draw_boxes
+    create_processor register_model draw_boxes ScoredModel score
 """
 PROCESSING = """
     PlaceholderRange MultiModalFieldConfig MultiModalFieldElem MultiModalKwargsItem

@@ -18,7 +18,8 @@ from mmjax.errors import RequestError
 from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.models.model_source import load_model_config
 from mmjax.parity.__main__ import main as run_parity
-from mmjax.parity.arrays import PagedModel, make_sample
+from mmjax.parity.arrays import PagedModel
+from mmjax.training.samples import make_sample
 from tests.kit import BOS, EOS, PAD, UNK, draw, gemma_tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "adding_a_model.md"

@@ -13,13 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import (
     AttentionMetadata,
-    PagedAttentionMetadata,
     attention,
     cross_attention,
     dense_attention,
     write_encoder,
 )
-from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
+from mmjax.layers.attention.kv_cache import DenseCache, KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.decoder import Decoder
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import call_block
@@ -108,8 +107,11 @@ class BartSelfAttention(BartAttention):
     """Causal attention of the decoder."""
 
     def __call__(
-        self, x: Float[Array, "T D"], cache: LayerCache | None, metadata: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        self,
+        x: Float[Array, "T D"],
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
         query, key, value = (
             self.split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -122,12 +124,13 @@ class BartCrossAttention(BartAttention):
     """Attention of the decoder to the encoder's hidden states."""
 
     def __call__(
-        self, x: Float[Array, "T D"], cache: LayerCache | None, metadata: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], LayerCache]:
+        self,
+        x: Float[Array, "T D"],
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Write the keys and values of requests that start in this step; then attend."""
-        if cache is None or not isinstance(metadata, PagedAttentionMetadata):
-            raise TypeError("BART's decoder needs a paged KV cache, which holds its encoder's keys")
-        assert metadata.cross is not None
+        assert metadata.cross is not None, "the metadata has no hidden states of BART's encoder"
         states = metadata.cross.encoder_hidden_states
         if states is not None and len(states):
             key, value = self.split(self.k_proj(states)), self.split(self.v_proj(states))
@@ -200,9 +203,9 @@ class BartDecoderLayer(nnx.Module):
         self,
         x: Float[Array, "T D"],
         layer_input: None,
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Return the normed residual stream after this block, and its cache."""
         with jax.named_scope("attn"):
             out, cache = self.self_attn(x, cache, metadata)

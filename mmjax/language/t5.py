@@ -16,13 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.api import (
     AttentionMetadata,
-    PagedAttentionMetadata,
     attention,
     cross_attention,
     dense_attention,
     write_encoder,
 )
-from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
+from mmjax.layers.attention.kv_cache import DenseCache, KVCacheSpec, LayerCache
 from mmjax.layers.decoder import Decoder
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP, GatedMLP
@@ -190,12 +189,10 @@ class T5DecoderLayer(nnx.Module):
         self,
         x: Float[Array, "T D"],
         layer_input: DistanceBias,
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Return the residual stream after this block, and its cache."""
-        if cache is None or not isinstance(metadata, PagedAttentionMetadata):
-            raise TypeError("T5's decoder needs a paged KV cache, which holds its encoder's keys")
         with jax.named_scope("attn"):
             query, key, value = self.self_attn.project(self.self_attn_layer_norm(x))
             out, cache = attention(
@@ -209,11 +206,14 @@ class T5DecoderLayer(nnx.Module):
             return x + self.mlp(self.final_layer_norm(x)), cache
 
     def _attend_across(
-        self, x: Float[Array, "T D"], cache: LayerCache, metadata: PagedAttentionMetadata
-    ) -> tuple[Float[Array, "T D"], LayerCache]:
+        self,
+        x: Float[Array, "T D"],
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Write the keys and values of requests that start in this step; then attend."""
         across = self.encoder_attn
-        assert metadata.cross is not None
+        assert metadata.cross is not None, "the metadata has no hidden states of T5's encoder"
         states = metadata.cross.encoder_hidden_states
         if states is not None and len(states):
             key, value = across.split(across.k_proj(states)), across.split(across.v_proj(states))

@@ -58,7 +58,21 @@ def call_block(block: nnx.Module, *args: Any) -> Any:
     if _see_module.get() is not None:
         return block(*args)
     graphdef, state = nnx.split(block)
-    return _call_block(graphdef, nnx.to_pure_dict(state), *args)
+    call = partial(_call_block, graphdef)
+    return (jax.checkpoint(call) if _is_remat.get() else call)(nnx.to_pure_dict(state), *args)
+
+
+@contextmanager
+def rematerializing() -> Iterator[None]:
+    """Let gradients through `call_block` keep a block's inputs alone, and compute it again."""
+    token = _is_remat.set(True)
+    try:
+        yield
+    finally:
+        _is_remat.reset(token)
+
+
+_is_remat: ContextVar[bool] = ContextVar("remat", default=False)
 
 
 @partial(jax.jit, static_argnums=0)

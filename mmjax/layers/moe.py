@@ -174,12 +174,13 @@ class Experts(nnx.Module):
         arrays: dict[str, Any] = {n: p if p is None else p[...] for n, p in params.items()}
         arrays |= {name: find_grouped(self, name, layout) for name, layout in self.layouts}
         weights = ExpertWeights(**arrays)
-        # XLA's CPU backend multiplies all rows with all experts, and masks.
-        forms = {"cpu": self._by_tiles, "default": self._by_ragged_dot}
         expert = jax.ShapeDtypeStruct((self.inner, x.shape[1]), x.dtype)
-        if _has_few_rows(x, sizes) and _has_kernels(x, weights) and not is_small(expert):
-            return by_platform(x, sizes, weights, kernel=self._by_kernel, **forms)
-        return jax.lax.platform_dependent(x, sizes, weights, **forms)
+        is_large = _has_few_rows(x, sizes) and not is_small(expert)
+        # XLA's CPU backend multiplies all rows with all experts, and masks; a loop over tiles has
+        # no gradient, as a kernel has none.
+        by_tiles, by_ragged_dot = self._by_tiles, self._by_ragged_dot
+        kernel = self._by_kernel if is_large and _has_kernels(x, weights) else by_tiles
+        return by_platform(x, sizes, weights, kernel=kernel, cpu=by_tiles, default=by_ragged_dot)
 
     def mix(
         self, x: Float[Array, "T D"], weights: Float[Array, "T _k"], experts: Int[Array, "T _k"]

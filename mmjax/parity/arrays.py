@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from mmjax.engine.device.functions import AdaptedModel, StepState
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
-from mmjax.engine.scheduling.request import EncoderItem, EncoderPrompt, Request
+from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.layers.attention.kv_cache import allocate
 from mmjax.layers.module import (
     Params,
@@ -31,13 +30,12 @@ from mmjax.layers.module import (
     unflatten_params,
 )
 from mmjax.layers.quantization import Layouts
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, PromptItem, Sees
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, Sees
 from mmjax.models.interface import AdapterSizes, build_model
-from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
-from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.rounding import cdiv, round_up
+from mmjax.training.samples import Sample, make_request
 from mmjax.weights.adapter import AdapterReader, fill_slot, read_adapter_config, slot_axis
 from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import load_params
@@ -45,52 +43,6 @@ from mmjax.weights.method import read_method
 
 BLOCK_SIZE = 16
 TILE = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One processed prompt."""
-
-    token_ids: np.ndarray
-    """int32[T]"""
-    items: Sequence[PromptItem] = ()
-    """In the order of the prompt."""
-    encoder_token_ids: np.ndarray | None = None
-    """int32[S]: the prompt of an encoder-decoder's encoder, where the items are; else None."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def is_embed(self) -> np.ndarray:
-        """bool[T]: whether an encoder's row stands there."""
-        return find_embeds(self.num_tokens, self.items)
-
-
-def find_embeds(num_tokens: int, items: Sequence[PromptItem]) -> np.ndarray:
-    """Return bool[T]: where an item's embedding stands, in a prompt of `num_tokens`."""
-    is_embed = np.zeros(num_tokens, bool)
-    for place, _ in items:
-        inside = slice(place.offset, place.offset + place.length)
-        # Neighbours may share a token of text, hence the or.
-        is_embed[inside] |= True if place.is_embed is None else place.is_embed
-    return is_embed
-
-
-def make_sample(inputs: Any) -> Sample:
-    """Return the sample of what our processor gave (`MultiModalInputs`)."""
-    items = [
-        PromptItem(place, item.get_data())
-        for modality, places in inputs.mm_placeholders.items()
-        for item, place in zip(inputs.mm_kwargs[modality], places, strict=True)
-    ]
-    encoder_ids = inputs.encoder_prompt_token_ids
-    return Sample(
-        token_ids=np.asarray(inputs.prompt_token_ids, np.int32),
-        items=sorted(items, key=lambda item: item.position.offset),
-        encoder_token_ids=None if encoder_ids is None else np.asarray(encoder_ids, np.int32),
-    )
 
 
 class PagedModel:
@@ -235,31 +187,12 @@ class PagedModel:
         return np.asarray(pool[np.concatenate(rows)])
 
     def _make_request(self, sample: Sample, max_tokens: int) -> Request:
-        items = [
-            EncoderItem(
-                identifier=f"item {number}",
-                mm_position=position,
-                units=self.host_inputs.encoder_inputs(tensors),
-                rows=self.host_inputs.embed_rows(tensors),
-            )
-            for number, (position, tensors) in enumerate(sample.items)
-        ]
-        encoder, ids = None, sample.encoder_token_ids
-        if ids is not None:
-            encoder = EncoderItem(
-                identifier="encoder",
-                mm_position=PlaceholderRange(offset=0, length=len(ids)),
-                prompt=EncoderPrompt(token_ids=ids, items=items),
-            )
-        return Request(
-            request_id="",
-            prompt_token_ids=sample.token_ids.tolist(),
-            sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
-            max_model_len=sample.num_tokens + max_tokens,
-            items=items if encoder is None else (),
-            encoder=encoder,
-            rotary=self.host_inputs.rotary_positions(sample.num_tokens, sample.items),
-            sees=self.sees,
+        return make_request(
+            sample,
+            self.host_inputs,
+            self.sees,
+            identifiers=[f"item {number}" for number in range(len(sample.items))],
+            max_tokens=max_tokens,
         )
 
     def _new_state(self) -> StepState:

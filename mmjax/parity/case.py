@@ -13,7 +13,7 @@ from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import ConfigError
 from mmjax.models.host_inputs import AFFINE, PackedEncoderSpec
 from mmjax.models.registry import create_processor, load_model_class
-from mmjax.parity.arrays import PagedModel, Sample, make_sample
+from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.parity.compare import CaseReport, compare
 from mmjax.parity.departures import find_settings, obeying
 from mmjax.parity.reference import (
@@ -27,6 +27,7 @@ from mmjax.parity.reference import (
     run_reference,
     with_float_pixels,
 )
+from mmjax.training.samples import make_sample
 
 DEFAULT_MAX_TOKENS = 32
 

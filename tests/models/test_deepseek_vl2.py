@@ -22,10 +22,11 @@ from mmjax.models.deepseek_vl2.model import DeepseekVLV2ForCausalLM
 from mmjax.models.deepseek_vl2.processor import CHAT_TEMPLATE
 from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
-from mmjax.parity.arrays import PagedModel, Sample, make_sample
+from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import BaseMultiModalProcessor
+from mmjax.training.samples import make_sample
 from tests.families.directories import edit_golden
 from tests.kit import draw
 from tests.models.served import make_request, serve, start_model

@@ -17,7 +17,8 @@ from transformers import AutoConfig
 
 from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor, load_model_class
-from mmjax.parity.arrays import PagedModel, make_sample
+from mmjax.parity.arrays import PagedModel
+from mmjax.training.samples import make_sample
 from tests.families.directories import GOLDEN
 from tests.processing.test_golden import EXPECTED
 

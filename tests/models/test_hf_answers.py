@@ -16,9 +16,10 @@ from PIL import Image
 from mmjax import LLM, SamplingParams
 from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor, load_model_class
-from mmjax.parity.arrays import PagedModel, make_sample
+from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference, run_reference
+from mmjax.training.samples import make_sample
 from tests.families import FAMILIES
 from tests.families.family import Family
 from tests.kit import draw

@@ -8,8 +8,9 @@ import pytest
 
 from mmjax.layers.module import bind
 from mmjax.models.molmo.model import MolmoForCausalLM
-from mmjax.parity.arrays import Sample, make_sample
+from mmjax.parity.arrays import Sample
 from mmjax.processing import MultiModalInputs
+from mmjax.training.samples import make_sample
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.golden_models import NUM_STEPS, GoldenModel, to_ranges
 

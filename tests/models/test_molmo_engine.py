@@ -9,7 +9,8 @@ from mmjax.engine.core import EngineCore
 from mmjax.layers.module import flatten_params
 from mmjax.models.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
-from mmjax.parity.arrays import PagedModel, Sample, make_sample
+from mmjax.parity.arrays import PagedModel, Sample
+from mmjax.training.samples import make_sample
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.golden_models import NUM_STEPS, GoldenModel
 from tests.models.served import make_request, serve, start_model

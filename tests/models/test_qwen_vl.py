@@ -13,8 +13,8 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.qwen_vl.tokenizer import load_tokenizer
 from mmjax.models.registry import create_processor
-from mmjax.parity.arrays import make_sample
 from mmjax.parity.reference import make_pixels
+from mmjax.training.samples import make_sample
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.golden_models import NUM_STEPS, GoldenModel, to_ranges
 

@@ -16,6 +16,7 @@ from mmjax.engine.device.batch import (
 )
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, sample_full
+from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.cpu.storage import from_storage, to_storage
 from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
@@ -225,22 +226,45 @@ def step(
         model = adapted.bind(params, adapters, batch.adapter_slots)
     sampled = previous[jnp.maximum(batch.token_from, 0)]
     token_ids = jnp.where(batch.token_from >= 0, sampled, batch.token_ids)
-    text = model.embed_input_ids(token_ids)
-    # Text has no features for the first layers.
-    text = jnp.pad(text, ((0, 0), (0, pool.shape[-1] - text.shape[-1])))
-    is_embed = (batch.src_index >= 0)[:, None]
-    merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(batch.src_index, 0)]), text)
     metadata = batch.metadata
     if metadata.cross is not None:
         metadata = metadata._replace(
             cross=metadata.cross._replace(encoder_hidden_states=from_storage(pool[batch.cross_src]))
         )
-    reads_ids = getattr(getattr(model, "language_model", None), "reads_token_ids", False)
-    more = {"token_ids": token_ids} if reads_ids else {}
-    states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata, **more)
+    states, kv_cache = compute_states(
+        model,
+        token_ids,
+        src_index=batch.src_index,
+        pool=pool,
+        positions=batch.positions,
+        kv_cache=state.kv_cache,
+        metadata=metadata,
+    )
+    assert kv_cache is not None, "a step has a cache"
     stored = to_storage(states, state.hidden.dtype)
     hidden = jax.lax.dynamic_update_slice(state.hidden, stored, (0, 0))
     return StepState(kv_cache, hidden), packed[layout.size :]
+
+
+def compute_states(
+    model: Any,
+    token_ids: Int[Array, " T"],
+    *,
+    src_index: Int[Array, " T"],
+    pool: Shaped[Array, "outputs D"],
+    positions: Int[Array, "3 T"],
+    kv_cache: KVCache | None,
+    metadata: AttentionMetadata,
+) -> tuple[Float[Array, "T _width"], KVCache | None]:
+    """Return the states of tokens: text, and the rows of the pool that `src_index` names."""
+    text = model.embed_input_ids(token_ids)
+    # Text has no features for the first layers.
+    text = jnp.pad(text, ((0, 0), (0, pool.shape[-1] - text.shape[-1])))
+    is_embed = (src_index >= 0)[:, None]
+    merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(src_index, 0)]), text)
+    reads_ids = getattr(getattr(model, "language_model", None), "reads_token_ids", False)
+    more = {"token_ids": token_ids} if reads_ids else {}
+    return model(merged, positions, kv_cache, metadata, **more)
 
 
 def sample(

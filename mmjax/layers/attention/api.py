@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention.backend import Backend, choose_backend
@@ -24,6 +25,7 @@ from mmjax.layers.attention.metadata import (
     AttentionMetadata,
     CrossAttentionMetadata,
     DenseAttentionMetadata,
+    DenseCrossMetadata,
     PagedAttentionMetadata,
 )
 from mmjax.layers.attention.paged import visible_range, visible_states, walk_blocks
@@ -33,6 +35,7 @@ __all__ = [
     "AttentionMetadata",
     "CrossAttentionMetadata",
     "DenseAttentionMetadata",
+    "DenseCrossMetadata",
     "PagedAttentionMetadata",
     "attention",
     "choose_cache_type",
@@ -99,17 +102,18 @@ def attention(
     `key` and `value` None: the cache has them already, of an earlier layer that shares it. `sinks`:
     the score of one more key of each head, which every query sees and which has no value
     (arXiv 2309.17453, section 3.3). `distance_bias`: what each head adds to the score of a key so
-    many tokens before the query, the last to all that are farther; of paged, causal attention
-    without sinks, whose heads share no keys.
+    many tokens before the query, the last to all that are farther; of causal attention without
+    sinks, whose heads share no keys.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     cache = _store(key, value, cache, metadata)
-    if distance_bias is not None:
-        assert sinks is None, "no served model has both"
-        return _with_bias(query, cache, metadata, distance_bias, **options), cache
+    assert distance_bias is None or sinks is None, "no served model has both"
     if isinstance(metadata, DenseAttentionMetadata):
         held: Any = DenseCache(key, value) if cache is None else cache
-        return _dense(query, held.keys, held.values, metadata, sinks=sinks, **options), cache
+        more = {"sinks": sinks, "distance_bias": distance_bias, **options}
+        return _dense(query, held.keys, held.values, metadata, **more), cache
+    if distance_bias is not None:
+        return _with_bias(query, cache, metadata, distance_bias, **options), cache
     paged = partial(_paged, sinks=sinks, **options)
     # JAX's kernel for TPUs has no sinks.
     is_interleaved = isinstance(cache, InterleavedCache) and sinks is None
@@ -122,7 +126,7 @@ def attention(
 def _with_bias(
     query: Float[Array, "T N H"],
     cache: Any,
-    metadata: AttentionMetadata,
+    metadata: PagedAttentionMetadata,
     distance_bias: Float[Array, "N _distances"],
     *,
     scale: float,
@@ -130,7 +134,6 @@ def _with_bias(
     soft_cap: float | None,
 ) -> Float[Array, "T N _value"]:
     """Attend in XLA on every platform: the kernels have no term of the distance."""
-    assert isinstance(metadata, PagedAttentionMetadata), f"{type(metadata)=}"
     assert cache.num_kv_heads == query.shape[1], f"{cache.num_kv_heads=} {query.shape=}"
     causal = metadata._replace(span_end=None)
     return walk_blocks(
@@ -165,13 +168,15 @@ def without_spans(metadata: AttentionMetadata) -> AttentionMetadata:
     if isinstance(metadata, PagedAttentionMetadata):
         return metadata._replace(span_end=None)
     index = metadata.token_index
-    return metadata._replace(mask=metadata.mask & (index[:, None, :] <= index[:, :, None]))
+    is_past = index[:, None, :] <= index[:, :, None]
+    return metadata._replace(mask=metadata.mask & is_past, beyond_window=None)
 
 
 def with_gaps(metadata: AttentionMetadata) -> AttentionMetadata:
     """Return the metadata of a model whose spans have tokens that see no later one, nor are seen.
 
-    Such a token's `span_end` is as a causal one's. All of a span is in one step.
+    Such a token's `span_end` is as a causal one's. All of a span is in one step. A dense mask says
+    by itself what is seen.
     """
     if not isinstance(metadata, PagedAttentionMetadata) or metadata.span_end is None:
         return metadata
@@ -181,18 +186,25 @@ def with_gaps(metadata: AttentionMetadata) -> AttentionMetadata:
 def write_encoder(
     key: Float[Array, "S K H"],
     value: Float[Array, "S K _value"],
-    cache: LayerCache,
-    metadata: PagedAttentionMetadata,
-) -> LayerCache:
-    """Write the keys and values of encoder hidden states; in the first step of their requests."""
+    cache: LayerCache | DenseCache | None,
+    metadata: AttentionMetadata,
+) -> LayerCache | DenseCache:
+    """Write the keys and values of encoder hidden states; in the first step of their requests.
+
+    Without a paged cache, they are all that the result has.
+    """
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
+    if isinstance(metadata, DenseAttentionMetadata):
+        return DenseCache(key, value)
+    assert cache is not None, "paged attention needs a cache"
+    assert not isinstance(cache, DenseCache), "paged attention needs a paged cache"
     return cache.write(key, value, metadata.cross.slot_block, metadata.cross.slot_offset)
 
 
 def cross_attention(
     query: Float[Array, "T N H"],
-    cache: LayerCache,
-    metadata: PagedAttentionMetadata,
+    cache: LayerCache | DenseCache | None,
+    metadata: AttentionMetadata,
     *,
     scale: float,
 ) -> Float[Array, "T N _value"]:
@@ -202,6 +214,11 @@ def cross_attention(
     blocks of one pool), or an entry of its own in `KVCacheSpec.layers`.
     """
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
+    if isinstance(metadata, DenseAttentionMetadata):
+        assert isinstance(cache, DenseCache), "the encoder's keys are not written"
+        return _dense_across(query, cache, metadata, metadata.cross, scale=scale)
+    assert cache is not None, "paged attention needs a cache"
+    assert not isinstance(cache, DenseCache), "paged attention needs a paged cache"
     visible = visible_states(metadata, metadata.cross)
     tables = metadata.cross.block_tables
     return _within(query, cache, metadata, tables, visible, None, scale=scale, soft_cap=None)
@@ -257,6 +274,7 @@ def _dense(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
+    distance_bias: Float[Array, "N _distances"] | None,
 ) -> Float[Array, "T N _value"]:
     num_sequences, length = metadata.token_index.shape
     mask = metadata.mask
@@ -264,6 +282,36 @@ def _dense(
         mask = mask & (metadata.token_index[:, None, :] > metadata.token_index[:, :, None] - window)
         if metadata.beyond_window is not None:
             mask = mask | metadata.beyond_window
-    shaped = [x.reshape(num_sequences, length, *x.shape[1:]) for x in (query, key, value)]
-    out = dense_attention(*shaped, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    shaped = [_by_sequence(x, num_sequences) for x in (query, key, value)]
+    bias = None if distance_bias is None else _bias_of_places(distance_bias, length)
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "bias": bias}
+    out = dense_attention(*shaped, mask=mask, **options)
     return out.reshape(*query.shape[:2], -1)
+
+
+def _dense_across(
+    query: Float[Array, "T N H"],
+    cache: DenseCache,
+    metadata: DenseAttentionMetadata,
+    cross: DenseCrossMetadata,
+    *,
+    scale: float,
+) -> Float[Array, "T N _value"]:
+    num_sequences, length = metadata.token_index.shape
+    shaped = [_by_sequence(x, num_sequences) for x in (query, cache.keys, cache.values)]
+    shape = (num_sequences, length, cross.is_state.shape[1])
+    mask = jnp.broadcast_to(cross.is_state[:, None, :], shape)
+    return dense_attention(*shaped, mask=mask, scale=scale).reshape(*query.shape[:2], -1)
+
+
+def _by_sequence(rows: Any, num_sequences: int) -> Float[Array, "B _rows _heads _width"]:
+    return rows.reshape(num_sequences, -1, *rows.shape[1:])
+
+
+def _bias_of_places(
+    distance_bias: Float[Array, "N _distances"], length: int
+) -> Float[Array, "N S S"]:
+    """Return what heads add to the score of each pair of places in a sequence."""
+    places = jnp.arange(length, dtype=jnp.int32)
+    distance = jnp.clip(places[:, None] - places[None, :], 0, distance_bias.shape[1] - 1)
+    return distance_bias[:, distance]

@@ -60,6 +60,15 @@ class PagedAttentionMetadata(NamedTuple):
     which all of the span see; None: all of a span's. Not from the host (`with_gaps`)."""
 
 
+class DenseCrossMetadata(NamedTuple):
+    """What the tokens of `B` sequences attend to of their encoders' hidden states."""
+
+    is_state: Bool[Array, "B _states"]
+    """False for padding."""
+    encoder_hidden_states: Float[Array, "_rows D"]
+    """Of all sequences, one behind the other; as in `CrossAttentionMetadata`."""
+
+
 class DenseAttentionMetadata(NamedTuple):
     """B sequences of S tokens each, flattened to T = B * S rows."""
 
@@ -69,6 +78,8 @@ class DenseAttentionMetadata(NamedTuple):
     """mask[b, i, j]: whether query i attends to key j, before the window."""
     beyond_window: Bool[Array, "B S S"] | None = None
     """Keys that a query attends to whatever the window is; None: there are none."""
+    cross: DenseCrossMetadata | None = None
+    """None for a model without cross-attention."""
 
 
 AttentionMetadata = PagedAttentionMetadata | DenseAttentionMetadata

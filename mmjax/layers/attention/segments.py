@@ -4,7 +4,7 @@ A segment is an image, or a window, frame or crop of one.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,17 @@ def segment_attention(
 
     Ascending ids (0 0 0 1 1 2 -1 -1) are fastest; any others are correct.
     """
+    return _attend(query, key, value, segment_ids, scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(
+    query: Float[Array, "P N H"],
+    key: Float[Array, "P N H"],
+    value: Float[Array, "P N H"],
+    segment_ids: Int[Array, " P"],
+    scale: float,
+) -> Float[Array, "P N H"]:
     # NOTE: on a TPU `pallas.ops.tpu.flash_attention` with `SegmentIds(q=ids, kv=ids)` should be
     # faster (rows and heads padded to 128, padding as a segment), but was not run on one yet.
     arguments = (query, key, value, segment_ids)
@@ -80,8 +91,7 @@ def _blockwise_attention(
     Each block of queries computes only the range of key blocks with its segments. A block that a
     query does not attend to leaves its state unchanged, bit for bit.
     """
-    num_rows = len(query)
-    size = min(BLOCK_SIZE, num_rows)
+    size = min(BLOCK_SIZE, len(query))
     blocks = Blocks(
         _to_blocks(query, size),
         _to_blocks(key, size),
@@ -91,8 +101,7 @@ def _blockwise_attention(
     first, end = _block_range(blocks.segment_ids, blocks.segment_ids)
     attend = partial(_attend_block, blocks, scale=scale)
     out = jax.lax.map(attend, (blocks.query, blocks.segment_ids, first, end))  # W N Z H
-    out = out.transpose(0, 2, 1, 3).reshape(-1, *query.shape[1:])
-    return out[:num_rows].astype(query.dtype)
+    return _from_blocks(out, query)
 
 
 def _attend_block(
@@ -125,8 +134,7 @@ def _fold(
 ) -> State:
     highest, total, summed = state
     key, value = keys_and_values
-    scores = jnp.einsum("nzh,nsh->nzs", query, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(is_visible[None], scores * scale, MASKED)
+    scores = _score(query, key, is_visible, scale)
     new = jnp.maximum(highest, scores.max(-1))
     weights = jnp.where(is_visible[None], jnp.exp(scores - new[..., None]), 0.0)
     kept = jnp.exp(highest - new)
@@ -134,6 +142,123 @@ def _fold(
         "nzs,nsh->nzh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
     )
     return new, total * kept + weights.sum(-1), summed * kept[..., None] + added
+
+
+Residuals = tuple[
+    Float[Array, "P N H"],
+    Float[Array, "P N H"],
+    Float[Array, "P N H"],
+    Int[Array, " P"],
+    Float[Array, "P N H"],
+]
+"""What the gradient is computed of: the arguments, and the outputs."""
+
+
+def _attend_forward(
+    query: Float[Array, "P N H"],
+    key: Float[Array, "P N H"],
+    value: Float[Array, "P N H"],
+    segment_ids: Int[Array, " P"],
+    scale: float,
+) -> tuple[Float[Array, "P N H"], Residuals]:
+    out: Any = _attend(query, key, value, segment_ids, scale)
+    return out, (query, key, value, segment_ids, out)
+
+
+def _attend_backward(
+    scale: float, residuals: Residuals, gradient: Float[Array, "P N H"]
+) -> tuple[Float[Array, "P N H"], Float[Array, "P N H"], Float[Array, "P N H"], None]:
+    """Return the gradients, block by block (Dao et al., arXiv 2205.14135, appendix B.4).
+
+    Neither kernels nor loops of a number that is found on the device have one of JAX's own.
+    """
+    query, key, value, segment_ids, out = residuals
+    arrays = (query, key, value)
+    size = min(BLOCK_SIZE, len(segment_ids))
+    ids = _pad_rows(segment_ids, size, PADDING).reshape(-1, size)
+    blocks = Blocks(_to_blocks(query, size), _to_blocks(key, size), _to_blocks(value, size), ids)
+    given = _to_blocks(gradient.astype(jnp.float32), size)
+    # The part of every score's gradient that is the same for all keys of a query.
+    shared = (given * _to_blocks(out.astype(jnp.float32), size)).sum(-1)  # W N Z
+    differentiate = partial(_differentiate_block, blocks, scale=scale)
+    sums = (jnp.zeros(given.shape, jnp.float32), jnp.zeros(given.shape, jnp.float32))
+    parts = (blocks.query, ids, given, shared, *_block_range(ids, ids))
+    (of_keys, of_values), of_queries = jax.lax.scan(differentiate, sums, parts)
+    gradients = [
+        blocked.transpose(0, 2, 1, 3)
+        .reshape(-1, *array.shape[1:])[: len(array)]
+        .astype(array.dtype)
+        for array, blocked in zip(arrays, (of_queries, of_keys, of_values), strict=True)
+    ]
+    return gradients[0], gradients[1], gradients[2], None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _differentiate_block(
+    blocks: Blocks,
+    sums: tuple[Float[Array, "W N Z H"], Float[Array, "W N Z H"]],
+    part: tuple[
+        Float[Array, "N Z H"],
+        Int[Array, " Z"],
+        Float[Array, "N Z H"],
+        Float[Array, "N Z"],
+        Int[Array, ""],
+        Int[Array, ""],
+    ],
+    *,
+    scale: float,
+) -> tuple[tuple[Float[Array, "W N Z H"], Float[Array, "W N Z H"]], Float[Array, "N Z H"]]:
+    """Add what one block of queries gives to the keys' and values' gradients; return its own."""
+    query, segment_ids, given, shared, first, end = part
+
+    def find_scores(number: Array) -> Float[Array, "N Z Z"]:
+        is_visible = _is_same(segment_ids, blocks.segment_ids[number])
+        return _score(query, blocks.key[number], is_visible, scale)
+
+    def find_sum(number: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        highest, total = state
+        scores = find_scores(number)
+        new = jnp.maximum(highest, scores.max(-1))
+        return new, total * jnp.exp(highest - new) + jnp.exp(scores - new[..., None]).sum(-1)
+
+    state = (
+        jnp.full(query.shape[:2], MASKED, jnp.float32),
+        jnp.zeros(query.shape[:2], jnp.float32),
+    )
+    highest, total = jax.lax.fori_loop(first, end, find_sum, state)
+
+    def differentiate(
+        number: Array, state: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
+        of_query, of_keys, of_values = state
+        is_visible = _is_same(segment_ids, blocks.segment_ids[number])
+        exponents = jnp.exp(find_scores(number) - highest[..., None])
+        weights = jnp.where(is_visible[None], exponents, 0.0) / jnp.maximum(total, 1e-30)[..., None]
+        key, value = (array[number].astype(jnp.float32) for array in (blocks.key, blocks.value))
+        of_weights = jnp.einsum("nzh,nsh->nzs", given, value)
+        of_scores = weights * (of_weights - shared[..., None]) * scale
+        of_key = jnp.einsum("nzs,nzh->nsh", of_scores, query.astype(jnp.float32))
+        return (
+            of_query + jnp.einsum("nzs,nsh->nzh", of_scores, key),
+            of_keys.at[number].add(of_key),
+            of_values.at[number].add(jnp.einsum("nzs,nzh->nsh", weights, given)),
+        )
+
+    none = jnp.zeros(query.shape, jnp.float32)
+    of_query, *sums_then = jax.lax.fori_loop(first, end, differentiate, (none, *sums))
+    return (sums_then[0], sums_then[1]), of_query
+
+
+def _score(
+    query: Float[Array, "N Z H"],
+    key: Float[Array, "N S H"],
+    is_visible: Bool[Array, "Z S"],
+    scale: float,
+) -> Float[Array, "N Z S"]:
+    scores = jnp.einsum("nzh,nsh->nzs", query, key, preferred_element_type=jnp.float32)
+    return jnp.where(is_visible[None], scores * scale, MASKED)
 
 
 def _block_range(
@@ -181,6 +306,14 @@ def _is_same(query_ids: Int[Array, " Z"], key_ids: Int[Array, " S"]) -> Bool[Arr
 def _to_blocks(rows: Float[Array, "P N H"], size: int) -> Float[Array, "W N Z H"]:
     padded = _pad_rows(rows, size, 0)
     return padded.reshape(-1, size, *rows.shape[1:]).transpose(0, 2, 1, 3)
+
+
+def _from_blocks(
+    blocked: Float[Array, "W N Z H"], like: Float[Array, "P N H"]
+) -> Float[Array, "P N H"]:
+    """Undo `_to_blocks`, in the dtype of what it was made of."""
+    rows = blocked.transpose(0, 2, 1, 3).reshape(-1, *like.shape[1:])
+    return rows[: len(like)].astype(like.dtype)
 
 
 def _pad_rows(rows: Array, size: int, fill: int) -> Array:

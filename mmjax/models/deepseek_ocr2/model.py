@@ -122,14 +122,17 @@ class DeepseekOcr2ForConditionalGeneration(MultiModalModel):
         view = self._encode(pixel_values)
         images, width = len(view), view.shape[-1]
 
-        def encode_tile(
-            number: Int[Array, ""], rows: Float[Array, "I _tiles P D"]
-        ) -> Float[Array, "I _tiles P D"]:
+        def encode_tile(number: Int[Array, ""]) -> Float[Array, "I P D"]:
             pixels = jax.lax.dynamic_index_in_dim(pixel_values_local, number, 2, keepdims=False)
-            return rows.at[:, number].set(self._encode(pixels))
+            return self._encode(pixels)
 
-        none = jnp.zeros((images, MAX_TILES, TILE_TOKENS, width), view.dtype)
-        tiles = jax.lax.fori_loop(0, num_tiles.max(), encode_tile, none)
+        def encode_if_any(number: Int[Array, ""]) -> Float[Array, "I P D"]:
+            none = jnp.zeros((images, TILE_TOKENS, width), view.dtype)
+            # A loop to the largest number would have no gradient.
+            return jax.lax.cond(number < num_tiles.max(), encode_tile, lambda _: none, number)
+
+        tiles = jax.lax.map(encode_if_any, jnp.arange(MAX_TILES, dtype=jnp.int32))
+        tiles = tiles.swapaxes(0, 1)  # I tiles P D
         separator = jnp.broadcast_to(self.view_separator[...][None, None], (images, 1, width))
         return jnp.concatenate([tiles.reshape(images, -1, width), view, separator], axis=1)
 

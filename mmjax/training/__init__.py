@@ -1,0 +1,1 @@
+"""The same models for trainers: log-probabilities of answers, with gradients."""

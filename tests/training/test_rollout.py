@@ -1,0 +1,63 @@
+"""What the engine draws, `score` finds as likely as the engine said: the importance ratio is 1."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax import LLM, SamplingParams, ScoredModel, score
+from mmjax.models.registry import create_processor
+from tests.families import FAMILIES
+from tests.families.family import Family
+from tests.kit import draw
+
+NUM_TOKENS = 12
+DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+TOLERANCE = 1e-5
+IN_DEFAULT_RUN = {"gemma3"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
+        for name in ("llava", "gemma3", "qwen2_vl", "internvl")
+    ],
+)
+def test_the_first_importance_ratio_is_one(name: str):
+    family = FAMILIES[name]
+    prompts = write_prompts(family)
+    with LLM(
+        family.checkpoint, dtype="float32", use_tqdm_on_load=False, **family.llm_settings
+    ) as llm:
+        outputs = llm.generate(prompts, DRAWN, use_tqdm=False)
+        model = ScoredModel.of(llm)
+        processor = create_processor(llm.config.model)
+    answers = [output.outputs[0] for output in outputs]
+    pairs: Any = [
+        (processor.apply(prompt["prompt"], prompt["multi_modal_data"]), answer.token_ids)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    batch = model.make_batch(pairs)
+    scored = np.asarray(score(model.load_params(family.checkpoint), model, batch))
+    said = np.zeros_like(scored)
+    for row, answer in enumerate(answers):
+        assert answer.logprobs is not None
+        said[row, : len(answer.token_ids)] = [
+            one[token].logprob for one, token in zip(answer.logprobs, answer.token_ids, strict=True)
+        ]
+    assert batch.answer_mask.sum() == NUM_TOKENS * len(prompts)
+    np.testing.assert_allclose(np.exp(scored - said), 1, rtol=0, atol=TOLERANCE)
+    assert (said[batch.answer_mask] < -0.1).any(), "nothing was drawn that was not sure"
+
+
+def write_prompts(family: Family) -> list[Any]:
+    """Return prompts of none, one and two pictures, of different sizes."""
+    pictures = [draw(*size, seed) for seed, size in enumerate(family.sizes)]
+    return [
+        {
+            "prompt": f"here {family.placeholder * number} which color is the circle",
+            "multi_modal_data": {"image": pictures[:number]} if number else {},
+        }
+        for number in range(3)
+    ]

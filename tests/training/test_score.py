@@ -1,0 +1,105 @@
+"""`score` says of a sequence what the paged engine says token by token, for every family."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mmjax import ScoredModel, score
+from mmjax.parity.arrays import PagedModel, Sample
+from mmjax.training.batch import round_size
+from mmjax.training.samples import make_sample
+from tests.families import TINY_FAMILIES, served_model
+from tests.families.directories import GOLDEN_MODELS
+from tests.families.golden_models import GoldenModel
+
+LENGTHS = (5, 9, 3)
+"""Tokens of the answers, by turns."""
+TOLERANCE = 1e-5
+IN_DEFAULT_RUN = {"florence2", "gemma3", "qwen2_vl"}
+"""Units, packs, spans within images, an encoder-decoder; the slow run has all."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
+        for name in TINY_FAMILIES
+    ],
+)
+def test_a_batch_has_the_log_probabilities_of_the_paged_engine(name: str):
+    model = served_model(name)
+    samples = [model.draw_sample(parts) for parts in model.family.prompts.values()]
+    scored = ScoredModel.build(model.family.model_class, model.config)
+    check(scored, model.paged, samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_vl2", "molmo", "qwen_vl"])
+def test_so_it_does_where_transformers_has_no_class(name: str):
+    golden = GoldenModel(name, GOLDEN_MODELS / name)
+    processor = golden.processor
+    samples = [
+        make_sample(processor.apply(case["prompt"], golden.images(case)))
+        for case in list(golden.cases.values())[:3]
+    ]
+    check(ScoredModel.of(golden.path, dtype="float32"), golden.model, samples)
+
+
+def check(scored: ScoredModel, paged: PagedModel, samples: list[Sample]) -> None:
+    """Compare what a batch is scored with what each answer was chosen by."""
+    pairs, expected = [], []
+    for number, sample in enumerate(samples):
+        answer, logprobs = answer_greedily(paged, sample, LENGTHS[number % len(LENGTHS)])
+        pairs.append((sample, answer))
+        expected.append(logprobs)
+    batch = scored.make_batch(pairs)
+    found = np.asarray(score(paged.params, scored, batch))
+    for row, one in zip(found, expected, strict=True):
+        np.testing.assert_allclose(row[: len(one)], one, rtol=0, atol=TOLERANCE)
+        assert (row[len(one) :] == 0).all(), "padding has none"
+
+
+def answer_greedily(paged: PagedModel, sample: Sample, length: int) -> tuple[list[int], Any]:
+    """Return an answer, and its tokens' log-probabilities, in float64."""
+    logits = paged.decode(sample, length).astype(np.float64)
+    peak = logits.max(-1)
+    total = peak + np.log(np.exp(logits - peak[:, None]).sum(-1))
+    return logits.argmax(-1).tolist(), peak - total
+
+
+def test_an_item_of_two_prompts_is_encoded_once():
+    model = served_model("gemma3")
+    scored = ScoredModel.build(model.family.model_class, model.config)
+    sample = model.draw_sample(model.family.prompts["image"])
+    known = Sample(token_ids=sample.token_ids, items=sample.items, item_hashes=["image 1"])
+    twice = scored.make_batch([(known, [3, 4]), (known, [5])])
+    apart = scored.make_batch([(sample, [3, 4]), (sample, [5])])
+    assert count_units(apart) == 2 * count_units(twice)
+    found, expected = (np.asarray(score(model.paged.params, scored, x)) for x in (twice, apart))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def count_units(batch: Any) -> int:
+    assert batch.encoder is not None
+    return len(next(iter(batch.encoder.inputs.values())))
+
+
+def test_sizes_are_rounded_up_so_that_few_programs_are_compiled():
+    model = served_model("gemma3")
+    scored = ScoredModel.build(model.family.model_class, model.config)
+    sample = model.draw_sample(model.family.prompts["image"])
+    shapes = {
+        str(jax.tree.map(np.shape, scored.make_batch([(sample, [1] * n)]))) for n in range(1, 25)
+    }
+    assert len(shapes) <= 5, "of answers or of whole sequences"
+    assert [round_size(n) for n in (1, 7, 8, 9, 33, 100)] == [1, 7, 8, 10, 40, 112]
+
+
+def test_a_batch_of_nothing_is_refused():
+    model = served_model("gemma3")
+    scored = ScoredModel.build(model.family.model_class, model.config)
+    for pairs in ([], [(Sample(token_ids=np.zeros(0, np.int32)), [1])]):
+        with pytest.raises(ValueError, match="needs prompts, each with a token"):
+            scored.make_batch(pairs)
