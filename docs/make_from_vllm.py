@@ -21,7 +21,7 @@ SAME_FLAGS = """
     --otlp-traces-endpoint --uvicorn-log-level --model --max-model-len --dtype --quantization
     --served-model-name --revision --download-dir --generation-config
     --override-generation-config --chat-template --chat-template-content-format
-    --interleave-mm-strings --seed --limit-mm-per-prompt --mm-processor-kwargs
+    --interleave-mm-strings --logprobs-mode --seed --limit-mm-per-prompt --mm-processor-kwargs
     --mm-processor-cache-type --mm-processor-cache-gb --mm-shm-cache-max-object-size-mb
     --media-io-kwargs --allowed-media-domains --allowed-local-media-path --enable-mm-embeds
     --max-num-seqs --max-num-batched-tokens --disable-chunked-mm-input --enable-chunked-prefill

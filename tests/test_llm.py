@@ -46,7 +46,7 @@ def test_what_fails_while_it_opens_is_told_and_closed(
     class Engine:
         is_closed = False
 
-        def __init__(self, config: Any) -> None: ...
+        def __init__(self, config: Any, **options: Any) -> None: ...
 
         def close(self) -> None:
             Engine.is_closed = True

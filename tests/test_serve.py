@@ -85,7 +85,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tiny_gemma3: Path) -> Iterator[Served]:
-    server = Served(str(tiny_gemma3), *SMALL, "--enable-mm-embeds")
+    mode = ("--logprobs-mode", "processed_logprobs")
+    server = Served(str(tiny_gemma3), *SMALL, "--enable-mm-embeds", *mode)
     try:
         yield server
     finally:
@@ -171,6 +172,15 @@ def ask_for_logprobs(url: str, message: Any) -> Any:
     answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"]
+
+
+def test_processed_log_probabilities_are_of_the_tokens_that_may_come(url: str) -> None:
+    fields = {"logprobs": True, "top_logprobs": 2, "temperature": 1, "max_tokens": 3}
+    many = ask(url, 1, **fields)
+    assert all(entry.logprob < 0 for entry in many.choices[0].logprobs.content)
+    one = ask(url, 1, **fields, extra_body={"top_k": 1})
+    shown = [[top.logprob for top in at.top_logprobs] for at in one.choices[0].logprobs.content]
+    assert shown == [[0.0, -9999.0]] * 3
 
 
 def test_a_stream(url: str) -> None:

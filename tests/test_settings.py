@@ -52,7 +52,7 @@ def is_added(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """The configurations that LLMs are opened with; none is."""
     configs: list[EngineConfig] = []
-    monkeypatch.setattr(LLM, "_open", lambda self, config: configs.append(config))
+    monkeypatch.setattr(LLM, "_open", lambda self, config, devices: configs.append(config))
     return configs
 
 
@@ -160,7 +160,7 @@ def test_llm_takes_settings_by_name(tiny_gemma3: Path, opened: list[Any]) -> Non
 def test_llms_signature_shows_every_setting() -> None:
     parameters = inspect.signature(LLM).parameters
     assert next(iter(parameters)) == "model"
-    assert parameters.keys() == llm_settings().keys()
+    assert parameters.keys() == llm_settings().keys() | {"devices", "mesh"}
     assert parameters["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert (parameters["max_num_seqs"].default, parameters["max_num_seqs"].annotation) == (16, int)
     assert {"port", "api_key", "log_level", "distributed_process_id"}.isdisjoint(parameters)

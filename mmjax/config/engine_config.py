@@ -21,6 +21,7 @@ from mmjax.system.logger import LogFormat, LogLevel
 ChatContentFormat = Literal["auto", "string", "openai"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["int8", "int8-weights", "int4"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Precompile = Literal["all", "smallest", "none"]
 PrefixCachingHashAlgorithm = Literal["sha256", "blake3"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -108,6 +109,12 @@ class ModelConfig:
         minimum=-(2**63),
         maximum=2**63 - 1,
         expected="an integer of 64 bits",
+    )
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        """What log-probabilities of answers are of. raw_logprobs: the model's own distribution;
+        processed_logprobs: the one that is sampled from, after biases, penalties, temperature,
+        min-p, top-k and top-p.""",
     )
     mm: MultiModalConfig = field(default_factory=MultiModalConfig)
 

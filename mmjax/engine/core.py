@@ -32,6 +32,7 @@ from mmjax.transport.messages import (
     Heartbeat,
     RequestOutputDelta,
 )
+from mmjax.weights.sharding import Device
 
 logger = get_logger(__name__)
 
@@ -67,13 +68,18 @@ class EngineCore:
         *,
         model_class: Any = None,
         params: Params | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> None:
         """Load the model, allocate the caches, compile programs as `config.precompile` says.
 
-        `model_class` and `params` replace the registry's class and the checkpoint's weights.
+        Args:
+            config: All settings.
+            model_class: In place of the registry's.
+            params: In place of the checkpoint's weights.
+            devices: `tensor_parallel_size` of this process's, in place of the first ones.
         """
         self.config = config
-        parts = start_engine(config, model_class=model_class, params=params)
+        parts = start_engine(config, model_class=model_class, params=params, devices=devices)
         self._placement = parts.programs.placement
         self._scheduler = parts.scheduler
         self._runner = parts.runner

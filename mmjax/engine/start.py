@@ -46,6 +46,7 @@ from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import load_params
 from mmjax.weights.method import read_method
 from mmjax.weights.safetensors import is_snapshot
+from mmjax.weights.sharding import Device
 from mmjax.weights.snapshot import load_snapshot
 
 logger = get_logger(__name__)
@@ -97,11 +98,16 @@ class _MediaPlan(NamedTuple):
 
 
 def start_engine(
-    config: EngineConfig, *, model_class: Any = None, params: Params | None = None
+    config: EngineConfig,
+    *,
+    model_class: Any = None,
+    params: Params | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> EngineParts:
     """Load the weights, allocate the caches, and compile programs.
 
-    `model_class` and `params` replace the registry's class and the checkpoint's weights.
+    `model_class` and `params` replace the registry's class and the checkpoint's weights, `devices`
+    the first ones of the process.
     """
     _check_config(config)
     enable_persistent_cache(config.compilation_cache_dir)
@@ -119,7 +125,7 @@ def start_engine(
     with timed("open_devices", "opening the devices"):
         device_threads = open_devices()
     with timed("load_weights", "loading the weights"):
-        model = _load_model(config, model_class, params)
+        model = _load_model(config, model_class, params, devices)
     plan = _plan_media(config, model)
     programs = _make_programs(config, model, plan)
     with timed("measure"):
@@ -142,7 +148,7 @@ def start_engine(
     compiled.start_others()
     logger.info(
         "ready on %s in %s: %d programs, %d to come, %d KV blocks of %d slots, %d encoder rows; %s",
-        jax.local_devices()[0].device_kind,
+        model.placement.local_devices[0].device_kind,
         jnp.dtype(programs.dtype).name,
         compiled.num_programs - compiled.num_left,
         compiled.num_left,
@@ -158,12 +164,17 @@ def start_engine(
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def _load_model(config: EngineConfig, model_class: Any, params: Params | None) -> _Model:
+def _load_model(
+    config: EngineConfig,
+    model_class: Any,
+    params: Params | None,
+    devices: Sequence[Device] | None,
+) -> _Model:
     """Return the model with its sharded parameters; `params` None: those of the checkpoint."""
     model_class = model_class or load_model_class(
         config.model.architecture, config.model.model_class
     )
-    platform = jax.local_devices()[0].platform
+    platform = (devices or jax.local_devices())[0].platform
     if platform == "cpu":
         report_kernels()
     dtype = resolve_dtype(
@@ -180,7 +191,9 @@ def _load_model(config: EngineConfig, model_class: Any, params: Params | None) -
     left_out = tuple(left_out_names(model, config.model.mm))
     if left_out:
         logger.info("no media are allowed: left out are %s", ", ".join(left_out))
-    placement = make_placement(config.parallel, num_kv_heads=model.kv_cache_spec.num_kv_heads)
+    placement = make_placement(
+        config.parallel, num_kv_heads=model.kv_cache_spec.num_kv_heads, devices=devices
+    )
     if params is None:
         params = _read(config, model_class, abstract, placement, left_out)
     elif config.model.quantization is not None:
@@ -220,7 +233,7 @@ def _read(
     left_out: Sequence[str],
 ) -> Params:
     """Read the checkpoint's weights."""
-    path, mesh = config.model.path, placement.mesh
+    path, mesh = config.model.path, placement.home
     if is_snapshot(path):
         try:
             return load_snapshot(
@@ -385,6 +398,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         max_blocks=cdiv(config.model.max_model_len, config.cache.block_size),
         max_encoder_len=plan.max_encoder_len,
         adapted=model.adapted,
+        logprobs_mode=config.model.logprobs_mode,
     )
 
 

@@ -12,6 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+import jax
+
 from mmjax.cache import config_with_directory
 from mmjax.config.engine_config import EngineConfig, llm_settings
 from mmjax.engine.core import EngineCore
@@ -37,6 +39,7 @@ from mmjax.llm.arguments import (
     parse_keywords,
     priorities_for,
 )
+from mmjax.llm.devices import choose_devices
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
 from mmjax.params.sampling_params import SamplingParams
@@ -44,8 +47,13 @@ from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.system.request_times import RequestTimes, measuring, recording
 from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
+from mmjax.weights.sharding import Device
 
 logger = get_logger(__name__)
+
+
+_PLACES = ("devices", "mesh")
+"""What `LLM` takes besides settings: no flag or file can name them."""
 
 
 class _SettingsSignature:
@@ -57,6 +65,7 @@ class _SettingsSignature:
         return Signature(
             [
                 Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, default=model.default),
+                *(Parameter(one, Parameter.KEYWORD_ONLY, default=None) for one in _PLACES),
                 *(
                     Parameter(
                         name, Parameter.KEYWORD_ONLY, default=one.default, annotation=one.annotation
@@ -72,22 +81,36 @@ class LLM:
 
     __signature__ = _SettingsSignature()
 
-    def __init__(self, model: str | Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        devices: Sequence[Device] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        **settings: Any,
+    ) -> None:
         """Load and compile `model`.
 
         Args:
             model: A directory, a hub id, or None for the embedded default.
+            devices: Those of this process that the engine has, as a trainer has the others: the
+                model is sharded over all of them. It may use `gpu_memory_utilization` of what is
+                free there, not of all. None: the first `tensor_parallel_size`.
+            mesh: In place of `devices`, for those of a mesh; its shape does not matter.
             settings: By name, see docs/configuration.md; None: the default.
 
         Raises:
             TypeError: For an unknown setting.
             ConfigError: For an invalid value.
         """
+        chosen = choose_devices(devices, mesh, settings.get("tensor_parallel_size"))
+        if chosen is not None:
+            settings["tensor_parallel_size"] = len(chosen)
         config = load_engine_config(parse_keywords(model, settings))
         require_model(config.model.architecture)
-        self._open(config)
+        self._open(config, chosen)
 
-    def _open(self, config: EngineConfig) -> None:
+    def _open(self, config: EngineConfig, devices: Sequence[Device] | None) -> None:
         self.config = config = with_encoder_budget(config)
         self._input_processor = InputProcessor(
             config.model,
@@ -101,7 +124,8 @@ class LLM:
             opened.callback(self._pool.shutdown, cancel_futures=True)
             warm_up = self._pool.submit(self._input_processor.warm_up)
             cache = self._input_processor.cache
-            self.engine = EngineCore(config.with_mm(config_with_directory(config.model.mm, cache)))
+            mm = config_with_directory(config.model.mm, cache)
+            self.engine = EngineCore(config.with_mm(mm), devices=devices)
             opened.callback(self.engine.close)
             warm_up.result()
             opened.pop_all()
@@ -130,6 +154,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
+        return_mm_inputs: bool = False,
     ) -> list[RequestOutput]:
         """Complete one or many prompts; the outputs are in the prompts' order.
 
@@ -142,13 +167,21 @@ class LLM:
             use_tqdm: Whether progress is shown.
             lora_request: An adapter for all prompts, or one (or None) per prompt.
             priority: Per prompt, with `scheduling_policy="priority"`; lower ones first.
+            return_mm_inputs: Whether outputs have `multi_modal_inputs`: the prompt as the engine
+                computed it, for a forward pass of one's own.
         """
         many = as_prompts(prompts)
         each_params = params_for(sampling_params, len(many))
         each_priority = priorities_for(priority, len(many), self.config.scheduler)
         adapters = self._load_adapters(lora_request, len(many))
         requests = [
-            self._make_request(prompt, params, priority=one, lora_name=adapter)
+            self._make_request(
+                prompt,
+                params,
+                priority=one,
+                lora_name=adapter,
+                returns_mm_inputs=return_mm_inputs,
+            )
             for prompt, params, one, adapter in zip(
                 many, each_params, each_priority, adapters, strict=True
             )
@@ -168,6 +201,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         media_io_kwargs: Mapping[str, Any] | None = None,
+        return_mm_inputs: bool = False,
     ) -> list[RequestOutput]:
         """Answer one or many conversations in OpenAI's form.
 
@@ -184,6 +218,7 @@ class LLM:
             tools: Functions for the template; the answer is the model's text as it is.
             chat_template_kwargs: The template's own options.
             media_io_kwargs: How videos are sampled, as `{"video": {"num_frames": 8}}`.
+            return_mm_inputs: As in `generate`.
         """
         many = as_conversations(messages)
         parse = self._parser(
@@ -196,7 +231,11 @@ class LLM:
         )
         requests = [
             self._make_request(
-                partial(parse, conversation), params, continues_prompt=False, lora_name=adapter
+                partial(parse, conversation),
+                params,
+                continues_prompt=False,
+                lora_name=adapter,
+                returns_mm_inputs=return_mm_inputs,
             )
             for conversation, params, adapter in zip(
                 many,
@@ -371,6 +410,7 @@ class LLM:
                 added.add(committed.request.request_id)
                 self._requests.add(committed.request)
             self._requests.put(committed)
+            committed.request.keep_inputs(committed.message.mm_features)
         for _, error in self.engine.pop_failed():
             raise error
         if self._failures:

@@ -35,7 +35,7 @@ from mmjax.weights.rules import (
     map_tensor,
 )
 from mmjax.weights.safetensors import StoredTensor, View, open_safetensors
-from mmjax.weights.sharding import param_sharding
+from mmjax.weights.sharding import Device, param_sharding
 
 logger = get_logger(__name__)
 
@@ -82,7 +82,7 @@ def load_params(
     abstract_params: Params,
     rules: Sequence[RuleTypes],
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Device | None = None,
     left_out: Sequence[str] = (),
     method: Method | None = None,
     use_tqdm: bool = True,
@@ -95,7 +95,8 @@ def load_params(
             Weights in 8 or 4 bits are quantised here, one whole matrix at a time, unless the
             files have them so.
         rules: From names in the files to dotted names in the tree.
-        mesh: Where to shard over, axes "data" and "model"; None: the first device holds all.
+        mesh: Where to shard over, axes "data" and "model"; or the device that holds all, None: the
+            first.
         left_out: Attributes of the model that the tree lacks: their tensors are not read.
         method: How the files have matrices quantised (`read_method`); None: they have none.
         use_tqdm: Whether progress is shown, in bytes.
@@ -360,7 +361,7 @@ def _check_tied(head: StoredTensor, sources: Mapping[str, StoredTensor]) -> None
     )
 
 
-def _place(name: str, tensor: StoredTensor, dtype: Any, mesh: Mesh | None) -> jax.Array:
+def _place(name: str, tensor: StoredTensor, dtype: Any, mesh: Mesh | Device | None) -> jax.Array:
     sharding = param_sharding(name, tensor.shape, mesh)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
@@ -384,6 +385,6 @@ def _place(name: str, tensor: StoredTensor, dtype: Any, mesh: Mesh | None) -> ja
     return jax.block_until_ready(array)
 
 
-def _place_array(name: str, array: np.ndarray, mesh: Mesh | None) -> jax.Array:
+def _place_array(name: str, array: np.ndarray, mesh: Mesh | Device | None) -> jax.Array:
     sharding = param_sharding(name, array.shape, mesh)
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

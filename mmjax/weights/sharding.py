@@ -7,9 +7,13 @@ product is column-parallel, its second row-parallel, with one all-reduce after e
 import re
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+Device = Any
+"""A `jax.Device`, which type checkers do not take for a type."""
 
 DATA_AXIS = "data"
 MODEL_AXIS = "model"
@@ -87,9 +91,9 @@ def _cut(size: int, axes: _Axes, mesh: Mesh) -> str | tuple[str, ...] | None:
 
 
 def param_sharding(
-    name: str, shape: Sequence[int], mesh: Mesh | None
+    name: str, shape: Sequence[int], mesh: Mesh | Device | None
 ) -> NamedSharding | SingleDeviceSharding:
-    """Return the parameter's sharding; without a mesh, the first local device."""
-    if mesh is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
+    """Return the parameter's sharding; on a device alone, all of it; None: the first local one."""
+    if not isinstance(mesh, Mesh):
+        return SingleDeviceSharding(jax.local_devices()[0] if mesh is None else mesh)
     return NamedSharding(mesh, partition_spec(name, shape, mesh))

@@ -19,7 +19,7 @@ from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import Layouts, find_quantized
 from mmjax.weights.load import TensorProblems
 from mmjax.weights.safetensors import SNAPSHOT_FILE
-from mmjax.weights.sharding import param_sharding
+from mmjax.weights.sharding import Device, param_sharding
 
 SCHEMA_VERSION = 1
 """Incremented when parameter names or layouts change; older snapshots are then refused."""
@@ -81,7 +81,7 @@ def load_snapshot(
     path: Path | str,
     abstract_params: Params,
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Device | None = None,
     left_out: Sequence[str] = (),
     agree: Callable[[bool], bool] = bool,
 ) -> dict[Any, Any]:
@@ -90,7 +90,7 @@ def load_snapshot(
     Args:
         path: The directory.
         abstract_params: The tree of `ShapeDtypeStruct`s.
-        mesh: As for `load_params`; None: everything on the first device.
+        mesh: As for `load_params`.
         left_out: Attributes of the model that the tree lacks, whose arrays are not read.
         agree: Returns whether all processes that restore it say true, which wait for each other.
 

@@ -219,6 +219,13 @@ def test_the_fullest_device_counts() -> None:
     assert found == DeviceMemory(total=1000, free=500, is_shared=False)
 
 
+def test_of_given_devices_the_share_is_of_what_others_leave() -> None:
+    """Of 1000 a trainer has 400, and the engine's weights 100: half of 600 is the engine's."""
+    found = device_memory([Accelerator(500)], 0.5, own_bytes=100)
+    assert found == DeviceMemory(total=1000, free=200, is_shared=False)
+    assert device_memory([Accelerator(500)], 0.5).free == 0
+
+
 # ---- programs ------------------------------------------------------------------------------------
 
 

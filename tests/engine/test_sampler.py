@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from mmjax.config.engine_config import LogprobsMode
 from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
 from mmjax.engine.device.sampler import (
     EDIT_WIDTH,
@@ -88,7 +89,7 @@ def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> Sam
     return SampleBatch(**{name: jnp.asarray(value) for name, value in fields.items()})
 
 
-_sample = jax.jit(sample_full)
+_sample = jax.jit(sample_full, static_argnames="logprobs_mode")
 
 
 def draw(
@@ -96,12 +97,14 @@ def draw(
     rows: list[dict[str, Any]],
     *,
     previous: tuple[int, ...] = (0,),
+    logprobs_mode: LogprobsMode = "raw_logprobs",
     **options: bool,
 ) -> SampleOutput:
     """Sample; a row's `tokens` are those that the host knows."""
     tables = make_tables([{**DEFAULTS, **row} for row in rows])
     arrays = (jax.tree.map(jnp.asarray, tables), jnp.asarray(previous, jnp.int32))
-    return jax.device_get(_sample(jnp.asarray(logits), make_batch(rows, **options), *arrays))
+    batch = make_batch(rows, **options)
+    return jax.device_get(_sample(jnp.asarray(logits), batch, *arrays, logprobs_mode=logprobs_mode))
 
 
 def make_tables(rows: list[dict[str, Any]]) -> SampleTables:
@@ -139,7 +142,8 @@ def allowed_probabilities(logits: np.ndarray, row: dict[str, Any]) -> np.ndarray
         probs[order[row["top_k"] :]] = 0
     probs /= probs.sum()
     before = np.cumsum(probs[order]) - probs[order]
-    probs[order[before >= row["top_p"]]] = 0
+    if row["top_p"] < 1:
+        probs[order[before >= row["top_p"]]] = 0
     return probs / probs.sum()
 
 
@@ -346,6 +350,43 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         np.testing.assert_array_equal(output.top_token_ids[number], best)
         np.testing.assert_allclose(output.top_logprobs[number], expected[number, best], atol=1e-5)
     assert output.ranks[0] == 2
+
+
+@pytest.mark.parametrize("row", [*FILTERS, *EDITS], ids=str)
+def test_processed_logprobs_are_of_the_distribution_that_is_sampled_from(
+    row: dict[str, Any],
+) -> None:
+    own = {"position": 9, **row}
+    rows = [own, {**own, "temperature": 0.0}, {**own, "reported": 5}]
+    logits = np.repeat(make_logits(41), 3, axis=0)
+    output = draw(
+        logits, rows, previous=PREVIOUS, has_logprobs=True, logprobs_mode="processed_logprobs"
+    )
+    edited = edited_logits(logits[0], row).astype(np.float64)
+    greedy = np.exp(edited - edited.max())
+    drawn = allowed_probabilities(edited, {**row, "masked": ()})
+    with np.errstate(divide="ignore"):
+        expected = np.log([drawn, greedy / greedy.sum()])
+    for number, token_id in enumerate(output.token_ids[:2]):
+        assert output.logprobs[number] == pytest.approx(expected[number, token_id], abs=1e-5)
+        assert output.ranks[number] == 1 + (expected[number] > expected[number, token_id]).sum()
+        found = np.full(VOCAB, -np.inf)
+        found[output.top_token_ids[number]] = output.top_logprobs[number]
+        best = np.sort(expected[number])[::-1][:20]
+        np.testing.assert_allclose(np.sort(found)[::-1][:20], best, atol=1e-5)
+    raw = logits[2] - np.log(np.exp(logits[2].astype(np.float64)).sum())
+    assert output.logprobs[2] == pytest.approx(raw[5], abs=1e-5), "a prompt's token"
+
+
+def test_a_mode_of_log_probabilities_changes_no_token() -> None:
+    rows = [{**row, "seed": 7, "position": 3} for row in (*FILTERS, *EDITS)]
+    logits = make_logits(43, len(rows))
+    raw, processed = (
+        draw(logits, rows, previous=PREVIOUS, has_logprobs=True, logprobs_mode=mode)
+        for mode in ("raw_logprobs", "processed_logprobs")
+    )
+    np.testing.assert_array_equal(raw.token_ids, processed.token_ids)
+    assert (raw.logprobs != processed.logprobs).any()
 
 
 def test_logprobs_that_nobody_asked_for_are_zero() -> None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from mmjax.config.engine_config import LogprobsMode
 from mmjax.engine.device.batch import (
     ADAPTER_SLOTS,
     Layout,
@@ -271,6 +272,7 @@ def sample(
     graphdef: Any,
     adapted: AdaptedModel | None,
     placement: Placement,
+    logprobs_mode: LogprobsMode,
     *,
     layout: Layout,
     num_rows: int,
@@ -284,8 +286,8 @@ def sample(
 ) -> Int[Array, " sampled"] | SampleOutput:
     """Sample the next token of requests whose window ends.
 
-    `is_plain`: all rows are greedy, without masks or log-probabilities. `tables` and `previous`:
-    as in `sample_full`. The tokens fill the first
+    `is_plain`: all rows are greedy, without masks or log-probabilities. `tables`, `previous` and
+    `logprobs_mode`: as in `sample_full`. The tokens fill the first
     `num_rows` of an array of fixed size, which the next step reads.
     """
     batch = unpack_sample(layout, packed, num_rows)
@@ -301,7 +303,7 @@ def sample(
         )
     if is_plain:
         return _pad_tokens(placement.argmax(logits), layout)
-    drawn = sample_full(placement.gather(logits, 1), batch, tables, previous)
+    drawn = sample_full(placement.gather(logits, 1), batch, tables, previous, logprobs_mode)
     return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
 
 

@@ -105,7 +105,11 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_encoder_len=programs.max_encoder_len,
     )
-    memory = device_memory(placement.local_devices, cache.gpu_memory_utilization)
+    memory = device_memory(
+        placement.local_devices,
+        cache.gpu_memory_utilization,
+        own_bytes=weights if placement.is_chosen else None,
+    )
     arrays = programs.describe_arrays(demand.least)
     fixed = FixedMemory(
         weights=weights,
@@ -252,20 +256,29 @@ def _utilization_remedies(cache: CacheConfig, memory: DeviceMemory, missing: int
 # ---- measurement ---------------------------------------------------------------------------------
 
 
-def device_memory(devices: Sequence[Any], utilization: float) -> DeviceMemory:
+def device_memory(
+    devices: Sequence[Any], utilization: float, *, own_bytes: int | None = None
+) -> DeviceMemory:
     """Return the memory of that one of a process's devices which has the least that is free.
 
-    `utilization`: the share that may be used, `gpu_memory_utilization`.
+    Args:
+        devices: The engine's.
+        utilization: The share that may be used, `gpu_memory_utilization`.
+        own_bytes: What the engine has allocated already, if it gets a share of what the others
+            on its devices leave; None: a share of all.
     """
-    found = [_of_device(device, len(devices), utilization) for device in devices]
+    found = [_of_device(device, len(devices), utilization, own_bytes) for device in devices]
     return min(found, key=lambda memory: memory.free)
 
 
-def _of_device(device: Any, num_neighbours: int, utilization: float) -> DeviceMemory:
+def _of_device(
+    device: Any, num_neighbours: int, utilization: float, own_bytes: int | None
+) -> DeviceMemory:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None and "bytes_limit" in stats:
-        total = int(stats["bytes_limit"])
-        free = int(total * utilization) - int(stats["bytes_in_use"])
+        total, in_use = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
+        own = in_use if own_bytes is None else min(own_bytes, in_use)
+        free = int((total - (in_use - own)) * utilization) - own
         return DeviceMemory(total=total, free=free, is_shared=False)
     total, available = host_memory()
     free = int(available * utilization) // num_neighbours

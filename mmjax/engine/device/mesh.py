@@ -31,7 +31,13 @@ from mmjax.errors import ConfigError
 from mmjax.layers.attention.kv_cache import HeadSharding
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.rounding import round_up
-from mmjax.weights.sharding import DATA_AXIS, GROUP_AXIS, MODEL_AXIS, param_sharding
+from mmjax.weights.sharding import (
+    DATA_AXIS,
+    GROUP_AXIS,
+    MODEL_AXIS,
+    Device,
+    param_sharding,
+)
 
 _AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
 
@@ -68,12 +74,20 @@ class Placement:
     are small compared with the KV cache.
     """
 
-    def __init__(self, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh | None = None, *, device: Device | None = None, is_chosen: bool = False
+    ) -> None:
+        """`device`: where there is no mesh; None: the first local one."""
         self.mesh = mesh
+        self.home: Mesh | Device = mesh or device or jax.local_devices()[0]
+        """The mesh, or the device."""
+        self.is_chosen = is_chosen
+        """Whether the devices were given by the caller, whose own arrays may lie there, too."""
         self.replicated: Sharding = self._sharding()
         self.num_kv_shards = 1 if mesh is None else mesh.shape[MODEL_AXIS]
         self.size = 1 if mesh is None else mesh.size
-        devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.flat)
+        home = self.home
+        devices = list(home.devices.flat) if isinstance(home, Mesh) else [home]
         owners = [device.process_index for device in devices]
         self.local_devices = [d for d in devices if d.process_index == jax.process_index()]
         self.is_shared = len(set(owners)) > 1
@@ -168,12 +182,12 @@ class Placement:
         return bool(self.least(is_so))
 
     def _sharding(self, *spec: Any) -> Sharding:
-        if self.mesh is None:
-            return SingleDeviceSharding(jax.local_devices()[0])
-        return NamedSharding(self.mesh, PartitionSpec(*spec))
+        if not isinstance(self.home, Mesh):
+            return SingleDeviceSharding(self.home)
+        return NamedSharding(self.home, PartitionSpec(*spec))
 
     def _place(self, name: str, leaf: Any) -> Array:
-        sharding = param_sharding(name, leaf.shape, self.mesh)
+        sharding = param_sharding(name, leaf.shape, self.home)
         if not self.is_shared or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
             return jax.device_put(leaf, sharding)
         whole = np.asarray(leaf)
@@ -205,20 +219,23 @@ def _sum_rows(rows: Shaped[Array, "N ..."], target: Sharding) -> Shaped[Array, "
     return jax.lax.with_sharding_constraint(rows.sum(0, dtype=rows.dtype), target)
 
 
-def make_placement(config: ParallelConfig, *, num_kv_heads: int) -> Placement:
+def make_placement(
+    config: ParallelConfig, *, num_kv_heads: int, devices: Sequence[Device] | None = None
+) -> Placement:
     """Return the placement over the devices of all processes, after `join_processes`.
 
     Args:
         config: The number of devices, which divides the language model's attention heads.
         num_kv_heads: Its key-value heads; if fewer than devices, groups of devices share one.
+        devices: As many of this process's; None: the first ones.
     """
-    size = config.tensor_parallel_size
+    size, is_chosen = config.tensor_parallel_size, devices is not None
     if size == 1:
-        return Placement()
-    devices = _choose_devices(config)
+        return Placement(device=devices[0] if devices else None, is_chosen=is_chosen)
+    chosen = _choose_devices(config) if devices is None else devices
     num_shards = _num_kv_shards(num_kv_heads, size)
     shape = (1, num_shards, size // num_shards)
-    return Placement(_make_mesh(shape, devices))
+    return Placement(_make_mesh(shape, chosen), is_chosen=is_chosen)
 
 
 def _make_mesh(shape: tuple[int, ...], devices: Sequence[Any]) -> Mesh:
@@ -260,6 +277,7 @@ def settings_digest(config: EngineConfig) -> int:
         model.max_model_len,
         model.dtype,
         model.quantization,
+        model.logprobs_mode,
         model.hf_config.to_json_string(use_diff=False),
         config.cache,
         config.scheduler,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Shaped
 
+from mmjax.config.engine_config import LogprobsMode
 from mmjax.engine.device.batch import (
     ADAPTER_SLOTS,
     sample_layout,
@@ -77,6 +78,7 @@ class Programs:
         max_encoder_len: int = 0,
         cache_type: type[LayerCache] | None = None,
         adapted: AdaptedModel | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """`cache_type` None: the one of the placement's platform. `adapted` None: no adapters."""
         model = bind(shape.graphdef, params)
@@ -98,14 +100,18 @@ class Programs:
             dtype=shape.dtype,
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
-        self.block_size, self.max_blocks = block_size, max_blocks
-        self.max_encoder_len = max_encoder_len
+        self.block_size, self.max_blocks, self.max_encoder_len = (
+            block_size,
+            max_blocks,
+            max_encoder_len,
+        )
         self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
         self.num_token_ids, self.dtype = shape.num_token_ids, shape.dtype
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
         self._shape, self._params, self.placement = shape, params, placement
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._cache_type = cache_type or choose_cache_type(
             placement.platform,
             model.kv_cache_spec,
@@ -153,7 +159,7 @@ class Programs:
                 out_shardings=(self._shardings.state, whole),
             ),
             "sample": jit(
-                partial(sample, graphdef, self.adapted, placement),
+                partial(sample, graphdef, self.adapted, placement, self._logprobs_mode),
                 static_argnames=("layout", "num_rows", "is_plain"),
                 out_shardings=whole,
             ),
@@ -234,7 +240,7 @@ class Programs:
 
     @property
     def _adapter_shardings(self) -> dict[str, Any]:
-        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self.placement.mesh
+        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self.placement.home
         return {name: param_sharding(name, leaf.shape, mesh) for name, leaf in shapes.items()}
 
     def make_adapters(self) -> AdapterArrays | None:

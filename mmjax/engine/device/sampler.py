@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mmjax.config.engine_config import LogprobsMode
 from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.params.sampling_params import (
@@ -33,7 +34,7 @@ class SampleOutput(NamedTuple):
 
     token_ids: Int[Array, " R"]
     logprobs: Float[Array, " R"]
-    """Those of the sampled or reported tokens; from raw logits, or from what a grammar allows."""
+    """Those of the sampled or reported tokens, of the distribution that `logprobs_mode` says."""
     ranks: Int[Array, " R"]
     """Ranks of these tokens by probability, from 1."""
     top_token_ids: Int[Array, "R W"]
@@ -139,11 +140,15 @@ def sample_full(
     batch: SampleBatch,
     tables: SampleTables,
     previous: Int[Array, " sampled"],
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> SampleOutput:
     """Edit the logits, sample, and compute log-probabilities.
 
     In the order of vLLM's sampler (v1/sample/sampler.py): masks, bad words, `min_tokens`, biases,
-    penalties, temperature, min-p, top-k and top-p; log-probabilities are of the logits before.
+    penalties, temperature, min-p, top-k and top-p. Raw log-probabilities are of the logits before,
+    but for a grammar's mask; processed ones of what is sampled from, where a token that cannot be
+    has -inf. As in vLLM, a greedy row has neither temperature nor filters, and those of a prompt's
+    tokens are raw.
 
     `previous`: the last sample, with the tokens that the host has not read.
     """
@@ -157,11 +162,23 @@ def sample_full(
         lambda: edited,
     )
     is_random = batch.temperature > 0
-    drawn = jax.lax.cond(
-        is_random.any(), lambda: _draw(edited, batch), lambda: jnp.zeros_like(batch.rows)
+    has_processed = logprobs_mode == "processed_logprobs"
+
+    def draw() -> tuple[Int[Array, " R"], Float[Array, "R V"] | None]:
+        kept = _filter(edited, batch)
+        return _draw(kept, batch), kept if has_processed else None
+
+    drawn, kept = jax.lax.cond(
+        is_random.any(),
+        draw,
+        lambda: (jnp.zeros_like(batch.rows), edited if has_processed else None),
     )
     token_ids = jnp.where(is_random, drawn, sample_greedy(edited))
-    shown = jnp.where((batch.reports_masked > 0)[:, None], masked, logits)
+    if kept is None:
+        shown = jnp.where((batch.reports_masked > 0)[:, None], masked, logits)
+    else:
+        processed = jnp.where(is_random[:, None], kept, edited)
+        shown = jnp.where((batch.reported > 0)[:, None], logits, processed)
     wanted = jnp.where(batch.reported > 0, batch.reported - 1, token_ids)
     reports = jax.lax.cond(
         batch.has_logprobs > 0,
@@ -279,8 +296,8 @@ def _mask_repeated_ngrams(
     return logits.at[each_row, masked].set(-jnp.inf, mode="drop")
 
 
-def _draw(logits: Float[Array, "R V"], batch: SampleBatch) -> Int[Array, " R"]:
-    """Sample by the Gumbel-max trick from what top-k, top-p and min-p leave."""
+def _filter(logits: Float[Array, "R V"], batch: SampleBatch) -> Float[Array, "R V"]:
+    """Divide by the temperature, and keep what top-k, top-p and min-p leave."""
     temperature = jnp.maximum(batch.temperature, _MIN_TEMPERATURE)[:, None]
     scaled = (logits - logits.max(-1, keepdims=True)) / temperature
     threshold = jax.lax.cond(
@@ -288,11 +305,15 @@ def _draw(logits: Float[Array, "R V"], batch: SampleBatch) -> Int[Array, " R"]:
         lambda: _threshold(scaled, batch),
         lambda: jnp.full(scaled.shape[:1], -jnp.inf, scaled.dtype),
     )
-    kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+    return jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+
+
+def _draw(kept: Float[Array, "R V"], batch: SampleBatch) -> Int[Array, " R"]:
+    """Sample by the Gumbel-max trick."""
     keys = jax.vmap(jax.random.fold_in)(
         jax.random.wrap_key_data(batch.seeds, impl="threefry2x32"), batch.positions
     )
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (logits.shape[1],), jnp.float32))(keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (kept.shape[1],), jnp.float32))(keys)
     return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
 
 

@@ -279,6 +279,7 @@ class RequestState:
             items=[self._item(item, num_cached_tokens) for item in items],
             times=self.request.times,
             mm_items=self.request.prepared.mm_items if finished else None,
+            multi_modal_inputs=self.request.mm_inputs if finished else None,
         )
 
     def _item(self, item: RequestItem, num_cached_tokens: int) -> ItemOutput:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from mmjax.frontend.output.output_html import draw_output
 from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest
 from mmjax.processing.items.items import MultiModalDataItems
+from mmjax.processing.tensors.inputs import MultiModalInputs
 from mmjax.system.request_times import RequestTimes
 
 
@@ -79,6 +80,9 @@ class RequestOutput:
     times: RequestTimes = field(default_factory=RequestTimes)
     mm_items: MultiModalDataItems | None = field(default=None, repr=False, compare=False)
     """The prompt's media as they came; once it is finished."""
+    multi_modal_inputs: MultiModalInputs | None = field(default=None, repr=False, compare=False)
+    """With `return_mm_inputs`, the prompt as the engine computed it: token ids, placeholders, and
+    the items' tensors (which cannot be written); once it is finished."""
 
     @classmethod
     def of(cls, request: ProcessedRequest, **fields: Any) -> "RequestOutput":

@@ -9,7 +9,12 @@ import msgspec
 from mmjax.frontend.requests.prompts import PromptType
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.prepared import PreparedInputs
-from mmjax.processing.tensors.inputs import argsort_mm_positions
+from mmjax.processing.tensors.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalInputs,
+    MultiModalKwargsItem,
+    argsort_mm_positions,
+)
 from mmjax.system.request_times import RequestTimes
 from mmjax.transport.messages import EngineCoreRequest
 
@@ -42,6 +47,8 @@ class GenerateRequest:
     generated_token_ids: Sequence[Sequence[int]] = ()
     """For each sequence, what an engine elsewhere has generated: it goes on after them, and a
     stream tells of them first."""
+    returns_mm_inputs: bool = False
+    """Whether the output has the processed prompt, in the engine's own process."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +88,9 @@ class ProcessedRequest:
     items: list[RequestItem]
     """In the prompt's order."""
     times: RequestTimes
+    returns_mm_inputs: bool
+    mm_inputs: MultiModalInputs | None = None
+    """With `returns_mm_inputs`, the prompt as the engine got it."""
 
     @classmethod
     def create(
@@ -113,7 +123,20 @@ class ProcessedRequest:
             stream=request.stream,
             items=items,
             times=times,
+            returns_mm_inputs=request.returns_mm_inputs,
         )
+
+    def keep_inputs(self, features: Sequence[MultiModalFeatureSpec]) -> None:
+        """Keep the prompt with its items' tensors, if it is asked for.
+
+        `features`: a message's, with the tensors that the engine found; if it lacks any, nothing.
+        """
+        items = [one.data for one in features if isinstance(one.data, MultiModalKwargsItem)]
+        if not self.returns_mm_inputs or len(items) < len(features):
+            return
+        places = argsort_mm_positions(self.prepared.mm_placeholders)
+        views = [item.read_only() for item in items]
+        self.mm_inputs = self.prepared.to_inputs(dict(zip(places, views, strict=True)))
 
     def release(self) -> None:
         """Drop the tensors, after P1 has received all messages; the data stays."""

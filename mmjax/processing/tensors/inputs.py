@@ -4,7 +4,7 @@ Knows nothing of caches, of the engine, or of where arrays will live: all tensor
 """
 
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -132,8 +132,15 @@ class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem], ItemData):
 
     def own_arrays(self) -> "MultiModalKwargsItem":
         """Return the item without views: one that is kept must not keep its batch alive."""
+        return self._with_each(_own)
+
+    def read_only(self) -> "MultiModalKwargsItem":
+        """Return the item with views that cannot be written: a cache may have the arrays, too."""
+        return self._with_each(_read_only)
+
+    def _with_each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MultiModalKwargsItem":
         return MultiModalKwargsItem(
-            {key: replace(elem, data=_own(elem.data)) for key, elem in self.items()}
+            {key: replace(elem, data=_change(elem.data, change)) for key, elem in self.items()}
         )
 
     def get_data(self) -> dict[str, NestedTensors]:
@@ -141,12 +148,22 @@ class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem], ItemData):
         return {key: elem.data for key, elem in self.items()}
 
 
-def _own(data: NestedTensors) -> NestedTensors:
+def _change(data: NestedTensors, change: Callable[[np.ndarray], np.ndarray]) -> NestedTensors:
     if isinstance(data, list):
-        return [_own(entry) for entry in data]
+        return [_change(entry, change) for entry in data]
     if isinstance(data, tuple):
-        return tuple(_own(entry) for entry in data)
-    if not isinstance(data, np.ndarray) or data.base is None:
+        return tuple(_change(entry, change) for entry in data)
+    return change(data) if isinstance(data, np.ndarray) else data
+
+
+def _read_only(data: np.ndarray) -> np.ndarray:
+    view = data.view()
+    view.flags.writeable = False
+    return view
+
+
+def _own(data: np.ndarray) -> np.ndarray:
+    if data.base is None:
         return data
     # A batch of one item is that item: nothing else is kept alive.
     is_whole = isinstance(data.base, np.ndarray) and data.base.nbytes == data.nbytes

@@ -1,0 +1,1 @@
+"""mmjax as the engine of other frameworks: what they call, and what their weights are named."""
