@@ -175,12 +175,14 @@ def match_tensors(
     problems = TensorProblems()
     sources: dict[str, StoredTensor] = {}
     stacks: dict[str, dict[int, StoredTensor]] = {}
+    joined: dict[str, int] = {}
     heads: list[StoredTensor] = []
     for name, tensor, place in _map_tensors(_as_kept(tensors, expected, rules)):
         if name.partition(".")[0] in left_out:
             continue
         if place is not None and name in expected:
             stacks.setdefault(name, {})[place.index] = tensor
+            joined[name] = place.joined
         elif name not in expected and name.endswith(_TIED_HEAD):
             heads.append(tensor)
         elif name not in expected:
@@ -193,8 +195,11 @@ def match_tensors(
             sources[name] = tensor
             problems.misfits += _find_misfit(tensor, expected[name].shape, expected[name].dtype)
     for name, placed in stacks.items():
-        _find_stack_problems(name, placed, expected[name], problems)
-        sources[name] = _stack([placed[index] for index in sorted(placed)])
+        count, (rows, *rest) = joined[name], expected[name].shape
+        shape = (count, rows // count, *rest) if count else (rows, *rest)
+        _find_stack_problems(name, placed, shape, expected[name].dtype, problems)
+        stack = _stack([placed[index] for index in sorted(placed)])
+        sources[name] = _flatten(stack) if count else stack
     problems.missing += [f"`{name}`" for name in expected.keys() - sources.keys()]
     problems.raise_if_any(source)
     for head in heads:
@@ -237,8 +242,10 @@ def _map_tensors(
     """Yield each tensor, or each part of a fused one, under its name in the tree."""
     for name, tensor, part in found:
         # What cannot be altered stays whole: its shape is reported as a misfit.
-        if part is None or isinstance(part, Place):
-            yield name, tensor, part
+        if part is None:
+            yield name, tensor, None
+        elif isinstance(part, Place):
+            yield name, tensor if part.turn is None else _turn(tensor, part.turn), part
         elif isinstance(part, Squeeze):
             is_fit = set(tensor.shape[: part.num_axes]) == {1}
             yield name, _squeeze(tensor, part) if is_fit else tensor, None
@@ -314,19 +321,31 @@ def _stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
     return replace(first, shape=(len(tensors), *first.shape), slices=View(read))
 
 
+def _flatten(stack: StoredTensor) -> StoredTensor:
+    """Return a stack as if its tensors followed each other on their own first axis."""
+    count, rows, *rest = stack.shape
+
+    def read(chosen: slice, *others: slice) -> np.ndarray:
+        whole = stack.read((slice(None), slice(None), *others))
+        return whole.reshape(-1, *whole.shape[2:])[chosen]
+
+    return replace(stack, shape=(count * rows, *rest), slices=View(read))
+
+
 def _find_stack_problems(
     name: str,
     placed: Mapping[int, StoredTensor],
-    leaf: Any,
+    shape: Sequence[int],
+    dtype: Any,
     problems: TensorProblems,
 ) -> None:
     """Note what of a leaf is missing, unexpected or misshapen among the tensors of a stack."""
-    count, *rest = leaf.shape
+    count, *rest = shape
     problems.missing += [f"`{name}[{index}]`" for index in range(count) if index not in placed]
     for index, tensor in placed.items():
         if index >= count:
             problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")
-        problems.misfits += _find_misfit(tensor, tuple(rest), leaf.dtype)
+        problems.misfits += _find_misfit(tensor, tuple(rest), dtype)
 
 
 def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...], dtype: Any) -> list[str]:

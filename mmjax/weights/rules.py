@@ -186,13 +186,29 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Join:
+    """Tensors of a file that follow each other on the first axis of one of the tree's."""
+
+    patterns: Sequence[str]
+    """Of each, in that order."""
+    replacement: str
+    """What `re.sub` makes of each name: the same for all of them."""
+    function: Callable[[Any], Any]
+    """Of `Turn`, for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where on the first axis of the tree's tensor one of a `Stack` stands."""
+    """Where on the first axis of the tree's tensor one of a `Stack`, or of a `Join`, stands."""
 
     index: int
+    joined: int = 0
+    """How many follow each other; 0: they are stacked."""
+    turn: Turn | None = None
+    """What becomes of it before; None: it is as in the file."""
 
 
-RuleTypes = Rule | Split | Stack | Unstack
+RuleTypes = Rule | Split | Stack | Unstack | Join
 Change = Part | StackPart | Place | Transposition | Squeeze | Turn
 """How a tensor of the tree is had of a file's."""
 
@@ -205,6 +221,13 @@ def map_tensor(name: str, rules: Sequence[RuleTypes]) -> Iterator[tuple[str, Cha
     nothing is yielded of a tensor that is not loaded.
     """
     for rule in rules:
+        if isinstance(rule, Join):
+            index = next((n for n, one in enumerate(rule.patterns) if re.search(one, name)), None)
+            if index is None:
+                continue
+            place = Place(index, len(rule.patterns), Turn(rule.function))
+            yield re.sub(rule.patterns[index], rule.replacement, name), place
+            return
         found = re.search(rule.pattern, name)
         if not found:
             continue

@@ -105,7 +105,7 @@ def _write(array: np.ndarray, leaf: np.ndarray, change: Change | None) -> None:
             groups = array.reshape(-1, change.group_size, *array.shape[1:])
             part = groups[:, change.start : change.stop]
             part[...] = leaf.reshape(part.shape)
-        case Place():
+        case Place(turn=None):
             array[...] = leaf[change.index]
         case Squeeze() | Transposition() | StackPart():
             # Views of the file's own numbers.

@@ -4,13 +4,16 @@ from typing import Any
 
 from mmjax.weights.maxtext import (
     KERNELS,
+    Function,
     experts_kernel,
+    flat,
+    kernel,
     layer_rules,
     name_rules,
     table_of,
     transposed,
 )
-from mmjax.weights.rules import RuleTypes
+from mmjax.weights.rules import Join, RuleTypes
 
 _LAYER = {
     "pre_self_attention_layer_norm.scale": "input_layernorm.weight",
@@ -40,12 +43,6 @@ _TOWER = {
     _ENCODER + r"pos_embed_interpolate\.pos_embed": "visual.pos_embed.weight",
     _BLOCK + r"ln([12])\.scale": _OURS + r"norm\2.weight",
     _BLOCK + r"ln([12])\.bias": _OURS + r"norm\2.bias",
-    _BLOCK + r"attn\.attn\.query\.kernel": _OURS + "attn.q_proj.weight",
-    _BLOCK + r"attn\.attn\.query\.bias": _OURS + "attn.q_proj.bias",
-    _BLOCK + r"attn\.attn\.key\.kernel": _OURS + "attn.k_proj.weight",
-    _BLOCK + r"attn\.attn\.key\.bias": _OURS + "attn.k_proj.bias",
-    _BLOCK + r"attn\.attn\.value\.kernel": _OURS + "attn.v_proj.weight",
-    _BLOCK + r"attn\.attn\.value\.bias": _OURS + "attn.v_proj.bias",
     _BLOCK + r"attn\.attn\.out\.kernel": _OURS + "attn.proj.weight",
     _BLOCK + r"attn\.attn\.out\.bias": _OURS + "attn.proj.bias",
     _BLOCK + r"mlp\.kernel": _OURS + "mlp.fc1.weight",
@@ -72,6 +69,11 @@ _OTHERS = {
 }
 
 
+def _join_qkv(part: str, name: str, function: Function) -> Join:
+    patterns = [rf"^{_BLOCK}attn\.attn\.{one}\.{part}$" for one in ("query", "key", "value")]
+    return Join(patterns, f"{_OURS}attn.qkv.{name}", function)
+
+
 def list_rules(hf_config: Any) -> list[RuleTypes]:
     """Return the rules of a whole checkpoint."""
     text = hf_config.get_text_config()
@@ -79,6 +81,8 @@ def list_rules(hf_config: Any) -> list[RuleTypes]:
     patches = {r"patch_embed\.proj\.kernel$": transposed(4, 3, 0, 1, 2)}
     return [
         *layer_rules(_LAYER, {**experts, **KERNELS}, num_layers=text.num_hidden_layers),
+        _join_qkv("kernel", "weight", kernel),
+        _join_qkv("bias", "bias", flat),
         *name_rules(_TOWER, {**patches, **KERNELS}),
         *name_rules(_OTHERS, {**KERNELS, "embedding$": table_of(text.vocab_size)}),
     ]
