@@ -154,9 +154,9 @@ def make_load(case: Case, bodies: Sequence[bytes], port: int, seed: int) -> Load
 
 def race(
     servers: Mapping[str, Server], cases: Sequence[Case], rounds: int, asked: Asked
-) -> Results:
-    """Let the servers take turns in every case."""
-    results: Results = {case: {name: Rounds() for name in servers} for case in cases}
+) -> Iterator[Results]:
+    """Let the servers take turns in every case; yield what there is behind each turn of all."""
+    results: Results = {}
     # A process that has nothing of the servers' start in it, and is there before the first clock.
     context = multiprocessing.get_context("spawn")
     total = (rounds * len(cases) + 1) * len(servers)
@@ -175,9 +175,9 @@ def race(
                 bar.set_postfix_str(f"{name}, {case.pictures} pictures, {case.load}")
                 load = make_load(case, bodies, server.port, seed=first)
                 samples = client.submit(http_load.run, load).result()
-                results[case][name].samples.append(samples)
+                results.setdefault(case, {}).setdefault(name, Rounds()).samples.append(samples)
                 bar.update()
-    return results
+            yield results
 
 
 def _warm_up(
@@ -351,15 +351,21 @@ def main() -> None:
     cases = [Case(pictures, **load) for pictures in flags.pictures for load in loads]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers = start_servers(stack, flags, Path(folder))
-        results = race(servers, cases, flags.rounds, asked)
-        measured = to_json(results, servers)
-        text = f"{table(results)}\n{memory_table(servers)}"
+        for results in race(servers, cases, flags.rounds, asked):
+            write_report(results, servers, flags)
+    print(flags.out.with_suffix(".md").read_text())
+
+
+def write_report(
+    results: Results, servers: Mapping[str, Server], flags: argparse.Namespace
+) -> None:
+    """Write what was measured so far: a race takes long, and may be ended before its last round."""
+    text = f"{table(results)}\n{memory_table(servers)}"
     title = f"{Path(flags.model).name}, answers of {flags.max_tokens} tokens"
     flags.out.parent.mkdir(parents=True, exist_ok=True)
-    flags.out.with_suffix(".json").write_text(json.dumps(measured))
+    flags.out.with_suffix(".json").write_text(json.dumps(to_json(results, servers)))
     flags.out.with_suffix(".md").write_text(text)
     flags.out.with_suffix(".svg").write_text(plot(results, title))
-    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """What every test runs under: the CPU, strict arrays, no network, warnings as errors."""
 
+import gc
 import os
 import platform
 import stat
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,7 +49,8 @@ def _share_compiled_programs() -> None:
 
 _share_compiled_programs()
 
-import pytest  # noqa: E402 (the environment comes first)
+import jax  # noqa: E402 (the environment comes first)
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.kit import tiny_gemma3_checkpoint  # noqa: E402
@@ -59,6 +62,24 @@ settings.register_profile("random", PROFILE)
 # new ones.
 settings.register_profile("mmjax", PROFILE, derandomize=True)
 settings.load_profile("mmjax")
+
+
+MAX_RESIDENT_BYTES = 4 * 2**30
+"""Of a worker, before it forgets its compiled programs: two of them leave a machine of 16 GB room
+for the servers that tests start."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs() -> Iterator[None]:
+    """Keep a worker from growing with every program that its tests ever compiled."""
+    yield
+    status = Path("/proc/self/statm")
+    if not status.exists():  # not Linux
+        return
+    num_pages = int(status.read_text(encoding="ascii").split()[1])
+    if num_pages * os.sysconf("SC_PAGE_SIZE") > MAX_RESIDENT_BYTES:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

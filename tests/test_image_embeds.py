@@ -44,12 +44,9 @@ def generate(llm: LLM, image: Any, prompt: str = PROMPT) -> list[Any]:
 
 
 def encode(llm: LLM, picture: Any) -> np.ndarray:
-    """Return the rows that the model's tower gives for a picture, as they lie in the pool."""
-    generate(llm, picture)
-    data: Any = {"prompt": PROMPT, "multi_modal_data": {"image": picture}}
-    (item,) = llm.explain(data).items
-    runner = llm.engine._runner
-    return np.asarray(runner._pool)[runner.rows.get(item.identifier)]
+    """Return the rows that the model's tower gives for a picture."""
+    (rows,) = llm.embed_multimodal({"prompt": PROMPT, "multi_modal_data": {"image": picture}})
+    return rows
 
 
 FORMS: dict[str, Any] = {
@@ -226,3 +223,27 @@ def test_the_operator_must_take_them(tiny_gemma3: Path):
                 generate(off, image)
         with pytest.raises(RequestError, match="--enable-mm-embeds"):
             chat(off, {"type": "image_embeds", "image_embeds": zeros(ROWS, WIDTH)})
+
+
+def test_embeddings_are_of_each_item_in_order_also_of_a_conversation(llm: LLM):
+    pictures = [draw(40, 30, seed) for seed in range(3)]
+    alone = [encode(llm, picture) for picture in pictures]
+    assert all(rows.shape == (ROWS, WIDTH) and rows.dtype == np.float32 for rows in alone)
+    assert len({rows.tobytes() for rows in alone}) == len(pictures)
+    parts = [{"type": "image_pil", "image_pil": picture} for picture in reversed(pictures)]
+    text = {"type": "text", "text": "Which one?"}
+    together = llm.embed_multimodal([{"role": "user", "content": [*parts, text]}])
+    np.testing.assert_array_equal(np.stack(together), np.stack(alone[::-1]))
+    assert llm.embed_multimodal("no picture") == []
+    assert llm.engine.compilations == 0
+
+
+def test_embeddings_are_refused_where_the_cache_cannot_hold_them_at_once(tiny_gemma3: Path):
+    prompt: Any = {
+        "prompt": f"{IMAGE_START} or {IMAGE_START}?",
+        "multi_modal_data": {"image": [draw(40, 30, seed) for seed in range(2)]},
+    }
+    with open_llm(tiny_gemma3, encoder_cache_size=ROWS, dtype="bfloat16") as small:
+        with pytest.raises(RuntimeError, match="holds 1 of the prompt's 2 items"):
+            small.embed_multimodal(prompt)
+        assert encode(small, draw(40, 30, 0)).dtype == ml_dtypes.bfloat16

@@ -43,11 +43,13 @@ SMALL = ("--served-model-name", "tiny", *FEW, "--precompile", "none")
 class Served:
     """A running server: its address, its output."""
 
-    def __init__(self, *argv: str, module: str = "mmjax.serve", is_group: bool = False) -> None:
+    def __init__(
+        self, *argv: str, module: str = "mmjax.serve", is_group: bool = False, port: int = 0
+    ) -> None:
         """With `is_group`: in a process group of its own, as a terminal has it."""
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *argv, "--port", "0"],
+            [sys.executable, "-m", module, *argv, "--port", str(port)],
             start_new_session=is_group,
             cwd=ROOT,
             stdout=subprocess.PIPE,

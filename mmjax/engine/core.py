@@ -7,6 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
@@ -371,6 +373,10 @@ class EngineCore:
     def compilations(self) -> int:
         """Programs that a step had to wait for since warm-up: 0 unless something is wrong."""
         return self._counter.count
+
+    def read_embeds(self, identifier: str) -> np.ndarray | None:
+        """Return an item's embeddings, `[rows, D]`; None: the encoder cache has them no more."""
+        return self._runner.read_embeds(identifier)
 
     def reset_prefix_cache(self) -> None:
         """Drop the hashes of all blocks; running requests keep their blocks."""

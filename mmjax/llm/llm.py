@@ -11,8 +11,10 @@ from inspect import Parameter, Signature
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import jax
+import numpy as np
 
 from mmjax.cache import config_with_directory
 from mmjax.config.engine_config import EngineConfig, llm_settings
@@ -266,6 +268,30 @@ class LLM:
             lora_name=adapter,
         )
         yield from self._serve([request])
+
+    def embed_multimodal(self, prompt: PromptType | Messages) -> list[np.ndarray]:
+        """Return the embeddings of a prompt's media, `[rows, D]` each, in the prompt's order.
+
+        They are what the model reads where the media stand: the outputs of its tower and connector,
+        in the engine's dtype, with features for several layers side by side. `image_embeds` takes
+        them in place of the picture. RuntimeError if the encoder cache cannot hold all at once.
+        """
+        if is_conversation(prompt):
+            prompt = self._chat.parse(cast(Messages, prompt))
+        if not isinstance(prompt, Mapping):
+            return []  # text has no media
+        # With its prefix cached, a prompt would need no embeddings.
+        salted = cast(PromptType, {**prompt, "cache_salt": uuid4().hex})
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        (output,) = self.generate(salted, params, use_tqdm=False)
+        found = [self.engine.read_embeds(item.mm_hash) for item in output.items]
+        embeds = [one for one in found if one is not None]
+        if len(embeds) < len(found):
+            raise RuntimeError(
+                f"the encoder cache holds {len(embeds)} of the prompt's {len(found)} items; "
+                "ask about fewer at a time, or raise `encoder_cache_size`"
+            )
+        return embeds
 
     def explain(
         self,

@@ -100,18 +100,14 @@ class Programs:
             dtype=shape.dtype,
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
-        self.block_size, self.max_blocks, self.max_encoder_len = (
-            block_size,
-            max_blocks,
-            max_encoder_len,
-        )
+        self.block_size, self.max_blocks = block_size, max_blocks
+        self.max_encoder_len = max_encoder_len
         self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
         self.num_token_ids, self.dtype = shape.num_token_ids, shape.dtype
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
         self._shape, self._params, self.placement = shape, params, placement
-        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._cache_type = cache_type or choose_cache_type(
             placement.platform,
             model.kv_cache_spec,
@@ -128,9 +124,9 @@ class Programs:
             cache_type=self._cache_type,
             sharding=placement.head_sharding,
         )
-        self._jit(model)
+        self._jit(model, logprobs_mode)
 
-    def _jit(self, model: Any) -> None:
+    def _jit(self, model: Any, logprobs_mode: LogprobsMode) -> None:
         graphdef, placement = self._shape.graphdef, self.placement
         # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
@@ -159,7 +155,7 @@ class Programs:
                 out_shardings=(self._shardings.state, whole),
             ),
             "sample": jit(
-                partial(sample, graphdef, self.adapted, placement, self._logprobs_mode),
+                partial(sample, graphdef, self.adapted, placement, logprobs_mode),
                 static_argnames=("layout", "num_rows", "is_plain"),
                 out_shardings=whole,
             ),

@@ -32,6 +32,7 @@ from mmjax.engine.scheduling.outputs import (
     SchedulerOutput,
 )
 from mmjax.engine.scheduling.request import EncoderItem
+from mmjax.layers.cpu.storage import from_storage
 from mmjax.layers.module import Params
 from mmjax.system.logger import get_logger
 from mmjax.transport.messages import TokenLogprobs
@@ -208,6 +209,12 @@ class ModelRunner:
             (token,) = output.get(request_id, [SampledToken()])
             output[request_id] = [msgspec.structs.replace(token, prompt_logprobs=logprobs)]
         return output
+
+    def read_embeds(self, identifier: str) -> np.ndarray | None:
+        """Return an item's embeddings, `[rows, D]`; None: they are not in the pool."""
+        if identifier not in self.rows:
+            return None
+        return np.asarray(from_storage(self._pool[self.rows.get(identifier)]))
 
     def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
         self._lead("step", bucket)

@@ -62,7 +62,6 @@ class ItemExplanation(PlacedItem, frozen=True, kw_only=True):
 
     is_embed: list[bool] | None
     """Which of the `length` positions take an embedding; None: all."""
-    mm_hash: str
     identifier: str
     cache: CacheState
     """Whether the processor cache had the item before this call; "off": there is no cache;
@@ -175,7 +174,6 @@ def _explain_item(
     return ItemExplanation(
         **{name: getattr(item, name) for name in PlacedItem.__struct_fields__},
         is_embed=None if is_embed is None else is_embed.tolist(),
-        mm_hash=item.mm_hash,
         identifier=item.mm_hash,
         cache=cache,
         tensors=None if processed is None else _explain_tensors(processed[0]),

@@ -60,12 +60,13 @@ class PlacedItem(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     length: int
     num_embeds: int
+    mm_hash: str
+    """What caches know it by."""
 
 
 class RequestItem(PlacedItem, frozen=True, kw_only=True):
     """One item of a request, and whether the processor cache had it."""
 
-    mm_hash: str
     is_processed: bool
     """Whether it was processed for this request; else the processor cache had it."""
 
