@@ -39,6 +39,8 @@ from mmjax.transport.messages import (
     AbortRequests,
     AdapterLoaded,
     CacheMiss,
+    ControlEngine,
+    EngineChanged,
     EngineCoreRequest,
     EngineMessage,
     FrontendMessage,
@@ -113,6 +115,10 @@ class EchoEngine:
         self.answer: list[int] | None = None
         """What is said instead of an echo."""
         self.num_steps = 0
+        self.changes: list[ControlEngine] = []
+        """Of the engine as a whole."""
+        self.weights_version = 0
+        self.is_sleeping = self.is_paused = False
         self._deadlines = Deadlines()
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -138,6 +144,27 @@ class EchoEngine:
             return AdapterLoaded(lora_name=message.lora_name, error=failed)
         self.adapters[message.lora_name] = message.lora_path
         return AdapterLoaded(lora_name=message.lora_name)
+
+    def change(self, message: ControlEngine) -> EngineChanged:
+        self.changes.append(message)
+        error = None
+        match message.action:
+            case "sleep" | "wake_up":
+                self.is_sleeping = message.action == "sleep"
+            case "pause" | "resume":
+                self.is_paused = message.action == "pause"
+            case "load_weights" if (message.path or "").endswith(BAD_ADAPTER):
+                refusal = RequestValueError("it lacks a tensor", param="path")
+                error = RequestFailed.from_error("", refusal)
+            case "load_weights":
+                self.weights_version = message.weights_version or self.weights_version + 1
+        return EngineChanged(
+            number=message.number,
+            error=error,
+            weights_version=self.weights_version,
+            is_sleeping=self.is_sleeping,
+            is_paused=self.is_paused,
+        )
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -299,6 +326,8 @@ class EchoSupervisor:
                 self._listener.on_message(self.engine.load_adapter(message))
             case UnloadAdapter():
                 self.engine.adapters.pop(message.lora_name, None)
+            case ControlEngine():
+                self._listener.on_message(self.engine.change(message))
         self._has_work.set()
 
     async def close(self) -> None:

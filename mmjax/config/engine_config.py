@@ -22,6 +22,7 @@ ChatContentFormat = Literal["auto", "string", "openai"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["int8", "int8-weights", "int4"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 Precompile = Literal["all", "smallest", "none"]
 PrefixCachingHashAlgorithm = Literal["sha256", "blake3"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -54,6 +55,12 @@ class ModelConfig:
         "auto",
         "Of weights and activations. auto: bfloat16 on GPU and TPU, and on a CPU that multiplies "
         "it itself, of weights stored in 16 bits; else float32.",
+    )
+    load_format: LoadFormat = setting(
+        "auto",
+        """Where weights are from. auto, safetensors: the checkpoint's files, or a snapshot's;
+        dummy: random ones of the right shapes, for which no files are needed: the engine gets its
+        weights later (docs/serving.md).""",
     )
     quantization: Quantization | None = setting(
         None,

@@ -23,7 +23,6 @@ HELD_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--config-format": ("auto", "hf"),
     "--convert": ("auto", "none"),
     "--guided-decoding-backend": ("auto", "guidance"),
-    "--load-format": ("auto", "safetensors"),
     "--max-logprobs": ("20",),
     "--mm-encoder-tp-mode": ("weights",),
 }
@@ -57,7 +56,6 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--compilation-config": "give `--precompile`, `--compile-threads`, `--compilation-cache-dir`",
     "-O": "give `--precompile`",
     "--structured-outputs-config": _NOT_YET,
-    "--load-format": "it is always auto: safetensors, or a snapshot that `mmjax convert` wrote",
     "--trust-remote-code": "a checkpoint's code is never run; docs/models.md lists what is served",
     "--hf-overrides": "change config.json in a copy of the checkpoint's directory",
     "--watchdog-config": "give `--engine-hang-timeout`",

@@ -46,6 +46,16 @@ class ServerConfig:
         is_secret=True,
         environment="MMJAX_API_KEY",
     )
+    allow_engine_control: bool = setting(
+        False,
+        """Whether clients with an API key may free the engine's memory (`/sleep`, `/wake_up`), halt
+        it (`/pause`, `/resume`), and replace its weights (`/update_weights`); needs `api_key`.""",
+    )
+    weights_dir: Path | None = setting(
+        None,
+        "Directory below which `/update_weights` may load weights from, after links are resolved.",
+        unset="none",
+    )
     allowed_origins: tuple[str, ...] = setting(
         (),
         "Origins that browsers may call the server from (CORS).",
@@ -205,6 +215,13 @@ class ServerConfig:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             missing = "ssl_certfile" if self.ssl_certfile is None else "ssl_keyfile"
             raise ConfigError(f"`{missing}` is missing; a key and a certificate are given together")
+        if self.allow_engine_control and not self.api_keys:
+            raise ConfigError(
+                "`allow_engine_control` is set without `api_key`, so that anybody could replace "
+                "the weights; give a key"
+            )
+        if self.weights_dir is not None and not self.allow_engine_control:
+            raise ConfigError("`weights_dir` is set without `allow_engine_control`; give both")
         if self.enable_log_outputs and not self.enable_log_requests:
             raise ConfigError(
                 "`enable_log_outputs` is set without `enable_log_requests`; give both"

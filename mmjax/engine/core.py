@@ -1,13 +1,15 @@
 """The engine core: admit requests, schedule, run steps. In P1, or in the process of `LLM`."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Array
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config.engine_config import EngineConfig
@@ -24,7 +26,7 @@ from mmjax.engine.scheduling.queues import Deadlines
 from mmjax.engine.scheduling.request import Request
 from mmjax.engine.scheduling.request_maker import RequestMaker
 from mmjax.engine.start import start_engine
-from mmjax.errors import RequestError, RequestValueError
+from mmjax.errors import ConfigError, RequestError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.models.registry import MULTIMODAL_REGISTRY
 from mmjax.system.logger import get_logger
@@ -34,7 +36,9 @@ from mmjax.transport.messages import (
     Heartbeat,
     RequestOutputDelta,
 )
+from mmjax.weights.adapter import Adapter
 from mmjax.weights.sharding import Device
+from mmjax.weights.update import Replacement, flatten_given
 
 logger = get_logger(__name__)
 
@@ -86,6 +90,12 @@ class EngineCore:
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._adapters = parts.adapters
+        self._adapter_reader = parts.adapter_reader
+        self._weights = parts.weights
+        self.weights_version = 0
+        """Of the present weights: how often they were changed since the start."""
+        self.is_sleeping = False
+        """Whether the caches' memory is released; nothing can be computed."""
         self.num_kv_blocks = parts.limits.num_blocks
         self._programs = parts.compiled
         self._host_bytes = parts.programs.host_bytes(self.num_kv_blocks)
@@ -222,6 +232,13 @@ class EngineCore:
             self._runner.wait()
             self.note_computing(())
             return []
+        if self.is_sleeping:
+            raise RuntimeError("the engine sleeps; call `wake_up` first")
+        if self._weights.num_missing:
+            raise RuntimeError(
+                f"{self._weights.num_missing} of the model's parameters are missing since an "
+                "update failed, or since they were released; give them all"
+            )
         failure, self._failure = self._failure, None
         if failure is not None:
             self._in_flight = None
@@ -358,6 +375,143 @@ class EngineCore:
         at_fault = self._scheduler.begin_again(outputs)
         self._runner.reset()
         return at_fault
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> Params:
+        """The model's parameters on its devices, by names of its tree."""
+        return self._weights.params
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether all parameters are there: none was released, or lost by an update that failed."""
+        return not self._weights.num_missing
+
+    def match_weights(self, params: Mapping[Any, Any], *, prefix: str = "") -> list[Replacement]:
+        """Return what `replace_weights` takes; CheckpointError for what does not fit the model.
+
+        See `LLM.update_weights`.
+        """
+        self._check_alone()
+        return self._weights.match(params, prefix=prefix)
+
+    def replace_weights(self, replacements: Sequence[Replacement], *, donate: bool = False) -> None:
+        """Replace parameters, after `drain`; all unfinished requests are computed again by them."""
+        with self._changing_weights():
+            has_new_tower = self._weights.replace(replacements, donate=donate)
+            self._change_keys(has_new_tower=has_new_tower)
+
+    def match_adapter(self, lora_name: str, params: Mapping[Any, Any], prefix: str = "") -> Adapter:
+        """Return what `replace_adapter` takes: PEFT's arrays of an adapter that is loaded.
+
+        ModelNotFoundError for an unknown name; CheckpointError for what does not fit.
+        """
+        path = self._adapters.find(lora_name).path
+        return self._adapter_reader.read_arrays(path, flatten_given(params, prefix))
+
+    def replace_adapter(self, lora_name: str, arrays: Adapter) -> None:
+        """Replace an adapter's arrays, after `drain`; its requests are computed again by them."""
+        assert self._in_flight is None or self._failure is not None, "a step is on the device"
+        self.weights_version += 1
+        old, new = self._adapters.find(lora_name), self._adapters.replace(lora_name, arrays)
+        rename = self._requests.rename_adapted
+        self._scheduler.change_adapter(self.weights_version, old, new, rename)
+
+    def open_weights(self, path: Path | None = None) -> Iterator[tuple[str, Array]]:
+        """Return what `load_weights` takes, of a checkpoint's directory.
+
+        None: of the one that was read last. CheckpointError for what does not fit.
+        """
+        self._check_alone()
+        return self._weights.open(path)
+
+    def load_weights(
+        self, leaves: Iterator[tuple[str, Array]], *, version: int | None = None
+    ) -> None:
+        """Replace all parameters, as `replace_weights`; `version` None: the next one."""
+        with self._changing_weights():
+            has_new_tower = self._weights.load(leaves)
+            self._change_keys(has_new_tower=has_new_tower, version=version)
+
+    def drain(self) -> list[RequestOutputDelta]:
+        """Read the step on the device, and dispatch none; return its outputs."""
+        if self._failure is not None:
+            # The next call of `step` raises it.
+            return []
+        before, self._in_flight = self._in_flight, None
+        if before is None or not self._scheduler.has_unfinished():
+            self._open_outputs.clear()
+            return []
+        with self._counter.watching():
+            return self._read(before)
+
+    def abort_all(self) -> list[RequestOutputDelta]:
+        """Abort all requests, and return what tells so."""
+        request_ids = self._scheduler.request_ids
+        self._scheduler.abort(request_ids)
+        return [
+            RequestOutputDelta(
+                request_id=request_id,
+                new_token_ids=[],
+                finish_reason="abort",
+                weights_version=self.weights_version,
+            )
+            for request_id in request_ids
+        ]
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the caches' memory, with `level` 2 the weights' too, after `drain`.
+
+        Unfinished requests wait, and are computed again after `wake_up`.
+        """
+        self._check_alone()
+        assert self._in_flight is None or self._failure is not None, "a step is on the device"
+        self._in_flight = self._failure = None
+        self._open_outputs.clear()
+        self._scheduler.forget_all()
+        self._runner.release_arrays()
+        if level == 2:
+            self._weights.release()
+        self.is_sleeping = True
+
+    def wake_up(self) -> None:
+        """Allocate the caches, and read weights that were released and not replaced since."""
+        if not self.is_sleeping:
+            return
+        if self._weights.num_missing:
+            self.load_weights(self.open_weights())
+        self._runner.make_arrays()
+        self.is_sleeping = False
+
+    @contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        assert self._in_flight is None or self._failure is not None, "a step is on the device"
+        try:
+            yield
+        except Exception:
+            if self._weights.num_missing:
+                # Some are replaced, and nothing of before may be served with them.
+                self._change_keys(has_new_tower=True)
+            raise
+
+    def _change_keys(self, *, has_new_tower: bool, version: int | None = None) -> None:
+        """Let nothing be found any more that other weights have computed."""
+        self.weights_version = self.weights_version + 1 if version is None else version
+        self._requests.change_weights(self.weights_version, has_new_tower=has_new_tower)
+        self._scheduler.change_weights(self.weights_version, self._requests.rename)
+        if self.config.lora.enable_lora:
+            self._adapters.read_again()
+            self._scheduler.adapter_slots.reset()
+        if not self._weights.num_missing and not self.is_sleeping:
+            self._runner.write_extra()
+
+    def _check_alone(self) -> None:
+        if self._placement.is_shared:
+            raise ConfigError(
+                f"the model is sharded over {self.config.parallel.num_processes} processes, whose "
+                "weights cannot be changed while they run; start them again"
+            )
 
     @property
     def platform(self) -> str:

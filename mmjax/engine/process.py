@@ -12,6 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from mmjax.config.engine_config import EngineConfig
+from mmjax.engine.control import EngineControl
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.threads import StepThreads
 from mmjax.errors import (
@@ -30,12 +31,14 @@ from mmjax.transport.messages import (
     AbortRequests,
     AdapterLoaded,
     CacheMiss,
+    ControlEngine,
     EngineCoreRequest,
     Heartbeat,
     LoadAdapter,
     LoopState,
     Ready,
     RequestFailed,
+    RequestOutputDelta,
     Shutdown,
     StepOutput,
     UnloadAdapter,
@@ -130,6 +133,7 @@ class EngineLoop:
         self._sender = sender
         self._record = record
         self.core = core
+        self._control = EngineControl(core, self._tell, sender.send)
         core.note_computing = record.write
         self.num_turns = 0
         """Turns so far."""
@@ -137,8 +141,12 @@ class EngineLoop:
     def run(self) -> None:
         """Serve; return on `Shutdown`."""
         while self._receive_all():
+            for message in self._control.apply():
+                self._take(message)
             self._expire()
-            self._step()
+            # A step without work is for processes that follow.
+            if not self._control.is_halted or not self.core.has_unfinished():
+                self._step()
             self.num_turns += 1
 
     @property
@@ -152,14 +160,18 @@ class EngineLoop:
 
     def _receive_all(self) -> bool:
         """Handle queued messages, waiting only if no request is unfinished; False on `Shutdown`."""
-        wait_s = 0.0 if self.core.has_unfinished() else HEARTBEAT_INTERVAL_S
+        is_working = self.core.has_unfinished() and not self._control.is_halted
+        wait_s = 0.0 if is_working else HEARTBEAT_INTERVAL_S
         if self.core.is_loading:
             wait_s = min(wait_s, _LOADING_INTERVAL_S)
         message = self._receiver.receive(wait_s)
         while message is not None:
             if isinstance(message, Shutdown):
                 return False
-            self._take(message)
+            if isinstance(message, ControlEngine):
+                self._control.add(message)
+            elif not self._control.hold(message):
+                self._take(message)
             message = self._receiver.receive(0.0)
         return True
 
@@ -224,6 +236,9 @@ class EngineLoop:
                 logger.error("request %s ends: its step failed alone", request_id)
                 self._fail(request_id, InternalError("internal error in the engine"))
             return
+        self._tell(deltas)
+
+    def _tell(self, deltas: list[RequestOutputDelta]) -> None:
         if deltas:
             self._sender.send(StepOutput(deltas=deltas))
 

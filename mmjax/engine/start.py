@@ -1,7 +1,7 @@
 """Start an engine from a configuration: weights, memory, programs."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
@@ -28,11 +29,18 @@ from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.engine.scheduling.speculation import Speculation
+from mmjax.engine.weights import EngineWeights, WeightsSource
 from mmjax.errors import CheckpointError, ConfigError, SnapshotDamagedError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.cpu.library import report_kernels
 from mmjax.layers.cpu.product import MAX_FEW_ROWS, has_bfloat16
-from mmjax.layers.module import Params, bind, build_abstract, flatten_params
+from mmjax.layers.module import (
+    Params,
+    bind,
+    build_abstract,
+    flatten_params,
+    unflatten_params,
+)
 from mmjax.layers.quantization import Layouts, quantize_params
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, Sees
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
@@ -42,8 +50,9 @@ from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger, reporting
 from mmjax.weights.adapter import AdapterReader
+from mmjax.weights.dummy import make_dummy_params
 from mmjax.weights.layouts import read_layouts
-from mmjax.weights.load import load_params
+from mmjax.weights.load import iter_params
 from mmjax.weights.method import read_method
 from mmjax.weights.safetensors import is_snapshot
 from mmjax.weights.sharding import Device
@@ -61,6 +70,8 @@ class EngineParts(NamedTuple):
     scheduler: Scheduler
     runner: ModelRunner
     adapters: Adapters
+    adapter_reader: AdapterReader
+    weights: EngineWeights
     device_threads: DeviceThreads
     seconds: dict[str, float]
     """Seconds that the start took, by phase."""
@@ -71,7 +82,7 @@ class _Model(NamedTuple):
 
     model_class: Any
     graphdef: Any
-    params: Params
+    params: dict[Any, Any]
     placement: Placement
     adapted: AdaptedModel | None
     """None without `enable_lora`."""
@@ -136,7 +147,12 @@ def start_engine(
         runner = ModelRunner(
             programs, compiled, model.params, num_blocks=num_blocks, has_spans=plan.sees != "past"
         )
-    adapters = _open_adapters(config, model)
+    weights = EngineWeights(programs, runner, _make_weights_source(config, model, programs))
+    reader = _make_adapter_reader(config, model, lambda: runner.params)
+    max_cpu_loras = config.lora.max_cpu_loras or 2 * config.lora.max_loras
+    adapters = Adapters(reader.read, max_cpu_loras=max_cpu_loras)
+    # From here on the runner alone holds the parameters.
+    model = None
     if config.lora.modules:
         with timed("load_adapters", "loading the adapters"):
             _load_adapters(config, adapters)
@@ -148,7 +164,7 @@ def start_engine(
     compiled.start_others()
     logger.info(
         "ready on %s in %s: %d programs, %d to come, %d KV blocks of %d slots, %d encoder rows; %s",
-        model.placement.local_devices[0].device_kind,
+        programs.placement.local_devices[0].device_kind,
         jnp.dtype(programs.dtype).name,
         compiled.num_programs - compiled.num_left,
         compiled.num_left,
@@ -157,7 +173,7 @@ def start_engine(
         programs.num_encoder_rows,
         ", ".join(f"{name} {elapsed:.1f} s" for name, elapsed in seconds.items()),
     )
-    made = (programs, compiled, limits, scheduler, runner, adapters)
+    made = (programs, compiled, limits, scheduler, runner, adapters, reader, weights)
     return EngineParts(*made, device_threads, seconds)
 
 
@@ -194,7 +210,9 @@ def _load_model(
     placement = make_placement(
         config.parallel, num_kv_heads=model.kv_cache_spec.num_kv_heads, devices=devices
     )
-    if params is None:
+    if params is None and config.model.load_format == "dummy":
+        params = make_dummy_params(abstract, mesh=placement.mesh, left_out=left_out)
+    elif params is None:
         params = _read(config, model_class, abstract, placement, left_out)
     elif config.model.quantization is not None:
         params = quantize_params(params, abstract)
@@ -241,15 +259,38 @@ def _read(
             )
         except SnapshotDamagedError as error:
             path = _find_source(error, config.model.download_dir)
-    rules = model_class.rules(config.model.hf_config)
-    return load_params(
+    leaves = _iter_params(config, model_class, left_out, mesh, abstract, path)
+    return unflatten_params(dict(leaves))
+
+
+def _iter_params(
+    config: EngineConfig,
+    model_class: Any,
+    left_out: Sequence[str],
+    mesh: Mesh | None,
+    abstract: Params,
+    path: Path,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield the parameters of a directory as HF has them."""
+    return iter_params(
         path,
         abstract,
-        rules,
+        model_class.rules(config.model.hf_config),
         mesh=mesh,
         left_out=left_out,
         method=read_method(config.model.hf_config),
         use_tqdm=config.use_tqdm,
+    )
+
+
+def _make_weights_source(config: EngineConfig, model: _Model, programs: Programs) -> WeightsSource:
+    """Return where an engine's weights may come from later."""
+    model_class, left_out, mesh = model.model_class, model.left_out, model.placement.mesh
+    return WeightsSource(
+        rules=model_class.rules(config.model.hf_config),
+        left_out=left_out,
+        read=partial(_iter_params, config, model_class, left_out, mesh, programs.params),
+        path=config.model.path,
     )
 
 
@@ -287,20 +328,26 @@ def resolve_dtype(name: str, platform: str, stored: str | None, *, cpu_has_bfloa
 # ---- adapters ------------------------------------------------------------------------------------
 
 
-def _open_adapters(config: EngineConfig, model: _Model) -> Adapters:
-    """Return the adapters, of which none is loaded."""
-    lora, leaves = config.lora, flatten_params(model.params)
+def _make_adapter_reader(
+    config: EngineConfig, model: _Model, get_params: Callable[[], Params]
+) -> AdapterReader:
+    """Return what reads adapters; `get_params` returns the present parameters."""
+
+    def read_base(name: str) -> np.ndarray | None:
+        leaf = flatten_params(get_params()).get(name)
+        return None if leaf is None else np.asarray(leaf)
+
+    lora = config.lora
     shapes = {} if model.adapted is None else model.adapted.shapes
-    reader = AdapterReader(
+    return AdapterReader(
         rules=model.model_class.rules(config.model.hf_config),
         shapes={name: leaf.shape for name, leaf in shapes.items()},
         dtype=next((leaf.dtype for leaf in shapes.values()), None),
         max_rank=lora.max_lora_rank,
-        read_base=lambda name: np.asarray(leaves[name]) if name in leaves else None,
+        read_base=read_base,
         has_towers=lora.enable_tower_connector_lora,
         left_out=model.left_out,
     )
-    return Adapters(reader.read, max_cpu_loras=lora.max_cpu_loras or 2 * lora.max_loras)
 
 
 def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:

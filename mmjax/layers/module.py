@@ -90,9 +90,14 @@ def unflatten_params(leaves: Mapping[str, Any]) -> dict[Any, Any]:
     """Undo `flatten_params`: segments of digits become int keys."""
     tree: dict[Any, Any] = {}
     for name, leaf in leaves.items():
-        *parents, last = [int(part) if part.isdigit() else part for part in name.split(".")]
-        node = tree
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
+        set_param(tree, name, leaf)
     return tree
+
+
+def set_param(tree: dict[Any, Any], name: str, leaf: Any) -> None:
+    """Put a leaf into a tree, in place, under its dotted name."""
+    *parents, last = [int(part) if part.isdigit() else part for part in name.split(".")]
+    node = tree
+    for part in parents:
+        node = node.setdefault(part, {})
+    node[last] = leaf

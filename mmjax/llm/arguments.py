@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from mmjax.config.engine_config import SchedulerConfig, llm_settings, serve_settings
 from mmjax.config.refused_flags import is_held, refusal_of
@@ -11,11 +11,24 @@ from mmjax.config.settings import Setting, nearest_name
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.requests.prompts import PromptType
 from mmjax.params.sampling_params import SamplingParams
+from mmjax.transport.messages import UpdateMode
 
 T = TypeVar("T")
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation."""
+
+
+def check_mode(mode: str) -> None:
+    """Raise ValueError unless it is one of `UpdateMode`."""
+    if mode not in get_args(UpdateMode):
+        raise ValueError(f"`mode` is {mode!r}; expected one of {', '.join(get_args(UpdateMode))}")
+
+
+def check_level(level: int) -> None:
+    """Raise ValueError unless it is one of `LLM.sleep`."""
+    if level not in (1, 2):
+        raise ValueError(f"`level` is {level!r}; expected 1 or 2")
 
 
 @dataclass(frozen=True, slots=True)

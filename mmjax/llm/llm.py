@@ -1,5 +1,6 @@
 """`LLM`: offline inference in the caller's process, for scripts and notebooks."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -29,12 +30,15 @@ from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.prompts import PromptDict, PromptType
 from mmjax.frontend.requests.request import GenerateRequest, PromptSource
+from mmjax.layers.module import Params
 from mmjax.llm.arguments import (
     LoRARequest,
     LoRARequests,
     Messages,
     as_conversations,
     as_prompts,
+    check_level,
+    check_mode,
     check_number,
     is_conversation,
     params_for,
@@ -42,13 +46,20 @@ from mmjax.llm.arguments import (
     priorities_for,
 )
 from mmjax.llm.devices import choose_devices
+from mmjax.llm.turn import Turn
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.system.request_times import RequestTimes, measuring, recording
-from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
+from mmjax.transport.messages import (
+    AbortRequests,
+    CacheMiss,
+    EngineCoreRequest,
+    EngineMessage,
+    UpdateMode,
+)
 from mmjax.weights.sharding import Device
 
 logger = get_logger(__name__)
@@ -145,6 +156,13 @@ class LLM:
         self._requests.on_ready()
         self._request_ids = count()
         self._is_closed = False
+        self._turn = Turn()
+        self._is_awake = threading.Event()
+        self._is_awake.set()
+        self._sleeper = 0
+        """The thread that has called `sleep`."""
+        self._outputs: list[RequestOutput] = []
+        """Of steps that an update of the weights has made; `_serve` yields them."""
         self._loaded: dict[str, LoRARequest] = {}
         """Adapters that the engine has, by name."""
 
@@ -323,6 +341,116 @@ class LLM:
         """Return the checkpoint's default sampling parameters."""
         return self._input_processor.default_sampling_params()
 
+    # ---- weights --------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> Params:
+        """The model's parameters: nested dicts of `jax.Array`, by names of its own tree.
+
+        They are the engine's arrays: whoever donates them to a function of their own copies them
+        first, as by `jax.tree.map(jnp.copy, llm.params)`.
+        """
+        return self.engine.params
+
+    @property
+    def weights_version(self) -> int:
+        """How often the weights were changed since the start; outputs tell theirs."""
+        return self.engine.weights_version
+
+    def update_weights(
+        self,
+        params: Mapping[Any, Any],
+        *,
+        prefix: str = "",
+        mode: UpdateMode = "wait",
+        donate: bool = False,
+        lora_name: str | None = None,
+    ) -> int:
+        """Replace parameters between two steps; return the version of the new weights.
+
+        Nothing that the old ones computed is served afterwards: no block of the prefix cache, and
+        no embeddings of a changed tower. Thread-safe: another thread may be in `generate`.
+
+        Args:
+            params: Arrays of JAX or numpy, nested or by dotted names, of any part of the model:
+                all by the names of `params`, or all by those of the checkpoint's files. They are
+                cast to the engine's dtypes, sharded over its devices, and quantised where its
+                weights are.
+            prefix: What each name has before it: `update_weights(new, prefix="language_model")`.
+            mode: What becomes of requests that the engine has begun. "wait": they are finished
+                before; "keep": they go on by the new weights, behind the tokens that they have;
+                "abort": they end, with the `finish_reason` "abort".
+            donate: Whether the arrays are the engine's from now on, so that none is copied that is
+                in its dtype and place already, and the others are freed; else each is copied.
+            lora_name: A loaded adapter, of which `params` are all arrays, by PEFT's names; the
+                model's own weights stay.
+
+        Raises:
+            CheckpointError: For names or shapes that the model does not have; nothing is changed.
+        """
+        check_mode(mode)
+        with self._turn:
+            self._check_open()
+            if lora_name is not None:
+                adapter = self.engine.match_adapter(lora_name, params, prefix)
+                self._settle(mode)
+                self.engine.replace_adapter(lora_name, adapter)
+            else:
+                replacements = self.engine.match_weights(params, prefix=prefix)
+                self._settle(mode)
+                self.engine.replace_weights(replacements, donate=donate)
+            return self.engine.weights_version
+
+    def sleep(self, level: int = 1, *, mode: UpdateMode = "wait") -> None:
+        """Free the memory of the KV cache and of the encoders' outputs until `wake_up`.
+
+        Weights may be updated meanwhile. A `generate` of another thread goes on after `wake_up`.
+
+        Args:
+            level: 1 keeps the weights where they are; 2 frees them, too.
+            mode: What becomes of requests that the engine has begun, as in `update_weights`.
+        """
+        check_mode(mode)
+        check_level(level)
+        with self._turn:
+            self._check_open()
+            if not self.is_sleeping:
+                self._settle(mode)
+                self._sleeper = threading.get_ident()
+                self._is_awake.clear()
+            self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Allocate what `sleep` has freed.
+
+        Weights that it freed are those that `update_weights` has given since; where some are
+        missing, all are read from the checkpoint again.
+        """
+        with self._turn:
+            self._check_open()
+            self.engine.wake_up()
+            self._is_awake.set()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` not since."""
+        return self.engine.is_sleeping
+
+    def _settle(self, mode: UpdateMode) -> None:
+        """Read the step on the device, and finish or abort what is in work."""
+        if mode == "wait" and self.is_sleeping and self.engine.has_unfinished():
+            raise RuntimeError(
+                "this LLM sleeps, so that no request can be finished; give `mode` keep or abort, "
+                "or call `wake_up` first"
+            )
+        while mode == "wait" and self.engine.has_unfinished():
+            self._outputs += self._requests.take(self.engine.step()).request_outputs
+            for _, error in self.engine.pop_failed():
+                raise error
+        self._outputs += self._requests.take(self.engine.drain()).request_outputs
+        if mode == "abort":
+            self._outputs += self._requests.take(self.engine.abort_all()).request_outputs
+
     def close(self) -> None:
         """Stop the processing thread, and free the caches. Idempotent."""
         self._is_closed = True
@@ -380,8 +508,7 @@ class LLM:
 
     def _serve(self, requests: Sequence[GenerateRequest]) -> Generator[RequestOutput, None, None]:
         """Yield each request when it is finished; a streamed one with what each step adds."""
-        if self._is_closed:
-            raise RuntimeError("this LLM is closed; make another one")
+        self._check_open()
         num_finished = 0
         waiting = iter(requests)
         processing: deque[Future[None]] = deque()
@@ -389,21 +516,45 @@ class LLM:
         self._failures.clear()
         try:
             while num_finished < len(requests):
-                self._prepare(waiting, processing)
-                self._add(processing, added)
-                for output in self._requests.take(self.engine.step()).request_outputs:
+                self._wait_awake()
+                with self._turn:
+                    if self.is_sleeping:
+                        continue
+                    self._prepare(waiting, processing)
+                    self._add(processing, added)
+                    outputs = self._take_step()
+                for output in outputs:
                     num_finished += output.finished
                     yield output
         except BaseException:  # also of whoever reads no further
             for future in processing:
                 future.cancel()
             wait(processing)
-            for request in requests:
-                self._requests.remove(request.request_id)
-            # The sender cache counts on the engine to take them, though nobody waits for them.
-            while self._committed:
-                self._requests.put(self._committed.popleft())
+            with self._turn:
+                self._outputs.clear()
+                for request in requests:
+                    self._requests.remove(request.request_id)
+                # The sender cache counts on the engine to take them, though nobody waits for them.
+                while self._committed:
+                    self._requests.put(self._committed.popleft())
             raise
+
+    def _take_step(self) -> list[RequestOutput]:
+        """Return what an update of the weights has left to be told, or what a step tells."""
+        if not self._outputs:
+            return self._requests.take(self.engine.step()).request_outputs
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _wait_awake(self) -> None:
+        """Wait while another thread lets the engine sleep."""
+        if not self._is_awake.is_set() and self._sleeper == threading.get_ident():
+            raise RuntimeError("this LLM sleeps; call `wake_up` first")
+        self._is_awake.wait()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed; make another one")
 
     def _prepare(
         self, waiting: Iterator[GenerateRequest], processing: "deque[Future[None]]"

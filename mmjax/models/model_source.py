@@ -193,7 +193,8 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     Args:
         values: Parsed settings by name, also of other groups; default: each setting's.
 
-    CheckpointError where weights are quantized, missing or cut short.
+    CheckpointError where weights are quantized, missing or cut short; none are needed for dummy
+    ones.
     """
 
     def make(group: str, **more: Any) -> Any:
@@ -202,7 +203,7 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     media = make("multimodal")
     named = {"model": None, **group_fields("model", values), "mm": media}
     parts = {group: make(group) for group in ("cache", "scheduler", "parallel", "lora")}
-    model = load_model_config(**named, needs_weights=True)
+    model = load_model_config(**named, needs_weights=named.get("load_format") != "dummy")
     check_quantization(model)
     if parts["parallel"].tensor_parallel_size > 1:
         parts["parallel"].check_heads(model.hf_config.get_text_config().num_attention_heads)

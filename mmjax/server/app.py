@@ -20,12 +20,14 @@ from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
-from mmjax.server.adapters import (
+from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
+from mmjax.server.control import (
     AdapterService,
+    ControlService,
     LoadAdapterRequest,
     UnloadAdapterRequest,
+    UpdateWeightsRequest,
 )
-from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
 from mmjax.server.metrics import CONTENT_TYPE, Metrics
 from mmjax.server.middleware import (
     above_headers,
@@ -56,6 +58,7 @@ from mmjax.server.request_log import RequestLog
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
     *(TokenizeRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest),
+    UpdateWeightsRequest,
 )
 
 
@@ -113,6 +116,8 @@ def create_app(
     _add_model_routes(app, client, _model_card(client, chat))
     if lora is not None and lora.allow_runtime_lora_updating and lora.lora_dir is not None:
         _add_adapter_routes(posts, AdapterService(client, lora.lora_dir))
+    if config.allow_engine_control:
+        _add_control_routes(app, reader, ControlService(client, config.weights_dir))
     _add_state_routes(app, client)
     _add_operators_routes(app, client, config, metrics)
     app.add_middleware(refuse, refusal=without_room(client.check_room, posts.paths))
@@ -235,6 +240,12 @@ def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) 
 def _add_adapter_routes(posts: _Posts, service: AdapterService) -> None:
     posts.add("/v1/load_lora_adapter", LoadAdapterRequest, service.load_lora_adapter)
     posts.add("/v1/unload_lora_adapter", UnloadAdapterRequest, service.unload_lora_adapter)
+
+
+def _add_control_routes(app: FastAPI, reader: RequestReader, service: ControlService) -> None:
+    # Not among the paths that are refused while there is no room for a request.
+    _Posts(app, reader).add("/update_weights", UpdateWeightsRequest, service.update_weights)
+    service.add_to(app)
 
 
 _NOT_READY: dict[EngineState, str] = {

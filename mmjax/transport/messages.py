@@ -1,5 +1,7 @@
 """Messages between P0 and P1, grouped by their receiver."""
 
+from typing import Literal
+
 import msgspec
 
 from mmjax.errors import InternalError, RequestError, make_request_error
@@ -62,11 +64,33 @@ class UnloadAdapter(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     lora_name: str
 
 
+ControlAction = Literal["sleep", "wake_up", "pause", "resume", "load_weights"]
+UpdateMode = Literal["wait", "keep", "abort"]
+"""What becomes of requests in work when the engine as a whole is changed."""
+
+
+class ControlEngine(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """Change the engine as a whole, between two steps; answered by `EngineChanged`."""
+
+    number: int
+    """Of the answer."""
+    action: ControlAction
+    mode: UpdateMode = "wait"
+    level: int = 1
+    """Of `sleep`: 2 frees the weights, too."""
+    path: str | None = None
+    """Of `load_weights`: a checkpoint's directory, which both processes see."""
+    weights_version: int | None = None
+    """That the loaded weights get; None: one more than the last."""
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """End the engine process."""
 
 
-EngineMessage = EngineCoreRequest | AbortRequests | LoadAdapter | UnloadAdapter | Shutdown
+EngineMessage = (
+    EngineCoreRequest | AbortRequests | LoadAdapter | UnloadAdapter | ControlEngine | Shutdown
+)
 
 # ---- to P0 -------------------------------------------------------------------------------------
 
@@ -99,6 +123,8 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_default
     were cached, or not needed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the first token: of each of the prompt's, None for the first, or if it has no logit."""
+    weights_version: int = 0
+    """Of the weights that the tokens were sampled with; each update's is one more."""
 
 
 class StepOutput(msgspec.Struct, tag=True, kw_only=True, frozen=True):
@@ -154,6 +180,16 @@ class AdapterLoaded(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     lora_name: str
     error: RequestFailed | None = None
     """Why it could not; the name is free again."""
+
+
+class EngineChanged(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """A `ControlEngine` was done, or refused, and what the engine is like since."""
+
+    number: int
+    error: RequestFailed | None = None
+    weights_version: int
+    is_sleeping: bool
+    is_paused: bool
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -244,4 +280,6 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     loop: LoopState = LoopState()
 
 
-FrontendMessage = StepOutput | RequestFailed | CacheMiss | AdapterLoaded | Ready | Heartbeat
+FrontendMessage = (
+    StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged | Ready | Heartbeat
+)

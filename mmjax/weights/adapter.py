@@ -101,6 +101,8 @@ class Adapter:
     """Name in the tree -> its values without the axis of slots, of the adapter's own rank."""
     digest: bytes
     """The digest of its files."""
+    reads_base: bool = False
+    """Whether the arrays depend on the model's own weights, or were compared with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +127,36 @@ class AdapterReader:
         config, raw = read_adapter_config(path)
         if not (path / WEIGHTS_FILE).is_file():
             raise CheckpointError(f"the adapter's directory has no {WEIGHTS_FILE}")
-        arrays: dict[str, np.ndarray] = {}
         with ExitStack() as stack:
-            # What overflows is not finite, and is refused as such.
-            stack.enter_context(np.errstate(all="ignore"))
-            layers = _group(_open(stack, path / WEIGHTS_FILE))
-            for layer, tensors in layers.items():
-                arrays |= self._read_layer(layer, tensors, config)
+            tensors = _open(stack, path / WEIGHTS_FILE)
             digest = blake3(raw).update_mmap(path / WEIGHTS_FILE).digest()
+            return self._read_tensors(tensors, config, digest)
+
+    def read_arrays(self, path: Path, arrays: Mapping[str, Any]) -> Adapter:
+        """Return the adapter of a directory's configuration with other arrays, by PEFT's names.
+
+        CheckpointError for what does not fit.
+        """
+        config, _ = read_adapter_config(path)
+        tensors = [
+            StoredTensor(name, WEIGHTS_FILE, tuple(one.shape), _tag(one.dtype), np.asarray(one))
+            for name, one in arrays.items()
+        ]
+        return self._read_tensors(tensors, config, b"")
+
+    def _read_tensors(
+        self, tensors: Sequence[StoredTensor], config: AdapterConfig, digest: bytes
+    ) -> Adapter:
+        arrays: dict[str, np.ndarray] = {}
+        layers = _group(tensors)
+        # What overflows is not finite, and is refused as such.
+        with np.errstate(all="ignore"):
+            for layer, parts in layers.items():
+                arrays |= self._read_layer(layer, parts, config)
         if not arrays:
             raise CheckpointError(f"{WEIGHTS_FILE} holds nothing that this model computes with")
-        return Adapter(arrays=arrays, digest=digest)
+        reads_base = any({"bias", "weight"} & parts.keys() for parts in layers.values())
+        return Adapter(arrays=arrays, digest=digest, reads_base=reads_base)
 
     def _read_layer(
         self, layer: str, tensors: Mapping[str, StoredTensor], config: AdapterConfig
@@ -400,6 +421,13 @@ def _cut(layer: str, part: Change | None, value: np.ndarray) -> np.ndarray:
             f"{part.group_size}: is it an adapter of another model?"
         )
     return part.apply(value)
+
+
+def _tag(dtype: Any) -> str:
+    """Return a dtype in safetensors' notation; its own name, if it is no float of theirs."""
+    tags = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    name = np.dtype(dtype).name
+    return tags.get(name, name)
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:

@@ -39,8 +39,8 @@ from mmjax.weights.sharding import Device, param_sharding
 
 logger = get_logger(__name__)
 
-_TIED_HEAD = "lm_head.weight"
-_EMBEDDING = "embed_tokens.weight"
+TIED_HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
 _ROWS_COMPARED_AT_ONCE = 4096
 _MAX_LISTED = 20
 _UNLOADED_BYTES = 2**26
@@ -57,7 +57,7 @@ class TensorProblems:
     misfits: list[str] = field(default_factory=list)
     """Tensors with the wrong shape or dtype, or that map to the same parameter as another."""
 
-    def raise_if_any(self, source: str) -> None:
+    def raise_if_any(self, source: str, remedy: str = "is the revision right?") -> None:
         """Raise one CheckpointError with all problems."""
         kinds = (
             (self.missing, "missing"),
@@ -68,7 +68,7 @@ class TensorProblems:
         if not found:
             return
         counts = ", ".join(f"{len(lines)} {kind}" for lines, kind in found)
-        report = [f"`{source}` does not fit the model: {counts}; is the revision right?"]
+        report = [f"`{source}` does not fit the model: {counts}; {remedy}"]
         for lines, kind in found:
             report.append(f"{kind}:")
             report += [f"  {line}" for line in lines[:_MAX_LISTED]]
@@ -89,6 +89,34 @@ def load_params(
 ) -> dict[Any, Any]:
     """Fill `abstract_params` from the safetensors files of a HF directory, or from MaxText's.
 
+    Takes what `iter_params` takes, and raises what it raises.
+    """
+    leaves = iter_params(
+        path,
+        abstract_params,
+        rules,
+        mesh=mesh,
+        left_out=left_out,
+        method=method,
+        use_tqdm=use_tqdm,
+    )
+    return unflatten_params(dict(leaves))
+
+
+def iter_params(
+    path: Path | str,
+    abstract_params: Params,
+    rules: Sequence[RuleTypes],
+    *,
+    mesh: Mesh | None = None,
+    left_out: Sequence[str] = (),
+    method: Method | None = None,
+    use_tqdm: bool = True,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield every parameter of `abstract_params` by its dotted name, from a HF directory.
+
+    All that is wrong with the files' headers is raised before the first is read.
+
     Args:
         path: The directory.
         abstract_params: The tree, with `ShapeDtypeStruct`s for leaves: each array gets its dtype.
@@ -97,7 +125,7 @@ def load_params(
         rules: From names in the files to dotted names in the tree.
         mesh: Where to shard over, axes "data" and "model"; or the device that holds all, None: the
             first.
-        left_out: Attributes of the model that the tree lacks: their tensors are not read.
+        left_out: Attributes of the model that are not computed: their tensors are not read.
         method: How the files have matrices quantised (`read_method`); None: they have none.
         use_tqdm: Whether progress is shown, in bytes.
 
@@ -116,20 +144,18 @@ def load_params(
             [*plain, *packed], expected, rules, source=str(path), left_out=left_out
         )
         total = sum(tensor.num_bytes for tensor in sources.values())
-        leaves = {}
         with progress(logger, "loading weights", total, unit="B", is_shown=use_tqdm) as update:
             for name, tensor in _unloading(sources, path):
                 if name in quantized and not packed:
                     whole = tensor.read((slice(None), slice(None)))
                     arrays = quantize(whole, expected[name].dtype)
                     _check_scales(tensor, arrays[1], scales[quantized[name]])
-                    pair = zip((name, quantized[name]), arrays, strict=True)
-                    leaves |= {one: _place_array(one, array, mesh) for one, array in pair}
+                    yield name, _place_array(name, arrays[0], mesh)
+                    yield quantized[name], _place_array(quantized[name], arrays[1], mesh)
                 else:
-                    leaves[name] = _place(name, tensor, expected[name].dtype, mesh)
+                    yield name, _place(name, tensor, expected[name].dtype, mesh)
                 update(tensor.num_bytes)
         read_part.cache_clear()
-    return unflatten_params(leaves)
 
 
 def _unloading(
@@ -183,7 +209,7 @@ def match_tensors(
         if place is not None and name in expected:
             stacks.setdefault(name, {})[place.index] = tensor
             joined[name] = place.joined
-        elif name not in expected and name.endswith(_TIED_HEAD):
+        elif name not in expected and name.endswith(TIED_HEAD):
             heads.append(tensor)
         elif name not in expected:
             problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")
@@ -367,7 +393,7 @@ def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...], dtype: Any) -> li
 
 def _check_tied(head: StoredTensor, sources: Mapping[str, StoredTensor]) -> None:
     """Raise unless the head equals the embedding: dropping another one would change outputs."""
-    embedding = next((t for name, t in sources.items() if name.endswith(_EMBEDDING)), None)
+    embedding = next((t for name, t in sources.items() if name.endswith(EMBEDDING)), None)
     if embedding is not None and embedding.shape == head.shape:
         rows = head.shape[0]
         bounds = [*range(0, rows, _ROWS_COMPARED_AT_ONCE), rows]

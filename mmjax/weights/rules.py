@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -61,7 +59,7 @@ class Part:
     stop: int
     group_size: int
 
-    def apply(self, tensor: np.ndarray) -> np.ndarray:
+    def apply(self, tensor: Any) -> Any:
         """Return these rows of every group, one behind the other."""
         groups = tensor.reshape(-1, self.group_size, *tensor.shape[1:])
         return groups[:, self.start : self.stop].reshape(-1, *tensor.shape[1:])
@@ -99,9 +97,7 @@ class StackPart:
         rest = [size for n, size in enumerate(shape) if n not in (0, self._axis(shape))]
         return shape[0], self.count, *rest
 
-    def read(
-        self, shape: Sequence[int], read: Callable[[Any], np.ndarray], index: Sequence[slice]
-    ) -> np.ndarray:
+    def read(self, shape: Sequence[int], read: Callable[[Any], Any], index: Sequence[slice]) -> Any:
         """Return what the tree has at `index`; `read` gives what the file has at another."""
         matrices, rows, *columns = index
         start, stop, _ = rows.indices(self.count)
@@ -112,7 +108,7 @@ class StackPart:
             return read((matrices, chosen, *columns))[:, :: self.step]
         return read((matrices, *columns, chosen))[..., :: self.step].swapaxes(1, 2)
 
-    def apply(self, tensor: np.ndarray) -> np.ndarray:
+    def apply(self, tensor: Any) -> Any:
         """Return the stack that the tree has."""
         return self.read(tensor.shape, tensor.__getitem__, (slice(None),) * tensor.ndim)
 
@@ -121,7 +117,7 @@ class StackPart:
 class Transposition:
     """A matrix of the tree is a file's with its two axes swapped: `[in, out]`, say."""
 
-    def apply(self, tensor: np.ndarray) -> np.ndarray:
+    def apply(self, tensor: Any) -> Any:
         """Return the matrix that the tree has."""
         return tensor.T
 
@@ -132,7 +128,7 @@ class Squeeze:
 
     num_axes: int = 1
 
-    def apply(self, tensor: np.ndarray) -> np.ndarray:
+    def apply(self, tensor: Any) -> Any:
         """Return the tensor that the tree has."""
         return tensor[(0,) * self.num_axes]
 
@@ -210,7 +206,7 @@ class Place:
 
 RuleTypes = Rule | Split | Stack | Unstack | Join
 Change = Part | StackPart | Place | Transposition | Squeeze | Turn
-"""How a tensor of the tree is had of a file's."""
+"""How a tensor of the tree is had of a file's; `apply` takes an array of numpy or of JAX."""
 
 
 def map_tensor(name: str, rules: Sequence[RuleTypes]) -> Iterator[tuple[str, Change | None]]:

@@ -81,7 +81,7 @@ def _logprobs(core: EngineCore) -> np.ndarray:
 
 def test_each_device_holds_its_part_and_no_more():
     core = engine(2, 4)
-    params = flatten_params(core._runner._params)
+    params = flatten_params(core.params)
     layer = "language_model.layers.0.{}.weight"
     shapes = {
         name: params[layer.format(name)].sharding.shard_shape(params[layer.format(name)].shape)

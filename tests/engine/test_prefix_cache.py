@@ -1,6 +1,7 @@
 """Shared beginnings: what is found, what is not, and that answers are the same with and without."""
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -55,7 +56,7 @@ def make_request(
 def make_adapter(lora_name: str, version: int) -> RegisteredAdapter:
     read: Future[Adapter] = Future()
     read.set_result(Adapter(arrays={}, digest=b""))
-    return RegisteredAdapter(lora_name, version, lambda digest: read)
+    return RegisteredAdapter(lora_name, Path(), version, lambda digest: read)
 
 
 def item(identifier: str, offset: int, length: int) -> EncoderItem:

@@ -21,6 +21,7 @@ from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AdapterLoaded,
     CacheMiss,
+    EngineChanged,
     EngineCoreRequest,
     RequestFailed,
     StepOutput,
@@ -36,7 +37,9 @@ class Listener:
         self.num_ready = 0
         self.exits: list[EngineExit] = []
 
-    def on_message(self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded) -> None:
+    def on_message(
+        self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged
+    ) -> None:
         assert isinstance(message, StepOutput)
         self.token_ids += [i for delta in message.deltas for i in delta.new_token_ids]
 

@@ -165,7 +165,7 @@ def check_is_cut(core: EngineCore, size: int) -> None:
     """
     whole = {
         name
-        for name, leaf in flatten_params(core._runner._params).items()
+        for name, leaf in flatten_params(core.params).items()
         if leaf.ndim == 2 and re.match(r"language_model\..*layers\.\d+\.", name)
         if leaf.sharding.shard_shape(leaf.shape) == leaf.shape
         # A bias behind a product whose sums are over the devices is whole.

@@ -228,7 +228,7 @@ def test_preempted_requests_answer_as_published():
 def test_more_devices_answer_as_one(size: str, num_devices: int):
     """Query heads and every expert's width are cut; the latent is on all devices."""
     core = start(size, num_devices=num_devices, max_num_batched_tokens=16)
-    layer = core._runner._params["language_model"]["layers"][1]
+    layer = core.params["language_model"]["layers"][1]
     cut = {
         "experts.up_proj": layer["mlp"]["experts"]["up_proj"],
         "k_b_proj": layer["self_attn"]["k_b_proj"]["weight"],

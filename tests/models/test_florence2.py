@@ -54,7 +54,7 @@ def test_without_images_the_tower_is_left_out():
     model = served_model("florence2")
     core = start_engine(model, mm=MultiModalConfig(limit_mm_per_prompt={"image": 0}))
     assert core._runner.buckets.encode == ()
-    assert "vision_tower" not in core._runner._params
+    assert "vision_tower" not in core.params
     text = model.draw_sample([Words(3, 7)])
     assert serve(core, [make_request("text", text, max_tokens=8)]) == [
         list(model.paged.generate(text, 8))

@@ -75,7 +75,7 @@ def test_four_devices_norm_queries_over_all_heads():
     core = start(hf_config, params, size=4, max_num_seqs=1)
     assert answer(core, samples, "") == expected
     assert core.compilations == 0
-    held = flatten_params(core._runner._params)
+    held = flatten_params(core.params)
     cut = {name for name, leaf in held.items() if not leaf.sharding.is_fully_replicated}
     assert {name.split(".")[0] for name in cut} == {"language_model"}
     # The table, the head, and of each block four products of attention and three of the MLP.

@@ -30,6 +30,8 @@ from mmjax.transport.messages import (
     AbortRequests,
     AdapterLoaded,
     CacheMiss,
+    ControlEngine,
+    EngineChanged,
     EngineCoreRequest,
     Heartbeat,
     LoadAdapter,
@@ -122,6 +124,8 @@ MESSAGES: list[Message] = [
     AdapterLoaded(
         lora_name="poet", error=RequestFailed(request_id="poet", message="its file is damaged")
     ),
+    ControlEngine(number=3, action="load_weights", mode="keep", path="/step", weights_version=4),
+    EngineChanged(number=3, weights_version=4, is_sleeping=False, is_paused=True),
     AbortRequests(request_ids=["a", "b"]),
     Shutdown(),
     StepOutput(

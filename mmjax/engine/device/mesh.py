@@ -121,7 +121,7 @@ class Placement:
         """Return the size of an encoder call, rounded up to the devices unless units are fewer."""
         return num_units if num_units < self.size else round_up(num_units, self.size)
 
-    def place_params(self, params: Params) -> Params:
+    def place_params(self, params: Params) -> dict[Any, Any]:
         """Move parameters to their shardings; those that have them stay."""
         leaves = flatten_params(params)
         return unflatten_params({name: self._place(name, leaf) for name, leaf in leaves.items()})

@@ -42,7 +42,7 @@ from mmjax.layers.attention.kv_cache import LayerCache, TransposedCache, allocat
 from mmjax.layers.cpu.product import is_small
 from mmjax.layers.cpu.storage import storage_dtype
 from mmjax.layers.linear import Linear
-from mmjax.layers.module import Params, bind
+from mmjax.layers.module import Params, bind, flatten_params
 from mmjax.layers.quantization import PackedLinear
 from mmjax.models.host_inputs import HostInputs
 from mmjax.rounding import cdiv
@@ -95,9 +95,7 @@ class Programs:
         )
         self.precomputed = PrecomputedEmbeds(
             is_enabled=bool(buckets.write),
-            num_rows=num_rows,
-            width=shape.embed_width,
-            dtype=shape.dtype,
+            **{"num_rows": num_rows, "width": shape.embed_width, "dtype": shape.dtype},
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
         self.block_size, self.max_blocks = block_size, max_blocks
@@ -107,7 +105,9 @@ class Programs:
         self.num_token_ids, self.dtype = shape.num_token_ids, shape.dtype
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
-        self._shape, self._params, self.placement = shape, params, placement
+        self._shape, self.placement = shape, placement
+        self.params = jax.tree.map(_describe_param, params)
+        """Shapes, dtypes and shardings of the parameters."""
         self._cache_type = cache_type or choose_cache_type(
             placement.platform,
             model.kv_cache_spec,
@@ -160,6 +160,11 @@ class Programs:
                 out_shardings=whole,
             ),
         }
+        # No device ever holds all of a sharded array.
+        self._allocate = jax.jit(self._zeros, static_argnums=0, out_shardings=self._shardings)
+        self._allocate_adapters = jax.jit(
+            self._zero_adapters, out_shardings=self._adapter_shardings
+        )
         self.write_extra = jit(
             partial(write_extra, graphdef), donate_argnames="pool", out_shardings=whole
         )
@@ -196,8 +201,7 @@ class Programs:
 
     def make_arrays(self, num_blocks: int) -> DeviceArrays:
         """Allocate everything, zeroed."""
-        # No device ever holds all of a sharded array.
-        return jax.jit(partial(self._zeros, num_blocks), out_shardings=self._shardings)()
+        return self._allocate(num_blocks)
 
     def describe_arrays(self, num_blocks: int) -> DeviceArrays:
         """Return shapes, dtypes and shardings of `make_arrays`."""
@@ -226,7 +230,7 @@ class Programs:
             return {}
         arrays, number = self.describe_arrays(num_blocks), len(self.placement.local_devices)
         parts = {
-            "weights": self._params,
+            "weights": self.params,
             "kv_cache": arrays.state.kv_cache,
             "encoder_outputs": arrays.pool,
             "hidden_states": (arrays.state.hidden, arrays.previous),
@@ -243,12 +247,11 @@ class Programs:
         """Allocate all slots, zeroed; None: the engine has no adapters."""
         if self.adapted is None:
             return None
-        shapes = self.adapted.shapes
+        return self._allocate_adapters()
 
-        def zeros() -> AdapterArrays:
-            return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
-
-        return jax.jit(zeros, out_shardings=self._adapter_shardings)()
+    def _zero_adapters(self) -> AdapterArrays:
+        shapes = {} if self.adapted is None else self.adapted.shapes
+        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
 
     def describe_adapters(self) -> Mapping[str, Any] | None:
         """Return shapes, dtypes and shardings of `make_adapters`."""
@@ -289,11 +292,29 @@ class Programs:
         }[key.function]
         return Program(_label(key), self._functions[key.function], describe(key.size, arrays))
 
+    def find_encoder_params(self) -> frozenset[str]:
+        """Return the names of the parameters that encoder outputs depend on.
+
+        Those that `encode` reads: of a model whose items are tokens' embeddings, the table, too.
+        """
+        if not self.buckets.encode:
+            return frozenset()
+        given = self._describe_encode(self.buckets.encode[0], self.describe_arrays(1))
+        call = partial(encode, self._shape.graphdef, self.adapted, self.encoder_calls.gather)
+        params = given.pop("params")
+        traced = jax.make_jaxpr(lambda params, rest: call(params=params, **rest))(params, given)
+        read = {id(one) for equation in traced.jaxpr.eqns for one in equation.invars}
+        # The parameters' leaves come first, in the order of the tree.
+        names = flatten_params(params)
+        return frozenset(
+            name for name, one in zip(names, traced.jaxpr.invars, strict=False) if id(one) in read
+        )
+
     def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
         layout = step_layout(bucket, self.max_blocks, self.max_encoder_blocks)
         return {
             "layout": layout,
-            "params": self._params,
+            "params": self.params,
             "state": arrays.state,
             "pool": arrays.pool,
             "previous": arrays.previous,
@@ -304,7 +325,7 @@ class Programs:
     def _describe_encode(self, bucket: int, arrays: DeviceArrays) -> dict[str, Any]:
         inputs, num_outputs = self.encoder_calls.describe(bucket)
         return {
-            "params": self._params,
+            "params": self.params,
             "pool": arrays.pool,
             "inputs": inputs,
             "dst_rows": self._describe((num_outputs,)),
@@ -314,7 +335,7 @@ class Programs:
     def _describe_encode_prompts(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
         inputs = self.prompt_calls.empty(size)._asdict()
         described = {name: self._describe(array.shape) for name, array in inputs.items()}
-        return {"params": self._params, "pool": arrays.pool, **described}
+        return {"params": self.params, "pool": arrays.pool, **described}
 
     def _describe_write(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
         embeds = self._describe((size, self._shape.embed_width), self._shape.dtype)
@@ -326,7 +347,7 @@ class Programs:
             "layout": self.sample_layout,
             "num_rows": bucket.num_rows,
             "is_plain": bucket.is_plain,
-            "params": self._params,
+            "params": self.params,
             "hidden": arrays.state.hidden,
             "packed": self._describe((self.sample_layout.size,)),
             "tables": jax.tree.map(lambda table: self._describe(table.shape), tables),
@@ -336,6 +357,10 @@ class Programs:
 
     def _describe(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)
+
+
+def _describe_param(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def _label(key: ProgramKey) -> str:

@@ -33,7 +33,7 @@ from mmjax.engine.scheduling.outputs import (
 )
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.layers.cpu.storage import from_storage
-from mmjax.layers.module import Params
+from mmjax.layers.module import set_param
 from mmjax.system.logger import get_logger
 from mmjax.transport.messages import TokenLogprobs
 from mmjax.weights.adapter import fill_slot
@@ -74,7 +74,7 @@ class ModelRunner:
         self,
         programs: Programs,
         compiled: CompiledPrograms,
-        params: Params,
+        params: dict[Any, Any],
         *,
         num_blocks: int,
         has_spans: bool,
@@ -85,7 +85,8 @@ class ModelRunner:
         self._compiled = compiled
         self.rows = EncoderRows(programs.num_encoder_rows, programs.num_extra_rows)
         self._programs = programs
-        self._params = params
+        self.params = params
+        """By names of the tree; none while the weights are released."""
         self._placement = programs.placement
         self._encoder_calls = programs.encoder_calls
         self._num_blocks = num_blocks
@@ -113,21 +114,35 @@ class ModelRunner:
         self._is_leading = False
         """Whether every call is broadcast to following processes."""
         self._has_tower_adapters = programs.adapted is not None and programs.adapted.has_towers
-        self._make_arrays()
+        self.make_arrays()
 
     def reset(self) -> None:
         """Reallocate all caches, after a failed step."""
         self._broadcast(Call.RESET)
-        self.rows.reset()
         # The device has no room for both, and the exception's traceback may refer to the old ones.
-        for array in jax.tree.leaves((self._state, self._pool, self._previous, self._adapters)):
-            array.delete()
-        self._make_arrays()
+        self.release_arrays()
+        self.make_arrays()
 
-    def _make_arrays(self) -> None:
-        self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
+    def release_arrays(self) -> None:
+        """Free all caches, and what is in them; until `make_arrays` nothing can be computed."""
+        self.rows.reset()
+        for array in jax.tree.leaves((self._state, self._pool, self._previous, self._adapters)):
+            if not array.is_deleted():
+                array.delete()
+
+    def replace_param(self, name: str, array: Array) -> None:
+        """Put an array, placed as the programs have it, in the place of a parameter."""
+        set_param(self.params, name, array)
+
+    def write_extra(self) -> None:
+        """Write the model's learned embeddings to the pool, as the parameters have them now."""
         if self._programs.num_extra_rows:
-            self._pool = self._programs.write_extra(params=self._params, pool=self._pool)
+            self._pool = self._programs.write_extra(params=self.params, pool=self._pool)
+
+    def make_arrays(self) -> None:
+        """Allocate all caches."""
+        self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
+        self.write_extra()
         self._adapters = self._programs.make_adapters()
         if self._adapters is not None:
             # Compiles it: no load will.
@@ -221,7 +236,7 @@ class ModelRunner:
         self._state, rest = self._compiled(
             "step",
             bucket,
-            params=self._params,
+            params=self.params,
             state=self._state,
             pool=self._pool,
             previous=self._previous,
@@ -291,7 +306,7 @@ class ModelRunner:
         return self._compiled(
             "sample",
             bucket,
-            params=self._params,
+            params=self.params,
             hidden=self._state.hidden,
             packed=packed,
             tables=on_device,
@@ -305,7 +320,7 @@ class ModelRunner:
         self._pool, self._encoded = self._compiled(
             "encode",
             call.bucket,
-            params=self._params,
+            params=self.params,
             pool=self._pool,
             inputs=self._placement.put(call.inputs, sharding),
             dst_rows=self._placement.put(call.dst_rows),
@@ -323,7 +338,7 @@ class ModelRunner:
         self._lead("encode prompts", size)
         on_device = self._placement.put(call._asdict())
         self._pool, self._encoded = self._compiled(
-            "encode prompts", size, params=self._params, pool=self._pool, **on_device
+            "encode prompts", size, params=self.params, pool=self._pool, **on_device
         )
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:

@@ -30,10 +30,16 @@ class RegisteredAdapter:
     """Whether its name stands for it no more."""
 
     def __init__(
-        self, lora_name: str, version: int, read: "Callable[[bytes | None], Future[Adapter]]"
+        self,
+        lora_name: str,
+        path: Path,
+        version: int,
+        read: "Callable[[bytes | None], Future[Adapter]]",
     ) -> None:
         """`read` begins to read the files, of a digest if it is known."""
         self.lora_name = lora_name
+        self.path = path
+        """Its directory."""
         self.lora_version = str(version)
         """Differs from that of all other adapters of this process."""
         self._read = read
@@ -113,9 +119,19 @@ class Adapters:
                 param="lora_name",
             )
         submit = partial(self._submit, lora_name, path)
-        adapter = RegisteredAdapter(lora_name, next(self._versions), submit)
+        adapter = RegisteredAdapter(lora_name, path, next(self._versions), submit)
         self._registered[lora_name] = adapter
         self._loading.append(adapter)
+        self._keep(adapter)
+        return adapter
+
+    def replace(self, lora_name: str, arrays: Adapter) -> RegisteredAdapter:
+        """Let a name stand for other arrays, which are kept; requests that have it go on."""
+        path = self.unload(lora_name).path
+        known: Future[Adapter] = Future()
+        known.set_result(arrays)
+        adapter = RegisteredAdapter(lora_name, path, next(self._versions), lambda _: known)
+        self._registered[lora_name] = adapter
         self._keep(adapter)
         return adapter
 
@@ -153,6 +169,18 @@ class Adapters:
                 self.unload(adapter.lora_name)
         self._evict()
         return [(adapter.lora_name, error) for adapter, error in errors.items()]
+
+    def read_again(self) -> None:
+        """Forget host copies that depend on the model's own weights, and read those in use.
+
+        Call it after these have changed.
+        """
+        for adapter in self._kept.values():
+            if adapter.is_ready and not adapter.host_copy.reads_base:
+                continue
+            adapter.drop_host_copy()
+            if adapter.num_users:
+                adapter.fetch()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a file is read; return False, at once, if there is none to wait for."""

@@ -1,8 +1,8 @@
 """A request in the engine: tokens to compute, items to encode. No device arrays."""
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -371,6 +371,25 @@ class Request:
     def _hash_new_blocks(self) -> None:
         if self._block_hasher is not None:
             self.block_hashes += self._block_hasher.hash_new_blocks(self)
+
+    def change_keys(self, rename: Callable[[EncoderItem], str], hasher: BlockHasher | None) -> None:
+        """Take other keys for what other weights compute; a request that holds nothing.
+
+        `rename` gives an item's identifier; `hasher` is that of the engine's requests.
+        """
+        self.items = [replace(item, identifier=rename(item)) for item in self.items]
+        if self.encoder is not None:
+            prompt = self.encoder.prompt
+            assert prompt is not None, f"{self.encoder.identifier=} has no prompt"
+            items = [replace(item, identifier=rename(item)) for item in prompt.items]
+            self.encoder = replace(
+                self.encoder, identifier=rename(self.encoder), prompt=replace(prompt, items=items)
+            )
+        if self._block_hasher is not None:
+            self._block_hasher, self.block_hashes = hasher, []
+            # It has the items' identifiers in it.
+            self.__dict__.pop("seen_ahead", None)
+            self._hash_new_blocks()
 
     def items_between(self, start: int, end: int) -> list[EncoderItem]:
         """Return the items that overlap the positions [start, end), in order."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.cache.kv.block_hash import make_none_hash
-from mmjax.config.engine_config import CacheConfig, EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.scheduling.adapters import Adapters, RegisteredAdapter
 from mmjax.engine.scheduling.admission import (
     AdmissionLimits,
@@ -49,9 +49,9 @@ class RequestMaker:
         self._adapters = adapters
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._encoder_numbers = count()
-        # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
-        has_encoder = bool(limits.max_encoder_len)
-        self.block_hasher = None if has_encoder else _make_block_hasher(config.cache)
+        self._item_suffix = self._last_suffix = ""
+        """Behind the identifiers of items that the present towers, or those before, encode."""
+        self.block_hasher = self._make_block_hasher(0)
 
     def make(
         self, message: EngineCoreRequest, features: Sequence[MultiModalFeatureSpec]
@@ -103,6 +103,57 @@ class RequestMaker:
         self.limits.check_request(request)
         return request
 
+    def change_weights(self, version: int, *, has_new_tower: bool) -> None:
+        """Give other keys to what is computed from now on.
+
+        Blocks of keys and values get those of a version; items' embeddings, too, where the
+        parameters have changed that they are computed with.
+        """
+        self.block_hasher = self._make_block_hasher(version)
+        self._last_suffix = self._item_suffix
+        if has_new_tower:
+            # Random, so that no client can give an item the id of another one's.
+            self._item_suffix = f"@weights {version} {secrets.token_hex(8)}"
+
+    def rename(self, request: Request) -> None:
+        """Give other keys to a request that was made before `change_weights`, and holds nothing."""
+        request.change_keys(self._rename_item, self.block_hasher)
+
+    def rename_adapted(self, request: Request, old_version: str) -> None:
+        """Give other keys to a request that has another adapter now, and holds nothing."""
+        adapter, suffix = request.lora_request, self._item_suffix
+        assert adapter is not None, f"{request.request_id=} has no adapter"
+        ends = f"@{old_version}{suffix}", f"@{adapter.lora_version}{suffix}"
+
+        def rename(item: EncoderItem) -> str:
+            base = item.identifier.removesuffix(ends[0])
+            return item.identifier if base == item.identifier else base + ends[1]
+
+        request.change_keys(rename, self.block_hasher)
+
+    def _rename_item(self, item: EncoderItem) -> str:
+        if item.prompt is not None:
+            return self._name_states()
+        if item.embeds is not None:
+            return item.identifier
+        return item.identifier.removesuffix(self._last_suffix) + self._item_suffix
+
+    def _name_states(self) -> str:
+        # Request ids may repeat.
+        return f"encoder of request {next(self._encoder_numbers)}"
+
+    def _make_block_hasher(self, version: int) -> BlockHasher | None:
+        cache = self._config.cache
+        # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
+        if not cache.enable_prefix_caching or self.limits.max_encoder_len:
+            return None
+        return BlockHasher(
+            block_size=cache.block_size,
+            # Random, so that no client can compute the hash of a block.
+            none_hash=make_none_hash(f"{version} {secrets.token_hex(16)}"),
+            algorithm=cache.prefix_caching_hash_algo,
+        )
+
     def _make_encoder(
         self,
         message: EngineCoreRequest,
@@ -112,8 +163,7 @@ class RequestMaker:
         """Return an encoder's hidden states as one item, which depend on its prompt and items."""
         token_ids = self.limits.check_encoder_prompt(message.encoder_prompt_token_ids, features)
         return EncoderItem(
-            # Request ids may repeat.
-            identifier=f"encoder of request {next(self._encoder_numbers)}",
+            identifier=self._name_states(),
             mm_position=PlaceholderRange(offset=0, length=len(token_ids)),
             prompt=EncoderPrompt(token_ids=np.array(token_ids, np.int32), items=items),
         )
@@ -161,7 +211,7 @@ class RequestMaker:
             # Of this adapter, and not of one that had its name before.
             identifier = f"{identifier}@{adapter.lora_version}"
         return EncoderItem(
-            identifier=identifier,
+            identifier=identifier + self._item_suffix,
             mm_hash=feature.mm_hash,
             mm_position=feature.mm_position,
             units=arrays,
@@ -186,14 +236,3 @@ class RequestMaker:
             if feature.tensors is not None
         ]
         return self._host_inputs.rotary_positions(num_tokens, items)
-
-
-def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
-    if not cache.enable_prefix_caching:
-        return None
-    return BlockHasher(
-        block_size=cache.block_size,
-        # Random, so that no client can compute the hash of a block.
-        none_hash=make_none_hash(secrets.token_hex(16)),
-        algorithm=cache.prefix_caching_hash_algo,
-    )

@@ -7,7 +7,7 @@ strictly in order, so that none starves. No device arrays.
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import msgspec
 from mmjax.cache.adapter_slots import NO_SLOT, AdapterSlots
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
+from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.admission import ItemSizes
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.outputs import (
@@ -128,6 +129,8 @@ class Scheduler:
         """Requests of a failed step that have got no token since: they run one by one."""
         self._failed: dict[str, RequestError] = {}
         """Requests whose outputs could not be made."""
+        self.weights_version = 0
+        """Of the weights that tokens are sampled with."""
 
     def limit_steps(self, ready: Buckets | None) -> None:
         """Schedule only steps that the buckets hold, which never shrink; None: all are ready.
@@ -219,21 +222,69 @@ class Scheduler:
             ]
         at_fault = [*dict.fromkeys(failed)] if len(set(failed)) == 1 else []
         self._suspects = dict.fromkeys([*failed, *self._suspects])
-        self._stop_running()
+        self.stop_running()
         self.abort(at_fault)
+        self.forget_all()
+        return at_fault
+
+    def change_weights(self, version: int, rename: Callable[[Request], None]) -> None:
+        """Compute all requests again from their tokens, by other weights.
+
+        What the former ones computed is kept where its key is still asked for. `rename` gives a
+        request, which holds nothing, its new keys.
+        """
+        self.stop_running()
+        self.weights_version = version
+        for request in self._requests.values():
+            if request.encoder is not None:
+                self.encoder_cache.discard(request.encoder.identifier)
+            self._item_sizes.remove(request.media_items)
+            rename(request)
+            self._item_sizes.add(request.media_items)
+        self.kv_cache.reset_prefix_cache()
+
+    def change_adapter(
+        self,
+        version: int,
+        old: RegisteredAdapter,
+        new: RegisteredAdapter,
+        rename: Callable[[Request, str], None],
+    ) -> None:
+        """Let requests of an adapter go on with another one, by which they are computed again.
+
+        `rename` gives a request its new keys; it is told the version of its old adapter.
+        """
+        self.weights_version = version
+        requests = [one for one in self._requests.values() if one.lora_request is old]
+        self._stop(requests)
+        for request in requests:
+            old.num_users, new.num_users = old.num_users - 1, new.num_users + 1
+            request.lora_request = new
+            self._item_sizes.remove(request.media_items)
+            rename(request, old.lora_version)
+            self._item_sizes.add(request.media_items)
+        self.adapter_slots.forget(old)
+
+    def forget_all(self) -> None:
+        """Let all requests wait, after what they hold is lost."""
+        self.stop_running()
         self.encoder_cache.reset()
         self.kv_cache.reset_prefix_cache()
         self.adapter_slots.reset()
-        return at_fault
 
-    def _stop_running(self) -> None:
+    def stop_running(self) -> None:
         """Let all requests wait and hold nothing, in whatever state a failure has left them."""
-        waiting = {request.request_id for request in self.waiting}
         self.running.clear()
-        for request_id, request in self._requests.items():
+        self._stop(self._requests.values())
+
+    def _stop(self, requests: Iterable[Request]) -> None:
+        waiting = {request.request_id for request in self.waiting}
+        for request in requests:
+            if request in self.running:
+                self.running.remove(request)
             self._release(request)
             request.num_computed_tokens = request.num_in_flight = 0
-            if request_id not in waiting:
+            if request.request_id not in waiting:
                 request.status = RequestStatus.PREEMPTED
                 request.num_preemptions += 1
                 self.waiting.add(request)
@@ -326,6 +377,7 @@ class Scheduler:
             times=request.times if is_first else None,
             encoded=request.encoded if is_first else [],
             prompt_logprobs=prompt_logprobs,
+            weights_version=self.weights_version,
         )
         if request.is_finished:
             self._finish(request)

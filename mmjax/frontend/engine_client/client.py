@@ -21,6 +21,7 @@ from mmjax.errors import (
 )
 from mmjax.frontend.engine_client.adapters import AdapterClient
 from mmjax.frontend.engine_client.admission import Capacity, Quarantine, TokenReservation
+from mmjax.frontend.engine_client.control import ControlClient
 from mmjax.frontend.engine_client.request_stream import RequestObserver, RequestStream
 from mmjax.frontend.engine_client.request_table import RequestTable
 from mmjax.frontend.engine_client.stats_log import StatsLog
@@ -39,8 +40,11 @@ from mmjax.system.request_times import RequestTimes, measuring, recording
 from mmjax.transport.messages import (
     AdapterLoaded,
     CacheMiss,
+    ControlAction,
+    EngineChanged,
     RequestFailed,
     StepOutput,
+    UpdateMode,
 )
 
 logger = get_logger(__name__)
@@ -116,6 +120,7 @@ class AsyncEngineClient:
         self._quarantine = Quarantine(quarantine_s)
         modules = {} if lora is None else dict(lora.modules)
         self.adapters = AdapterClient(modules, put=supervisor.send)
+        self.control = ControlClient(put=supervisor.send)
 
     def observe(self, observer: RequestObserver) -> None:
         """Tell `observer` about all requests from now on."""
@@ -183,6 +188,18 @@ class AsyncEngineClient:
         await self._wait_for_start(None)
         await self.adapters.load(lora_name, path)
 
+    async def change_engine(
+        self,
+        action: ControlAction,
+        *,
+        mode: UpdateMode = "wait",
+        level: int = 1,
+        path: Path | None = None,
+    ) -> None:
+        """Change the engine as a whole, between two steps; RequestError."""
+        await self._wait_for_start(None)
+        await self.control.change(action, mode=mode, level=level, path=path)
+
     async def explain(
         self, prompt: PromptSource, *, id_domain: str | None = None, is_bounded: bool = True
     ) -> Explanation:
@@ -220,11 +237,15 @@ class AsyncEngineClient:
 
     # ---- EngineListener -------------------------------------------------------------------------
 
-    def on_message(self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded) -> None:
+    def on_message(
+        self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged
+    ) -> None:
         """Put a step's outputs into their streams."""
         match message:
             case AdapterLoaded():
                 self.adapters.on_loaded(message)
+            case EngineChanged():
+                self.control.on_changed(message)
             case RequestFailed():
                 self.requests.fail(message.request_id, message.to_error())
             case CacheMiss():
@@ -239,6 +260,7 @@ class AsyncEngineClient:
         """
         culprit = self.requests.on_exit(engine_exit)
         self.adapters.on_exit()
+        self.control.on_exit()
         if culprit is not None:
             logger.error("request %s ended the engine process; it fails", culprit.request_id)
             self._quarantine.add(culprit)
@@ -249,6 +271,8 @@ class AsyncEngineClient:
 
     def on_ready(self) -> None:
         """Send all unfinished requests again, with what was generated for them."""
+        # Before what they compute.
+        self.control.on_ready()
         # Before the requests that name them.
         self.adapters.on_ready()
         self.requests.on_ready()

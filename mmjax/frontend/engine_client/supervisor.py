@@ -29,6 +29,7 @@ from mmjax.transport.messages import (
     AbortRequests,
     AdapterLoaded,
     CacheMiss,
+    EngineChanged,
     EngineMessage,
     Heartbeat,
     Ready,
@@ -56,8 +57,10 @@ class EngineStartError(MMJaxError):
 class EngineListener(Protocol):
     """The callbacks of a supervisor: P1's messages, ends and starts."""
 
-    def on_message(self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded) -> None:
-        """Handle a message of P1 about requests or adapters."""
+    def on_message(
+        self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged
+    ) -> None:
+        """Handle a message of P1 about requests, adapters or itself."""
 
     def on_exit(self, engine_exit: EngineExit) -> None:
         """Handle the end of P1, with all its state."""
@@ -381,7 +384,9 @@ class Supervisor:
             match message:
                 case Ready():
                     self._on_ready(message)
-                case StepOutput() | RequestFailed() | CacheMiss() | AdapterLoaded():
+                case (
+                    StepOutput() | RequestFailed() | CacheMiss() | AdapterLoaded() | EngineChanged()
+                ):
                     if isinstance(message, StepOutput):
                         self._breaker.note_progress()
                     _notify(partial(listener.on_message, message))

@@ -195,6 +195,7 @@ class OutputProcessor:
         is_stopped = sequence.text.stop_string is not None
         taken = token_ids[:num_taken] if is_stopped else token_ids
         sequence.token_ids += taken
+        sequence.weights_versions += [delta.weights_version] * len(taken)
         if params.detokenize and not is_stopped and delta.finish_reason is not None:
             may_stop = len(sequence.token_ids) > params.min_tokens
             new_text += sequence.text.finish(check_stop=may_stop)
@@ -303,6 +304,8 @@ class SequenceState:
     params: SamplingParams
     text: OutputText
     token_ids: list[int] = field(default_factory=list)
+    weights_versions: list[int] = field(default_factory=list)
+    """Of the weights that each token was sampled with."""
     logprobs: SampleLogprobs = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -350,6 +353,7 @@ class SequenceState:
     def completion(
         self, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
     ) -> CompletionOutput:
+        versions = self.weights_versions[len(self.weights_versions) - len(token_ids) :]
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -359,6 +363,8 @@ class SequenceState:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             parsed=self.parsed,
+            weights_version=versions[-1] if versions else 0,
+            weights_versions=versions if len(set(versions)) > 1 else None,
         )
 
     def whole(self) -> CompletionOutput:

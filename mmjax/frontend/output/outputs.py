@@ -40,6 +40,10 @@ class CompletionOutput:
     """The stop string or token that ended it; None for the tokenizer's EOS."""
     parsed: Mapping[str, Any] | None = None
     """What the model's processor makes of a finished answer, as boxes; None: it is text alone."""
+    weights_version: int = 0
+    """Of the weights that the last token was sampled with: how often they were changed before."""
+    weights_versions: list[int] | None = None
+    """One per token, where the weights were changed between them; None: all are of the last's."""
 
     def finished(self) -> bool:
         """Return whether the completion is finished."""

@@ -1,0 +1,180 @@
+"""Routes that change the engine, for clients that an operator trusts: adapters, weights, sleep."""
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mmjax.config.lora_config import ADAPTER_NAME
+from mmjax.errors import RequestError, RequestValueError
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.models.model_source import ADAPTER_FILES
+from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.protocol import Strict
+from mmjax.server.openai.request_body import validated
+from mmjax.transport.messages import UpdateMode
+
+
+class ControlQuery(BaseModel):
+    """What stands behind the `?` of an address; what mmjax does not know has no effect."""
+
+    mode: UpdateMode = "wait"
+    """What becomes of requests in work."""
+    level: Annotated[int, Field(ge=1, le=2)] = 1
+    """Of /sleep: 2 frees the weights' memory, too."""
+
+
+class UpdateWeightsRequest(Strict):
+    """POST /update_weights."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A checkpoint's directory below `--weights-dir`: whole, or as seen from there."""
+    mode: UpdateMode = "wait"
+    """What becomes of requests in work: they are finished before, go on by the new weights behind
+    the tokens that they have, or end."""
+
+
+class ControlService:
+    """Changes the engine as a whole."""
+
+    def __init__(self, client: AsyncEngineClient, weights_dir: Path | None) -> None:
+        """Load weights from below `weights_dir`; None: from nowhere."""
+        self._client = client
+        self._weights_dir = weights_dir
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes without a body."""
+        routes = (self.sleep, self.wake_up, self.pause, self.resume)
+        for serve in routes:
+            app.add_api_route(f"/{serve.__name__}", serve, methods=["POST"])
+        for serve in (self.is_sleeping, self.is_paused):
+            app.add_api_route(f"/{serve.__name__}", serve, methods=["GET"])
+
+    async def sleep(self, request: Request) -> Response:
+        """Serve /sleep: free the caches' memory until /wake_up; requests wait."""
+        query = validated(ControlQuery, dict(request.query_params))
+        await self._client.change_engine("sleep", level=query.level, mode=query.mode)
+        return self._tell()
+
+    async def wake_up(self) -> Response:
+        """Serve /wake_up."""
+        await self._client.change_engine("wake_up")
+        return self._tell()
+
+    async def pause(self, request: Request) -> Response:
+        """Serve /pause: compute nothing until /resume; requests wait."""
+        query = validated(ControlQuery, dict(request.query_params))
+        await self._client.change_engine("pause", mode=query.mode)
+        return self._tell()
+
+    async def resume(self) -> Response:
+        """Serve /resume."""
+        await self._client.change_engine("resume")
+        return self._tell()
+
+    async def is_sleeping(self) -> Response:
+        """Serve /is_sleeping."""
+        return json_response({"is_sleeping": self._client.control.is_sleeping})
+
+    async def is_paused(self) -> Response:
+        """Serve /is_paused."""
+        return json_response({"is_paused": self._client.control.is_paused})
+
+    async def update_weights(self, _: Request, body: UpdateWeightsRequest) -> Response:
+        """Serve /update_weights."""
+        path = self._resolve(body.path)
+        await self._client.change_engine("load_weights", mode=body.mode, path=path)
+        return self._tell()
+
+    def _tell(self) -> Response:
+        control = self._client.control
+        return json_response(
+            {
+                "weights_version": control.weights_version,
+                "is_sleeping": control.is_sleeping,
+                "is_paused": control.is_paused,
+            }
+        )
+
+    def _resolve(self, text: str) -> Path:
+        """Return a directory below `weights_dir`, links of it and of its weights resolved."""
+        if self._weights_dir is None:
+            raise RequestValueError.about("path", "cannot be given without `--weights-dir`")
+        try:
+            root = self._weights_dir.resolve(strict=True)
+            path = (root / text).resolve(strict=True)
+            files = [file.resolve(strict=True) for file in path.glob("*.safetensors*")]
+        except (OSError, ValueError, RuntimeError):
+            raise _no_weights() from None
+        if not files or not all(one.is_relative_to(root) for one in (path, *files)):
+            raise _no_weights()
+        return path
+
+
+def _no_weights() -> RequestError:
+    # The same for all reasons: a client does not learn what is elsewhere.
+    return RequestValueError.about(
+        "path", "is no directory below `--weights-dir` that holds safetensors files"
+    )
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME)]
+
+
+class LoadAdapterRequest(Strict):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A directory below `--lora-dir`: whole, or as seen from there."""
+
+
+class UnloadAdapterRequest(Strict):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: AdapterName
+
+
+class AdapterService:
+    """Loads and unloads adapters."""
+
+    def __init__(self, client: AsyncEngineClient, lora_dir: Path) -> None:
+        self._client = client
+        self._lora_dir = lora_dir
+
+    async def load_lora_adapter(self, _: Request, body: LoadAdapterRequest) -> Response:
+        """Serve /v1/load_lora_adapter."""
+        if body.lora_name in self._client.input_processor.model_config.public_names:
+            raise RequestValueError.about(
+                "lora_name", "is a name of the model itself; give the adapter another one"
+            )
+        await self._client.load_adapter(body.lora_name, self._resolve(body.lora_path))
+        return json_response({"message": f"adapter `{body.lora_name}` is loaded"})
+
+    async def unload_lora_adapter(self, _: Request, body: UnloadAdapterRequest) -> Response:
+        """Serve /v1/unload_lora_adapter."""
+        self._client.adapters.unload(body.lora_name)
+        return json_response({"message": f"adapter `{body.lora_name}` is unloaded"})
+
+    def _resolve(self, text: str) -> Path:
+        """Return a directory below `lora_dir`, links resolved, whose files are there, too."""
+        try:
+            root = self._lora_dir.resolve(strict=True)
+            path = (root / text).resolve(strict=True)
+            files = [(path / name).resolve(strict=True) for name in ADAPTER_FILES]
+        except (OSError, ValueError, RuntimeError):
+            raise _no_adapter() from None
+        if not all(one.is_relative_to(root) for one in (path, *files)):
+            raise _no_adapter()
+        return path
+
+
+def _no_adapter() -> RequestError:
+    return RequestValueError.about(
+        "lora_path", f"is no directory below `--lora-dir` that holds {' and '.join(ADAPTER_FILES)}"
+    )

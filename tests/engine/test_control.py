@@ -1,0 +1,165 @@
+"""P1 is changed as a whole while it serves: halted, put to sleep, given weights of a directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mmjax.engine.core import EngineCore
+from mmjax.layers.module import flatten_params
+from mmjax.transport.channel import IpcDirectory
+from mmjax.transport.messages import (
+    AbortRequests,
+    ControlEngine,
+    EngineChanged,
+    StepOutput,
+)
+from tests.engine.test_process import Frontend
+from tests.engine.test_weights import (
+    KEYS,
+    START,
+    Token,
+    answer,
+    answer_of,
+    ask,
+    live_bytes,
+    read,
+    start,
+    whole,
+)
+
+
+@pytest.fixture
+def frontend() -> Iterator[Frontend]:
+    with IpcDirectory() as directory:
+        made = Frontend(directory)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def core() -> EngineCore:
+    return start()
+
+
+def change(frontend: Frontend, action: Any, **fields: Any) -> None:
+    """Send a change without waiting."""
+    frontend.sender.send(ControlEngine(number=7, action=action, **fields))
+
+
+def changed(frontend: Frontend, action: Any, **fields: Any) -> EngineChanged:
+    """Send a change, and return what became of it."""
+    change(frontend, action, **fields)
+    found = frontend.receive(EngineChanged)
+    assert found.number == 7
+    return found
+
+
+def collect(frontend: Frontend, request_id: str) -> tuple[list[Token], str]:
+    """Return a request's answer, and why it ended."""
+    news = []
+    while not news or news[-1].finish_reason is None:
+        deltas = frontend.receive(StepOutput).deltas
+        news += [delta for delta in deltas if delta.request_id == request_id]
+    return read(news), news[-1].finish_reason or ""
+
+
+def write(path: Path, state: tuple[int, ...]) -> Path:
+    """Write a state as a directory of weights, by the tree's own names."""
+    path.mkdir()
+    save_file(whole(state), path / "model.safetensors")
+    return path
+
+
+def test_a_pause_holds_requests_and_a_resume_serves_them(frontend: Frontend, core: EngineCore):
+    frontend.serve(core)
+    assert changed(frontend, "pause").is_paused
+    frontend.sender.send(ask("held", KEYS[0]))
+    frontend.sender.send(ask("given up", KEYS[0]))
+    frontend.sender.send(AbortRequests(request_ids=["given up"]))
+    assert frontend.receiver.receive(0.3) is None or not core.has_unfinished()
+    assert not changed(frontend, "resume").is_paused
+    assert collect(frontend, "held")[0] == answer_of(START, KEYS[0], ())
+    assert not core.has_unfinished()
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+def test_what_becomes_of_a_request_in_work_is_the_callers_choice(
+    frontend: Frontend, core: EngineCore, mode: Any
+):
+    request = ask("a", KEYS[1])
+    frontend.serve(core)
+    frontend.sender.send(request)
+    # Behind the request, in one turn of the loop or in the next.
+    change(frontend, "pause", mode=mode)
+    if mode == "wait":
+        assert collect(frontend, "a") == (answer_of(START, KEYS[1], ()), "length")
+        assert frontend.receive(EngineChanged).is_paused
+        return
+    if mode == "abort":
+        assert collect(frontend, "a")[1] == "abort"
+        assert frontend.receive(EngineChanged).is_paused
+        return
+    assert frontend.receive(EngineChanged).is_paused
+    refused = changed(frontend, "sleep", mode="wait")
+    assert refused.error is not None
+    assert "cannot be finished first" in refused.error.message
+    change(frontend, "resume")
+    assert collect(frontend, "a")[1] == "length"
+
+
+def test_sleep_frees_the_caches_and_a_request_waits_for_the_end(
+    frontend: Frontend, core: EngineCore
+):
+    assert answer(core, ask("warm", KEYS[1])) == answer_of(START, KEYS[1], ())
+    frontend.serve(core)
+    before = live_bytes()
+    caches = sum(leaf.nbytes for leaf in jax.tree.leaves((core._runner._state, core._runner._pool)))
+    assert changed(frontend, "sleep").is_sleeping
+    assert before - live_bytes() >= caches > 0
+    frontend.sender.send(ask("a", KEYS[1]))
+    assert not changed(frontend, "wake_up").is_sleeping
+    assert collect(frontend, "a")[0] == answer_of(START, KEYS[1], ())
+    assert live_bytes() == before
+
+
+def test_weights_of_a_directory(frontend: Frontend, core: EngineCore, tmp_path: Path):
+    good, other = write(tmp_path / "good", (1, 2, 1)), write(tmp_path / "other", (0, 1, 1))
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    leaves = whole((1, 1, 1))
+    leaves.pop("language_model.norm.weight")
+    save_file(leaves, bad / "model.safetensors")
+    assert answer(core, ask("warm", KEYS[1])) == answer_of(START, KEYS[1], ())
+    frontend.serve(core)
+    reply = changed(frontend, "load_weights", path=str(good))
+    assert (reply.error, reply.weights_version) == (None, 1)
+    frontend.sender.send(ask("a", KEYS[1]))
+    assert collect(frontend, "a")[0] == answer_of((1, 2, 1), KEYS[1], ())
+    for path in (bad, tmp_path / "none"):
+        refused = changed(frontend, "load_weights", path=str(path), mode="abort")
+        assert refused.error is not None
+        assert (refused.error.status, refused.weights_version) == (400, 1)
+    refused = changed(frontend, "load_weights", path=str(bad))
+    assert refused.error is not None
+    assert "language_model.norm.weight" in refused.error.message
+    frontend.sender.send(ask("b", KEYS[1]))
+    assert collect(frontend, "b")[0] == answer_of((1, 2, 1), KEYS[1], ())
+    # Weights that sleep has freed are read again, or come from elsewhere before.
+    assert changed(frontend, "sleep", level=2).is_sleeping
+    assert not core.has_weights
+    assert changed(frontend, "wake_up").weights_version == 2
+    frontend.sender.send(ask("c", KEYS[1]))
+    assert collect(frontend, "c")[0] == answer_of((1, 2, 1), KEYS[1], ())
+    changed(frontend, "sleep", level=2)
+    assert changed(frontend, "load_weights", path=str(other), weights_version=9).is_sleeping
+    assert changed(frontend, "wake_up").weights_version == 9
+    frontend.sender.send(ask("d", KEYS[1]))
+    assert collect(frontend, "d")[0] == answer_of((0, 1, 1), KEYS[1], ())
+    held = flatten_params(core.params)
+    for name, leaf in whole((0, 1, 1)).items():
+        np.testing.assert_array_equal(held[name], leaf, err_msg=name)
