@@ -23,7 +23,7 @@ def save_checkpoint(params: Params, source: Any, out: str | Path) -> None:
         out: A directory, which is made.
 
     Raises:
-        CheckpointError: If the source's weights are quantised or a snapshot, or `out` is the source.
+        CheckpointError: If the source is quantised, or a snapshot, or `out` itself.
     """
     given = source if isinstance(source, str | Path) else source.config.model.path
     config, out = load_model_config(str(given), needs_weights=True), Path(out)
