@@ -1,7 +1,7 @@
 """mmjax: serve multimodal models with JAX.
 
     from mmjax import LLM, LoRARequest, SamplingParams, StructuredOutputsParams  # to answer
-    from mmjax import ScoredModel, score  # to train
+    from mmjax import ScoredModel, save_checkpoint, score  # to train
     from mmjax import MULTIMODAL_REGISTRY, ProcessorFactories, create_processor, register_model
 
 Importing this package loads neither jax nor a model: names are imported when first used.
@@ -24,6 +24,7 @@ __all__ = [
     "create_processor",
     "draw_boxes",
     "register_model",
+    "save_checkpoint",
     "score",
 ]
 
@@ -49,6 +50,7 @@ _HOMES = {
     "create_processor": _REGISTRY,
     "draw_boxes": "mmjax.frontend.output.draw",
     "register_model": _REGISTRY,
+    "save_checkpoint": "mmjax.training.checkpoint",
     "score": "mmjax.training.score",
 }
 

@@ -1,7 +1,8 @@
 """`python -m mmjax.convert MODEL OUT`: convert a checkpoint to a snapshot.
 
 OUT contains the arrays, the configuration, the tokenizer and the processor; it is served like any
-model directory, on one device or a mesh.
+model directory, on one device or a mesh. With `--maxtext` the arrays are those of a checkpoint that
+MaxText wrote, and MODEL gives the rest.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from mmjax.models.registry import load_model_class
 from mmjax.system.logger import configure_logging, get_logger
 from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import load_params
+from mmjax.weights.maxtext import is_maxtext
 from mmjax.weights.method import read_method
 from mmjax.weights.safetensors import is_snapshot
 from mmjax.weights.snapshot import save_snapshot
@@ -49,17 +51,21 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m mmjax
             revision=options.revision,
             dtype=options.dtype,
             quantization=options.quantization,
-            needs_weights=True,
+            needs_weights=options.maxtext is None,
         )
-        convert(config, options.out)
+        convert(config, options.out, maxtext=options.maxtext)
     except MMJaxError as error:
         print(f"mmjax.convert: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
+def convert(
+    config: ModelConfig, out: Path, *, maxtext: Path | None = None, use_tqdm: bool = True
+) -> None:
     """Write a checkpoint's arrays as a snapshot, and its other files, into `out`.
+
+    `maxtext`: the directory of a checkpoint that MaxText wrote, whose arrays are taken instead.
 
     `config.dtype`: of the arrays; "auto": config.json's, if it is float32 or bfloat16, else
     float32. On loading they are cast to the dtype that is configured then.
@@ -76,8 +82,12 @@ def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
     except OSError as error:
         raise CheckpointError(f"`{out}` cannot be made ({error.strerror})") from error
     start = time.perf_counter()
-    layouts = _find_layouts(config)
-    params = _load(config, layouts, use_tqdm=use_tqdm)
+    if maxtext is None:
+        layouts = _find_layouts(config)
+        params = _load(config, layouts, use_tqdm=use_tqdm)
+    else:
+        layouts = None
+        params = _load_maxtext(config, maxtext, use_tqdm=use_tqdm)
     _copy_files(config.path, out)
     save_snapshot(
         out,
@@ -98,18 +108,32 @@ def _find_layouts(config: ModelConfig) -> Layouts | None:
 
 
 def _load(config: ModelConfig, layouts: Layouts | None, *, use_tqdm: bool) -> Params:
-    dtype = _resolve_dtype(config)
     model_class: Any = load_model_class(config.architecture)
     check_quantization(config)
-    parts = (config.hf_config, None, config.quantization or layouts)
-    _, abstract = build_abstract(build_model, model_class, *parts, dtype=dtype)
     return load_params(
         config.path,
-        abstract,
+        _build(config, config.quantization or layouts),
         model_class.rules(config.hf_config),
         method=read_method(config.hf_config),
         use_tqdm=use_tqdm,
     )
+
+
+def _load_maxtext(config: ModelConfig, path: Path, *, use_tqdm: bool) -> Params:
+    if not is_maxtext(path):
+        raise CheckpointError(
+            f"`{path}` is no checkpoint of MaxText's; give the directory of a step, which has "
+            "`items` in it"
+        )
+    model_class: Any = load_model_class(config.architecture)
+    rules = model_class.maxtext_rules(config.hf_config)
+    return load_params(path, _build(config, config.quantization), rules, use_tqdm=use_tqdm)
+
+
+def _build(config: ModelConfig, quantization: Quantization | Layouts | None) -> Params:
+    model_class: Any = load_model_class(config.architecture)
+    parts = (config.hf_config, None, quantization)
+    return build_abstract(build_model, model_class, *parts, dtype=_resolve_dtype(config))[1]
 
 
 def _resolve_dtype(config: ModelConfig) -> Any:
@@ -136,6 +160,7 @@ def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add("out", type=Path, help="a directory that does not exist, or is empty")
     add("--revision", help="of a hub id")
     add("--dtype", choices=get_args(DtypeName), default="auto", help="auto: as config.json says")
+    add("--maxtext", type=Path, help="the directory of a step that MaxText saved, for its arrays")
     add("--quantization", choices=get_args(Quantization), help="as the server's flag")
     return parser.parse_args(arguments)
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config.engine_config import MultiModalConfig, Quantization
+from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata, with_gaps
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder
@@ -116,6 +117,14 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Return how names in the checkpoint's files become names in this module's tree."""
         return ()
+
+    @classmethod
+    def maxtext_rules(cls, hf_config: Any) -> Sequence[RuleTypes]:
+        """Return how MaxText's names become names in this module's tree."""
+        raise CheckpointError(
+            f"mmjax has no rules for MaxText's checkpoints of `{cls.__name__}`; it reads those of "
+            "Gemma 3 and Qwen3-VL"
+        )
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec:

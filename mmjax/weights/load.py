@@ -20,6 +20,7 @@ from mmjax.layers.quantization import INT4, find_quantized, quantize
 from mmjax.system.allocator import return_pages_of_files
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
+from mmjax.weights.maxtext import is_maxtext, open_maxtext
 from mmjax.weights.method import Method
 from mmjax.weights.packed import STORED, PackedTensor, find_packed, read_part
 from mmjax.weights.rules import (
@@ -30,6 +31,7 @@ from mmjax.weights.rules import (
     Squeeze,
     StackPart,
     Transposition,
+    Turn,
     map_tensor,
 )
 from mmjax.weights.safetensors import StoredTensor, View, open_safetensors
@@ -85,7 +87,7 @@ def load_params(
     method: Method | None = None,
     use_tqdm: bool = True,
 ) -> dict[Any, Any]:
-    """Fill `abstract_params` from the safetensors files of a HF directory.
+    """Fill `abstract_params` from the safetensors files of a HF directory, or from MaxText's.
 
     Takes what `iter_params` takes, and raises what it raises.
     """
@@ -133,7 +135,8 @@ def iter_params(
     path = Path(path)
     expected = flatten_params(abstract_params)
     quantized = find_quantized(expected)
-    with open_safetensors(path) as tensors:
+    opened = open_maxtext(path) if is_maxtext(path) else open_safetensors(path)
+    with opened as tensors:
         plain, packed = find_packed(tensors, method)
         # Scales of floats are made here.
         scales = {} if packed else {one: expected.pop(one) for one in quantized.values()}
@@ -198,12 +201,14 @@ def match_tensors(
     problems = TensorProblems()
     sources: dict[str, StoredTensor] = {}
     stacks: dict[str, dict[int, StoredTensor]] = {}
+    joined: dict[str, int] = {}
     heads: list[StoredTensor] = []
     for name, tensor, place in _map_tensors(_as_kept(tensors, expected, rules)):
         if name.partition(".")[0] in left_out:
             continue
         if place is not None and name in expected:
             stacks.setdefault(name, {})[place.index] = tensor
+            joined[name] = place.joined
         elif name not in expected and name.endswith(TIED_HEAD):
             heads.append(tensor)
         elif name not in expected:
@@ -216,8 +221,11 @@ def match_tensors(
             sources[name] = tensor
             problems.misfits += _find_misfit(tensor, expected[name].shape, expected[name].dtype)
     for name, placed in stacks.items():
-        _find_stack_problems(name, placed, expected[name], problems)
-        sources[name] = _stack([placed[index] for index in sorted(placed)])
+        count, (rows, *rest) = joined[name], expected[name].shape
+        shape = (count, rows // count, *rest) if count else (rows, *rest)
+        _find_stack_problems(name, placed, shape, expected[name].dtype, problems)
+        stack = _stack([placed[index] for index in sorted(placed)])
+        sources[name] = _flatten(stack) if count else stack
     problems.missing += [f"`{name}`" for name in expected.keys() - sources.keys()]
     problems.raise_if_any(source)
     for head in heads:
@@ -260,11 +268,15 @@ def _map_tensors(
     """Yield each tensor, or each part of a fused one, under its name in the tree."""
     for name, tensor, part in found:
         # What cannot be altered stays whole: its shape is reported as a misfit.
-        if part is None or isinstance(part, Place):
-            yield name, tensor, part
+        if part is None:
+            yield name, tensor, None
+        elif isinstance(part, Place):
+            yield name, tensor if part.turn is None else _turn(tensor, part.turn), part
         elif isinstance(part, Squeeze):
             is_fit = set(tensor.shape[: part.num_axes]) == {1}
             yield name, _squeeze(tensor, part) if is_fit else tensor, None
+        elif isinstance(part, Turn):
+            yield name, _turn(tensor, part) if part.is_fit(tensor.shape) else tensor, None
         elif isinstance(part, StackPart):
             yield name, _cut_stack(tensor, part) if part.is_fit(tensor.shape) else tensor, None
         elif isinstance(part, Transposition):
@@ -292,6 +304,18 @@ def _transpose(tensor: StoredTensor) -> StoredTensor:
         return Transposition().apply(tensor.read((columns, rows)))
 
     return replace(tensor, shape=tensor.shape[::-1], slices=View(read))
+
+
+def _turn(tensor: StoredTensor, change: Turn) -> StoredTensor:
+    """Return what a rule makes of a tensor as if the file had it."""
+    whole = (slice(None),) * len(tensor.shape)
+    given = jax.ShapeDtypeStruct(tensor.shape, np.float32)
+    shape = jax.eval_shape(change.apply, given).shape
+
+    def read(*index: slice) -> np.ndarray:
+        return change.apply(tensor.read(whole))[index]
+
+    return replace(tensor, shape=shape, slices=View(read))
 
 
 def _cut_stack(tensor: StoredTensor, part: StackPart) -> StoredTensor:
@@ -323,19 +347,31 @@ def _stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
     return replace(first, shape=(len(tensors), *first.shape), slices=View(read))
 
 
+def _flatten(stack: StoredTensor) -> StoredTensor:
+    """Return a stack as if its tensors followed each other on their own first axis."""
+    count, rows, *rest = stack.shape
+
+    def read(chosen: slice, *others: slice) -> np.ndarray:
+        whole = stack.read((slice(None), slice(None), *others))
+        return whole.reshape(-1, *whole.shape[2:])[chosen]
+
+    return replace(stack, shape=(count * rows, *rest), slices=View(read))
+
+
 def _find_stack_problems(
     name: str,
     placed: Mapping[int, StoredTensor],
-    leaf: Any,
+    shape: Sequence[int],
+    dtype: Any,
     problems: TensorProblems,
 ) -> None:
     """Note what of a leaf is missing, unexpected or misshapen among the tensors of a stack."""
-    count, *rest = leaf.shape
+    count, *rest = shape
     problems.missing += [f"`{name}[{index}]`" for index in range(count) if index not in placed]
     for index, tensor in placed.items():
         if index >= count:
             problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")
-        problems.misfits += _find_misfit(tensor, tuple(rest), leaf.dtype)
+        problems.misfits += _find_misfit(tensor, tuple(rest), dtype)
 
 
 def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...], dtype: Any) -> list[str]:

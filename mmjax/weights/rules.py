@@ -13,7 +13,7 @@ class Rule:
 
     pattern: str
     replacement: str | None
-    transform: "Transposition | Squeeze | None" = None
+    transform: "Transposition | Squeeze | Turn | None" = None
     """What becomes of the values; None: they stay as they are."""
 
 
@@ -134,6 +134,42 @@ class Squeeze:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A tensor of the tree is what `function` makes of a file's, or of one of those stacked in it.
+
+    `function` takes numpy's arrays and JAX's, and is traced to find the shape.
+    """
+
+    function: Callable[[Any], Any]
+    index: int | None = None
+    """The place of the tensor on the file's second axis; None: it stands alone."""
+    count: int = 1
+    """Of those that are stacked there."""
+
+    def is_fit(self, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of this shape has so many stacked in it."""
+        return self.index is None or (len(shape) > 1 and shape[1] == self.count)
+
+    def apply(self, tensor: Any) -> Any:
+        """Return the tensor that the tree has."""
+        return self.function(tensor if self.index is None else tensor[:, self.index])
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """A tensor of a file that is several of the tree's, side by side on its second axis.
+
+    So a trainer that scans its layers keeps them.
+    """
+
+    pattern: str
+    names: Sequence[str]
+    """In the tree, in the order of that axis."""
+    function: Callable[[Any], Any]
+    """Of `Turn`, for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """Tensors of a file that are one of the tree's along a new first axis, such as one an expert.
 
@@ -146,14 +182,30 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Join:
+    """Tensors of a file that follow each other on the first axis of one of the tree's."""
+
+    patterns: Sequence[str]
+    """Of each, in that order."""
+    replacement: str
+    """What `re.sub` makes of each name: the same for all of them."""
+    function: Callable[[Any], Any]
+    """Of `Turn`, for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where on the first axis of the tree's tensor one of a `Stack` stands."""
+    """Where on the first axis of the tree's tensor one of a `Stack`, or of a `Join`, stands."""
 
     index: int
+    joined: int = 0
+    """How many follow each other; 0: they are stacked."""
+    turn: Turn | None = None
+    """What becomes of it before; None: it is as in the file."""
 
 
-RuleTypes = Rule | Split | Stack
-Change = Part | StackPart | Place | Transposition | Squeeze
+RuleTypes = Rule | Split | Stack | Unstack | Join
+Change = Part | StackPart | Place | Transposition | Squeeze | Turn
 """How a tensor of the tree is had of a file's; `apply` takes an array of numpy or of JAX."""
 
 
@@ -165,12 +217,22 @@ def map_tensor(name: str, rules: Sequence[RuleTypes]) -> Iterator[tuple[str, Cha
     nothing is yielded of a tensor that is not loaded.
     """
     for rule in rules:
+        if isinstance(rule, Join):
+            index = next((n for n, one in enumerate(rule.patterns) if re.search(one, name)), None)
+            if index is None:
+                continue
+            place = Place(index, len(rule.patterns), Turn(rule.function))
+            yield re.sub(rule.patterns[index], rule.replacement, name), place
+            return
         found = re.search(rule.pattern, name)
         if not found:
             continue
         if isinstance(rule, Stack):
             place = Place(int(found.group("index")))
             yield re.sub(rule.pattern, rule.replacement, name), place
+        elif isinstance(rule, Unstack):
+            for index, replacement in enumerate(rule.names):
+                yield replacement, Turn(rule.function, index, len(rule.names))
         elif isinstance(rule, Split):
             for replacement, part in zip(rule.replacements, rule.parts(), strict=True):
                 yield re.sub(rule.pattern, replacement, name), part

@@ -1,6 +1,7 @@
 """Gemma 3, multimodal: SigLIP, an average-pooling projector, Gemma's decoder."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ from jaxtyping import Array, Float
 
 from mmjax.layers.norm import GemmaRMSNorm
 from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
+from mmjax.models.gemma3.maxtext import list_rules
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import TowerModel
 from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.weights.rules import RuleTypes
 
 
 class Gemma3MultiModalProjector(nnx.Module):
@@ -58,6 +61,11 @@ class Gemma3ForConditionalGeneration(TowerModel):
             self.vision_tower = ViT(vision, dtype=dtype)
             self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
+
+    @classmethod
+    def maxtext_rules(cls, hf_config: Any) -> Sequence[RuleTypes]:
+        """Return how MaxText's names become names in this module's tree."""
+        return list_rules(hf_config)
 
     def encode_units(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
         return self.vision_tower(pixel_values)[0]

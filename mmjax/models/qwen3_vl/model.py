@@ -8,6 +8,7 @@ from typing import Any
 
 from mmjax.models.grid_model import GridModel, grid_rules
 from mmjax.models.qwen3_vl.host_inputs import Qwen3VLHostInputs
+from mmjax.models.qwen3_vl.maxtext import list_rules
 from mmjax.weights.rules import Rule, RuleTypes
 
 
@@ -31,6 +32,11 @@ class Qwen3VLForConditionalGeneration(GridModel):
             Rule(visual + r"blocks\.(\d+)\.mlp\.linear_(fc[12])\.", r"visual.blocks.\1.mlp.\2."),
             *grid_rules(hf_config),
         )
+
+    @classmethod
+    def maxtext_rules(cls, hf_config: Any) -> Sequence[RuleTypes]:
+        """Return how MaxText's names become names in this module's tree."""
+        return list_rules(hf_config)
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
