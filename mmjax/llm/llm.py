@@ -381,7 +381,8 @@ class LLM:
                 before; "keep": they go on by the new weights, behind the tokens that they have;
                 "abort": they end, with the `finish_reason` "abort".
             donate: Whether the arrays are the engine's from now on, so that none is copied that is
-                in its dtype and place already, and the others are freed; else each is copied.
+                in its dtype and place already, and those that are cast or cut are freed; else
+                each is copied.
             lora_name: A loaded adapter, of which `params` are all arrays, by PEFT's names; the
                 model's own weights stay.
 

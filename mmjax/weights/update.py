@@ -290,6 +290,9 @@ def place_update(
                 yield name, array
             else:
                 is_given = any(array is one for one in arrays)
+                if is_given and array.dtype == expected[name].dtype:
+                    # Moved: JAX may share its buffer on a device that both are on.
+                    kept.add(id(array))
                 placed = _place(array, expected[name], may_alias=not is_given)
                 # Else what is made would run ahead of what is freed.
                 yield name, jax.block_until_ready(placed)

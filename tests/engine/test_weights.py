@@ -229,9 +229,9 @@ class Run:
 
 def test_answers_between_random_updates_are_those_of_fresh_engines():
     run = Run(seed=0)
-    run.go(30)
-    assert run.num_checked > 20
-    assert run.num_over > 2
+    run.go(16)
+    assert run.num_checked > 10
+    assert run.num_over > 0
 
 
 @pytest.mark.slow  # a minute: 500 updates, each against engines that started with those weights
