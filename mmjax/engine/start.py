@@ -149,13 +149,10 @@ def start_engine(
         )
     weights = EngineWeights(programs, runner, _make_weights_source(config, model, programs))
     reader = _make_adapter_reader(config, model, lambda: runner.params)
-    max_cpu_loras = config.lora.max_cpu_loras or 2 * config.lora.max_loras
-    adapters = Adapters(reader.read, max_cpu_loras=max_cpu_loras)
     # From here on the runner alone holds the parameters.
     model = None
-    if config.lora.modules:
-        with timed("load_adapters", "loading the adapters"):
-            _load_adapters(config, adapters)
+    with timed("load_adapters", "loading the adapters" if config.lora.modules else None):
+        adapters = _open_adapters(config, reader)
     with timed("compile"):
         compiled.compile_first()
     with timed("warm_up", "running the first programs"):
@@ -348,6 +345,15 @@ def _make_adapter_reader(
         has_towers=lora.enable_tower_connector_lora,
         left_out=model.left_out,
     )
+
+
+def _open_adapters(config: EngineConfig, reader: AdapterReader) -> Adapters:
+    """Return the adapters, those of the configuration loaded."""
+    lora = config.lora
+    adapters = Adapters(reader.read, max_cpu_loras=lora.max_cpu_loras or 2 * lora.max_loras)
+    if lora.modules:
+        _load_adapters(config, adapters)
+    return adapters
 
 
 def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
