@@ -13,14 +13,14 @@ from jaxtyping import Array
 
 from mmjax.layers.cpu.groups import ORDER, SCALE, ZERO
 from mmjax.layers.module import Params, flatten_params, unflatten_params
-from mmjax.weights.sharding import param_sharding
+from mmjax.weights.sharding import Device, param_sharding
 
 _LARGEST = 1e-3
 """As vLLM's: small enough that nothing overflows in any dtype."""
 
 
 def make_dummy_params(
-    abstract_params: Params, *, mesh: Mesh | None = None, left_out: Sequence[str] = ()
+    abstract_params: Params, *, mesh: Mesh | Device | None = None, left_out: Sequence[str] = ()
 ) -> dict[Any, Any]:
     """Return random arrays of the tree's shapes and dtypes, sharded as `load_params` has them.
 

@@ -108,7 +108,7 @@ def iter_params(
     abstract_params: Params,
     rules: Sequence[RuleTypes],
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Device | None = None,
     left_out: Sequence[str] = (),
     method: Method | None = None,
     use_tqdm: bool = True,
