@@ -71,8 +71,8 @@ def find_loss(trained, fixed, model, data):
     logprobs = score(fixed | {"language_model": trained}, model, batch)
     ratio = jnp.where(batch.answer_mask, jnp.exp(logprobs - sampled), 1.0)
     clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
-    gain = jnp.minimum(ratio * advantages, clipped * advantages) * batch.answer_mask
-    return -gain.sum() / batch.answer_mask.sum(), jnp.abs(ratio - 1).max()
+    gain = jnp.minimum(ratio * advantages, clipped * advantages)
+    return -jnp.mean(gain, where=batch.answer_mask), jnp.abs(ratio - 1).max()
 
 
 @partial(jax.jit, static_argnames="model")
