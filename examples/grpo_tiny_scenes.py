@@ -65,20 +65,21 @@ def show(llm: LLM, scenes: Sequence[Scene]) -> float:
     return float(np.mean([reward(*pair) for pair in zip(answers, scenes, strict=True)]))
 
 
-def find_loss(trained, fixed, model, batch, sampled, advantages):
+def find_loss(trained, fixed, model, data):
     """Return GRPO's loss, a mean over tokens, and how far a ratio is from 1 at most."""
+    batch, sampled, advantages = data
     logprobs = score(fixed | {"language_model": trained}, model, batch)
     ratio = jnp.where(batch.answer_mask, jnp.exp(logprobs - sampled), 1.0)
     clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
-    gain = jnp.minimum(ratio * advantages, clipped * advantages) * batch.answer_mask
-    return -gain.sum() / batch.answer_mask.sum(), jnp.abs(ratio - 1).max()
+    gain = jnp.minimum(ratio * advantages, clipped * advantages)
+    return -jnp.mean(gain, where=batch.answer_mask), jnp.abs(ratio - 1).max()
 
 
 @partial(jax.jit, static_argnames="model")
-def train_step(trained, state, fixed, model, batch, sampled, advantages):
+def train_step(trained, state, fixed, model, data):
     """Return the decoder's new weights, the optimiser's state, and the ratio's distance from 1."""
     gradient = jax.grad(find_loss, has_aux=True)
-    gradients, distance = gradient(trained, fixed, model, batch, sampled, advantages)
+    gradients, distance = gradient(trained, fixed, model, data)
     updates, state = OPTIMIZER.update(gradients, state, trained)
     return optax.apply_updates(trained, updates), state, distance
 
@@ -116,8 +117,8 @@ def train(llm: LLM, steps: int, seed: int) -> list[float]:
                 for output, scene in zip(outputs, scenes, strict=True)
             ]
         )
-        given = make_batch(model, outputs, rewards)
-        trained, state, distance = train_step(trained, state, fixed, model, *given)
+        data = make_batch(model, outputs, rewards)
+        trained, state, distance = train_step(trained, state, fixed, model, data)
         llm.update_weights({"language_model": trained})
         curve.append(float(rewards.mean()))
         spent = time.perf_counter() - start

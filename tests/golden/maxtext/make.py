@@ -126,6 +126,21 @@ def write_hf(folder: Path) -> None:
         save_file(tensors, folder / family / "model.safetensors", metadata={"format": "pt"})
 
 
+def make_settings(name: str, sizes: dict[str, Any], vocab: int, is_scanned: bool) -> dict[str, Any]:
+    """Return MaxText's settings."""
+    return sizes | {
+        "vocab_size": vocab,
+        "model_name": name,
+        "override_model_config": True,
+        "run_name": "tiny",
+        "scan_layers": is_scanned,
+        "use_multimodal": True,
+        "weight_dtype": "float32",
+        "hardware": "cpu",
+        "skip_jax_distributed_system": True,
+    }
+
+
 def write_maxtext(folder: Path) -> None:
     """Convert each of them, with layers scanned and not."""
     from maxtext.checkpoint_conversion import (  # pyright: ignore[reportMissingImports]
@@ -154,17 +169,8 @@ def write_maxtext(folder: Path) -> None:
         for is_scanned in SCANNED[family]:
             out = source / ("scanned" if is_scanned else "unscanned")
             shutil.rmtree(out, ignore_errors=True)
-            settings = sizes | {
-                "vocab_size": vocab,
-                "model_name": name,
-                "override_model_config": True,
-                "base_output_directory": out,
-                "run_name": "tiny",
-                "scan_layers": is_scanned,
-                "use_multimodal": True,
-                "weight_dtype": "float32",
-                "hardware": "cpu",
-                "skip_jax_distributed_system": True,
+            settings = make_settings(name, sizes, vocab, is_scanned) | {
+                "base_output_directory": out
             }
             to_maxtext.main(
                 [
