@@ -31,11 +31,11 @@ from mmjax.models.model_source import (
 )
 from mmjax.models.registry import load_model_class
 from mmjax.system.logger import configure_logging, get_logger
+from mmjax.weights.files.method import read_method
+from mmjax.weights.files.safetensors import is_snapshot
 from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import load_params
 from mmjax.weights.maxtext import is_maxtext
-from mmjax.weights.method import read_method
-from mmjax.weights.safetensors import is_snapshot
 from mmjax.weights.snapshot import save_snapshot
 
 logger = get_logger("mmjax.convert")  # __name__ is `__main__` here

@@ -130,8 +130,8 @@ def examine(model: str, revision: str | None = None, max_model_len: int | None =
 
 def _find_published(config: Any, model_class: Any, *, is_local: bool) -> Any:
     """Return how the checkpoint has its weights quantised, of a hub id about; None: it has not."""
+    from mmjax.weights.files.method import read_method
     from mmjax.weights.layouts import read_layouts
-    from mmjax.weights.method import read_method
 
     if is_local:
         return read_layouts(config.path, config.hf_config, model_class.rules(config.hf_config))
@@ -176,10 +176,10 @@ def _count_parts(config: Any, model_class: Any) -> dict[str, int]:
 def _check_weights(config: Any, model_class: Any, published: Any) -> None:
     """Raise CheckpointError where names or shapes in the files' headers are not the model's."""
     from mmjax.layers.module import flatten_params
+    from mmjax.weights.files.method import read_method
+    from mmjax.weights.files.packed import find_packed
+    from mmjax.weights.files.safetensors import is_snapshot, open_safetensors
     from mmjax.weights.load import match_tensors
-    from mmjax.weights.method import read_method
-    from mmjax.weights.packed import find_packed
-    from mmjax.weights.safetensors import is_snapshot, open_safetensors
 
     if is_snapshot(config.path):
         return

@@ -51,10 +51,10 @@ from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger, reporting
 from mmjax.weights.adapter import AdapterReader
 from mmjax.weights.dummy import make_dummy_params
+from mmjax.weights.files.method import read_method
+from mmjax.weights.files.safetensors import is_snapshot
 from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import iter_params
-from mmjax.weights.method import read_method
-from mmjax.weights.safetensors import is_snapshot
 from mmjax.weights.sharding import Device
 from mmjax.weights.snapshot import load_snapshot
 

@@ -12,8 +12,8 @@ from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.weights.files.safetensors import is_snapshot
 from mmjax.weights.rules import RuleTypes
-from mmjax.weights.safetensors import is_snapshot
 from mmjax.weights.update import Replacement, match_update, place_update
 
 ReadParams = Callable[[Path], Iterator[tuple[str, Array]]]

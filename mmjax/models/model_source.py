@@ -157,7 +157,7 @@ def load_model_config(
     )
     if needs_weights:
         # Imported here: numpy is slow, and P1 needs neither at its start.
-        from mmjax.weights.safetensors import check_weight_files
+        from mmjax.weights.files.safetensors import check_weight_files
 
         check_weight_files(path)
     hf_config = _load_hf_config(path)
@@ -415,7 +415,7 @@ def _load_hf_config(path: Path) -> Any:
 
 def _untie_own_head(hf_config: Any, path: Path) -> None:
     """Set `tie_word_embeddings` to false where the files have a head, as HF goes by them, too."""
-    from mmjax.weights.safetensors import open_safetensors
+    from mmjax.weights.files.safetensors import open_safetensors
 
     with open_safetensors(path) as tensors:
         if any(name.endswith("lm_head.weight") for name in tensors):
@@ -450,7 +450,7 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
 
 def check_quantization(config: ModelConfig) -> None:
     """Raise CheckpointError for quantised weights that are not served, or are to be so again."""
-    from mmjax.weights.method import read_method
+    from mmjax.weights.files.method import read_method
 
     method = read_method(config.hf_config)
     if method is not None and config.quantization is not None:

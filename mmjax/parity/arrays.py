@@ -37,9 +37,9 @@ from mmjax.parity.reference import PROBED
 from mmjax.rounding import cdiv, round_up
 from mmjax.training.samples import Sample, make_request
 from mmjax.weights.adapter import AdapterReader, fill_slot, read_adapter_config, slot_axis
+from mmjax.weights.files.method import read_method
 from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import load_params
-from mmjax.weights.method import read_method
 
 BLOCK_SIZE = 16
 TILE = 64

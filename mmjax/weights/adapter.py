@@ -17,8 +17,8 @@ from blake3 import blake3
 
 from mmjax.errors import CheckpointError
 from mmjax.rounding import quantize_rows
+from mmjax.weights.files.safetensors import StoredTensor, open_file
 from mmjax.weights.rules import Change, Part, RuleTypes, map_tensor
-from mmjax.weights.safetensors import StoredTensor, open_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 

@@ -8,10 +8,10 @@ from typing import Any
 from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.groups import Layout
 from mmjax.layers.quantization import Layouts
-from mmjax.weights.method import read_method
-from mmjax.weights.packed import PackedTensor, find_packed
+from mmjax.weights.files.method import read_method
+from mmjax.weights.files.packed import PackedTensor, find_packed
+from mmjax.weights.files.safetensors import is_snapshot, open_safetensors
 from mmjax.weights.rules import Part, Place, RuleTypes, map_tensor
-from mmjax.weights.safetensors import is_snapshot, open_safetensors
 from mmjax.weights.snapshot import read_snapshot_layouts
 
 

@@ -20,9 +20,10 @@ from mmjax.layers.quantization import INT4, find_quantized, quantize
 from mmjax.system.allocator import return_pages_of_files
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
+from mmjax.weights.files.method import Method
+from mmjax.weights.files.packed import STORED, PackedTensor, find_packed, read_part
+from mmjax.weights.files.safetensors import StoredTensor, View, open_safetensors
 from mmjax.weights.maxtext import is_maxtext, open_maxtext
-from mmjax.weights.method import Method
-from mmjax.weights.packed import STORED, PackedTensor, find_packed, read_part
 from mmjax.weights.rules import (
     Change,
     Part,
@@ -34,7 +35,6 @@ from mmjax.weights.rules import (
     Turn,
     map_tensor,
 )
-from mmjax.weights.safetensors import StoredTensor, View, open_safetensors
 from mmjax.weights.sharding import Device, param_sharding
 
 logger = get_logger(__name__)

@@ -17,8 +17,8 @@ import numpy as np
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
+from mmjax.weights.files.safetensors import StoredTensor, View
 from mmjax.weights.rules import Rule, RuleTypes, Turn, Unstack
-from mmjax.weights.safetensors import StoredTensor, View
 
 Function = Callable[[Any], Any]
 

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params
+from mmjax.weights.files.safetensors import INDEX_FILE, StoredTensor, find_weight_files, open_file
 from mmjax.weights.rules import (
     Change,
     Part,
@@ -25,7 +26,6 @@ from mmjax.weights.rules import (
     Transposition,
     map_tensor,
 )
-from mmjax.weights.safetensors import INDEX_FILE, StoredTensor, find_weight_files, open_file
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 

@@ -17,8 +17,8 @@ from mmjax.errors import CheckpointError, SnapshotDamagedError
 from mmjax.layers.cpu.groups import Layout
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import Layouts, find_quantized
+from mmjax.weights.files.safetensors import SNAPSHOT_FILE
 from mmjax.weights.load import TensorProblems
-from mmjax.weights.safetensors import SNAPSHOT_FILE
 from mmjax.weights.sharding import Device, param_sharding
 
 SCHEMA_VERSION = 1

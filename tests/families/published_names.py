@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen3VLMoeForConditionalGeneration
 
 from mmjax.models.model_source import load_model_config
-from mmjax.weights.safetensors import open_safetensors
+from mmjax.weights.files.safetensors import open_safetensors
 from tests.families.directories import GOLDEN_MODELS
 
 TILES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 2), (1, 9), (9, 1), (3, 3)]

@@ -24,8 +24,8 @@ from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import run_reference
 from mmjax.processing.items.items import ImageSize
+from mmjax.weights.files.safetensors import StoredTensor
 from mmjax.weights.load import match_tensors
-from mmjax.weights.safetensors import StoredTensor
 from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2, ENCODER, SAM, TEXT, TINY, tiny_config
 from tests.families.tiny import Media, TinyModel, Words
 from tests.kit import draw

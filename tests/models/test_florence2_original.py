@@ -28,8 +28,8 @@ from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import run_reference
+from mmjax.weights.files.safetensors import StoredTensor
 from mmjax.weights.load import match_tensors
-from mmjax.weights.safetensors import StoredTensor
 from tests.families.florence2 import FLORENCE2, TINY
 from tests.families.tiny import Media, TinyModel, Words
 from tests.kit import draw

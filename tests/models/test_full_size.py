@@ -31,9 +31,9 @@ from mmjax.models.internvl.host_inputs import InternVLHostInputs
 from mmjax.models.internvl.model import InternVLChatModel
 from mmjax.models.qwen2_vl.host_inputs import Qwen25VLHostInputs
 from mmjax.models.registry import load_model_class
+from mmjax.weights.files.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
-from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from tests.families import FAMILIES, published_names
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.family import Family

@@ -16,8 +16,8 @@ from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import make_pixels, run_reference
+from mmjax.weights.files.safetensors import open_safetensors
 from mmjax.weights.load import load_params
-from mmjax.weights.safetensors import open_safetensors
 from tests.engine.dense import see_ahead
 from tests.families.gemma3 import SHORT, TINY, tiny_config
 from tests.families.tiny import Media, TinyModel, Words

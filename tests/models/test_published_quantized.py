@@ -17,9 +17,9 @@ from mmjax.llm.arguments import LoRARequest
 from mmjax.models.model_source import load_model_config
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
-from mmjax.weights.method import read_method
+from mmjax.weights.files.method import read_method
+from mmjax.weights.files.safetensors import SINGLE_FILE
 from mmjax.weights.rules import map_tensor
-from mmjax.weights.safetensors import SINGLE_FILE
 from tests.families import TINY_FAMILIES, served_model
 from tests.kit import tiny_gemma3_checkpoint
 from tests.layers.test_quantization import ask

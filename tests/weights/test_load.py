@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
 from mmjax.system.allocator import return_pages_of_files
+from mmjax.weights.files.safetensors import StoredTensor, check_weight_files
 from mmjax.weights.load import load_params
 from mmjax.weights.rules import Rule, Split, Stack
-from mmjax.weights.safetensors import StoredTensor, check_weight_files
 from tests.weights.checkpoints import SHAPES, abstract_tree, random_tensors, write_checkpoint
 
 EMBEDDING = "language_model.embed_tokens.weight"

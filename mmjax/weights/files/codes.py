@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.weights.safetensors import StoredTensor
+from mmjax.weights.files.safetensors import StoredTensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight numbers of an int32 each output is."""

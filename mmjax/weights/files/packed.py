@@ -10,9 +10,9 @@ import numpy as np
 from mmjax.config.engine_config import Quantization
 from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.groups import GROUP_STEP, ORDER, SCALE, ZERO, Layout, pack_nibbles
-from mmjax.weights.codes import Source, dequantize_on_host, read_whole
-from mmjax.weights.method import Method
-from mmjax.weights.safetensors import StoredTensor, View
+from mmjax.weights.files.codes import Source, dequantize_on_host, read_whole
+from mmjax.weights.files.method import Method
+from mmjax.weights.files.safetensors import StoredTensor, View
 
 _PARTS = frozenset(
     {
