@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -136,9 +137,12 @@ def test_the_notebook():
         for output in cell.get("outputs", ())
         if output.output_type == "execute_result" and "text/html" in output["data"]
     }
-    explained, table, answered = html.values()
+    explained, table, cosines, answered = html.values()
     assert explained.count("image") > 1
     assert "<th>answer</th>" in table
+    cosine = np.array(re.findall(r"<td>(.*)</td>", cosines), float).reshape(6, 6)
+    alike = np.eye(6, dtype=bool)
+    assert cosine[alike].min() > 0.5 > cosine[~alike].max()
     assert "<img" in answered
     assert ">47</div>" in answered
     pictures = [

@@ -20,7 +20,7 @@ from mmjax.weights.maxtext import is_maxtext, open_maxtext
 from mmjax.weights.rules import Rule, RuleTypes, Turn, map_tensor
 from mmjax.weights.snapshot import load_snapshot
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "maxtext"
+GOLDEN = Path(__file__).parent.parent / "golden_maxtext"
 CHECKPOINTS = {
     "Gemma 3, scanned": ("gemma3", "scanned/0"),
     "Gemma 3": ("gemma3", "unscanned/0/items"),

@@ -1,6 +1,6 @@
 """Make the checkpoints beside this file: HF's tiny ones, and what MaxText makes of them.
 
-`python -m tests.golden.maxtext.make hf FOLDER` writes HF's, with torch.
+`python -m tests.golden_maxtext.make hf FOLDER` writes HF's, with torch.
 `python make.py maxtext FOLDER` converts them with MaxText's own `to_maxtext`, in an environment of
 its own (MaxText 0.2.5 wants Python 3.12): README.md says which.
 """
