@@ -49,6 +49,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow  # what other threads run meanwhile is counted: 95 files, and now and then more
 def test_a_picture_passes_few_files_from_http_to_the_tower(trace: Path):
     """All that run meanwhile are counted, whether or not the picture is in their hands."""
     server = Served(*FEW, "--precompile", "none")
