@@ -119,14 +119,21 @@ class RequestReader:
 
     async def receive(self, request: Request) -> bytearray:
         """Return the body as it comes, its elements counted; raises as `read` does."""
+        return await self._receive(request, JsonScan())
+
+    async def receive_bytes(self, request: Request) -> bytearray:
+        """Return a body that is no JSON, of which nothing is counted but its bytes, by others."""
+        return await self._receive(request, None)
+
+    async def _receive(self, request: Request, scan: "JsonScan | None") -> bytearray:
         body = bytearray()
-        scan = JsonScan()
         try:
             async with asyncio.timeout(self._seconds_left()) as timeout:
                 self._open.add(timeout)
                 try:
                     async for chunk in request.stream():
-                        await self._count(scan, chunk)
+                        if scan is not None:
+                            await self._count(scan, chunk)
                         body += chunk
                         seconds = self._seconds_left()
                         now = asyncio.get_running_loop().time()
