@@ -113,9 +113,7 @@ def create_app(
     _add_generation_routes(posts, client, chats, generation)
     _add_responses_routes(app, posts, ResponsesService(chats, generation, config))
     _add_audio_routes(posts, TranscriptService(client, generation, reader))
-    tokens = TokenizationService(client, chats, generation)
-    posts.add("/tokenize", TokenizeRequest, tokens.tokenize)
-    posts.add("/detokenize", DetokenizeRequest, tokens.detokenize)
+    _add_token_routes(posts, TokenizationService(client, chats, generation))
     describe(app, _BODIES)
     _add_model_routes(app, client, _model_card(client, chat))
     if lora is not None and lora.allow_runtime_lora_updating and lora.lora_dir is not None:
@@ -238,6 +236,11 @@ def _add_responses_routes(app: FastAPI, posts: _Posts, service: ResponsesService
 def _add_audio_routes(posts: _Posts, service: TranscriptService) -> None:
     posts.add_form("/v1/audio/transcriptions", TranscriptionRequest, service.transcriptions)
     posts.add_form("/v1/audio/translations", TranslationRequest, service.translations)
+
+
+def _add_token_routes(posts: _Posts, service: TokenizationService) -> None:
+    posts.add("/tokenize", TokenizeRequest, service.tokenize)
+    posts.add("/detokenize", DetokenizeRequest, service.detokenize)
 
 
 def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) -> None:

@@ -132,8 +132,7 @@ class RequestReader:
                 self._open.add(timeout)
                 try:
                     async for chunk in request.stream():
-                        if scan is not None:
-                            await self._count(scan, chunk)
+                        await self._count(scan, chunk)
                         body += chunk
                         seconds = self._seconds_left()
                         now = asyncio.get_running_loop().time()
@@ -146,8 +145,10 @@ class RequestReader:
             raise BodyTimeoutError(self._silence_s) from None
         return body
 
-    async def _count(self, scan: "JsonScan", chunk: bytes) -> None:
+    async def _count(self, scan: "JsonScan | None", chunk: bytes) -> None:
         """Count a chunk; of large ones, one in each turn of the event loop."""
+        if scan is None:
+            return
         if len(chunk) <= _INLINE_BYTES:
             scan.feed(chunk)
             return

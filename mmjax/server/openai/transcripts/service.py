@@ -107,8 +107,7 @@ class TranscriptService:
             events = self._events(job)
             first = await while_connected(request, anext(events))
             return self._generation.event_stream(_join(first, events), job.streams)
-        async for _ in self._run(job):
-            pass
+        await while_connected(request, self._finish(job))
         return _WRITERS[body.response_format](job)
 
     def _begin(
@@ -135,6 +134,10 @@ class TranscriptService:
             return clip.decode(rate)
         finally:
             clip.drop_pixels()
+
+    async def _finish(self, job: _Job) -> None:
+        async for _ in self._run(job):
+            pass
 
     async def _run(self, job: _Job) -> AsyncGenerator[CompletionOutput | list[Segment], None]:
         """Have window after window answered; yield text as it comes, and segments at their end."""
