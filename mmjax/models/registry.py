@@ -140,6 +140,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
             factories="SMOLVLM_FACTORIES",
         ),
+        "WhisperForConditionalGeneration": ModelRow(
+            "whisper", "openai/whisper-tiny", has_one_unit_items=True
+        ),
     }
 )
 """By the first of config.json's `architectures`, which is also the class's name in `model.py`."""
