@@ -394,8 +394,8 @@ class InputProcessor:
         longest = self.model_config.max_model_len
         if len(token_ids) >= longest:
             raise ContextLengthError(
-                f"the {name} has {len(token_ids)} tokens (its images included), but this model "
-                f"holds {longest} with the answer; shorten it, or use fewer images",
+                f"the {name} has {len(token_ids)} tokens (its images included), but max_model_len "
+                f"is {longest}, the answer included; shorten it, or use fewer images",
                 param="prompt",
             )
 
