@@ -243,6 +243,12 @@ class CacheConfig:
     prefix_caching_hash_algo: PrefixCachingHashAlgorithm = setting(
         "sha256", "Hash that identifies blocks of tokens."
     )
+    num_state_snapshots: int = setting(
+        16,
+        """Prefixes of prompts of which a model with recurrent layers keeps the state, beside those
+        of `max_num_seqs` requests; other models have none.""",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

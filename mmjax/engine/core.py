@@ -46,6 +46,9 @@ _PROGRAM_WAIT_S = 0.05
 _MASK_WAIT_S = 0.005
 """How long a step waits for its grammars to read a token, while the device computes: those of
 schemas take some hundred microseconds. A later one is not in the step, which others are."""
+_STATE_WAIT_S = 1.0
+"""Likewise of a model with recurrent layers, whose requests compute their prompts again if a step
+has to go without them."""
 _ADAPTER_WAIT_S = 1.0
 
 
@@ -288,7 +291,8 @@ class EngineCore:
 
     def _sample(self, dispatched: _Dispatched) -> _Dispatched:
         """Sample a step when its grammars have read what the one before sampled."""
-        deadline = time.monotonic() + _MASK_WAIT_S
+        has_states = self._scheduler.state_slots is not None
+        deadline = time.monotonic() + (_STATE_WAIT_S if has_states else _MASK_WAIT_S)
         late = [
             scheduled
             for scheduled in dispatched.output.requests
@@ -534,7 +538,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Drop the hashes of all blocks; running requests keep their blocks."""
-        self._scheduler.kv_cache.reset_prefix_cache()
+        self._scheduler.reset_prefix_cache()
 
     def encoder_usage(self) -> float:
         """Return the referenced share of the encoder cache, between 0 and 1."""

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
+from mmjax.cache.state_slots import StateSlots
 from mmjax.config.engine_config import EngineConfig, ModelConfig
+from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_sizes, largest_items
@@ -42,6 +44,7 @@ from mmjax.layers.module import (
     unflatten_params,
 )
 from mmjax.layers.quantization import Layouts, quantize_params
+from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, Sees
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
@@ -106,6 +109,8 @@ class _MediaPlan(NamedTuple):
     num_encoder_rows: int
     """Embeddings that are kept."""
     max_encoder_len: int
+    num_state_slots: int
+    """Of recurrent layers' states; 0: the model has none."""
 
 
 def start_engine(
@@ -408,7 +413,38 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
         encoder_budget=encoder_budget,
         num_encoder_rows=max(1, encoder_rows),
         max_encoder_len=module.max_encoder_len,
+        num_state_slots=_count_state_slots(config, module, keeps_runs_whole=keeps_runs_whole),
     )
+
+
+def _count_state_slots(config: EngineConfig, module: Any, *, keeps_runs_whole: bool) -> int:
+    """Return the slots of states that requests and snapshots have; 0 without recurrent layers."""
+    schedule, cache = config.scheduler, config.cache
+    if not module.kv_cache_spec.states:
+        return 0
+    if schedule.max_num_batched_tokens < CHUNK:
+        raise ConfigError(
+            f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, but the model has "
+            f"recurrent layers, which compute prompts in chunks of {CHUNK} tokens: give "
+            f"`--max-num-batched-tokens {CHUNK}` or more"
+        )
+    if keeps_runs_whole:
+        raise ConfigError(
+            "`disable_chunked_mm_input` is set, but the model has recurrent layers, which compute "
+            "prompts in chunks that end within items, too; leave it out"
+        )
+    if schedule.speculation is not None:
+        logger.warning(
+            "no tokens are guessed ahead: the model has recurrent layers, whose states cannot go "
+            "back behind a wrong guess; leave `--speculative-config` out"
+        )
+    finds = cache.enable_prefix_caching and schedule.enable_chunked_prefill
+    return schedule.max_num_seqs + (cache.num_state_snapshots if finds else 0)
+
+
+def _find_speculation(config: EngineConfig, plan: _MediaPlan) -> SpeculativeConfig | None:
+    """Return what is guessed ahead; nothing is where recurrent layers cannot take it back."""
+    return None if plan.num_state_slots else config.scheduler.speculation
 
 
 def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Programs:
@@ -422,7 +458,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
     )
     spec, budget = plan.host_inputs.encoder_spec, plan.encoder_budget
     no_tower: dict[str, Any] = {"max_units": 0}
-    speculation = schedule.speculation
+    speculation = _find_speculation(config, plan)
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
@@ -447,6 +483,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         max_encoder_len=plan.max_encoder_len,
         adapted=model.adapted,
         logprobs_mode=config.model.logprobs_mode,
+        num_state_slots=plan.num_state_slots,
     )
 
 
@@ -469,6 +506,8 @@ def _order_programs(
     """
     buckets = programs.buckets
     least_tokens = plan.largest_item if plan.keeps_runs_whole else 1
+    if plan.num_state_slots:
+        least_tokens = CHUNK
     order, num_first = buckets.compile_order(least_tokens=least_tokens)
     warm_up_keys = order[:num_first]
     if config.precompile == "all":
@@ -492,7 +531,7 @@ def _make_scheduler(
 ) -> tuple[AdmissionLimits, Scheduler]:
     schedule, cache = config.scheduler, config.cache
     max_model_len, spec = config.model.max_model_len, plan.host_inputs.encoder_spec
-    speculation = schedule.speculation
+    speculation = _find_speculation(config, plan)
     limits = AdmissionLimits(
         max_model_len=max_model_len,
         num_token_ids=programs.num_token_ids,
@@ -505,6 +544,7 @@ def _make_scheduler(
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         sees=plan.sees,
         max_encoder_len=plan.max_encoder_len,
+        has_states=bool(plan.num_state_slots),
     )
     scheduler = Scheduler(
         kv_cache=KVCacheManager(
@@ -527,6 +567,7 @@ def _make_scheduler(
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
         speculation=None if speculation is None else Speculation(speculation),
         max_num_rows=min(_max_num_rows(config, programs.placement), programs.buckets.max_num_rows),
+        state_slots=StateSlots(plan.num_state_slots) if plan.num_state_slots else None,
     )
     return limits, scheduler
 

@@ -320,10 +320,12 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
         """Return the same, given what each block is; `fed[i]` is added to what block i gives."""
         spec, places = self.kv_cache_spec, range(len(self.layers))
-        caches: list[Any] = [None] * len(spec.layers) if kv_cache is None else list(kv_cache)
+        num_entries = len(spec.layers) + len(spec.states)
+        caches: list[Any] = [None] * num_entries if kv_cache is None else list(kv_cache)
         if spec.layer_places:
             places = spec.layer_places
-            caches = caches if kv_cache is not None else [DenseCache()] * len(caches)
+        if kv_cache is None and spec.shares_caches:
+            caches = [DenseCache()] * len(caches)
         layers = zip(self.layers, inputs, places, strict=True)
         for number, (layer, layer_input, place) in enumerate(layers):
             hidden, caches[place] = call_block(layer, hidden, layer_input, caches[place], metadata)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from mmjax.config.engine_config import Quantization
 from mmjax.engine.device import functions
-from mmjax.engine.device.batch import BatchBuilder, step_layout
+from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.encoder import EncoderCalls, EncoderRows, PromptCalls
 from mmjax.engine.device.functions import AdaptedModel, StepState
 from mmjax.engine.device.mesh import Placement
@@ -89,6 +89,7 @@ class PagedModel:
             rows_of=self._rows.get,
             has_spans=self.sees != "past",
             max_encoder_blocks=self._num_encoder_blocks,
+            has_states=bool(self.cache_spec.states),
         )
         self._jit()
 
@@ -187,18 +188,24 @@ class PagedModel:
         return np.asarray(pool[np.concatenate(rows)])
 
     def _make_request(self, sample: Sample, max_tokens: int) -> Request:
-        return make_request(
+        request = make_request(
             sample,
             self.host_inputs,
             self.sees,
             identifiers=[f"item {number}" for number in range(len(sample.items))],
             max_tokens=max_tokens,
         )
+        request.state_slot = 0
+        return request
 
     def _new_state(self) -> StepState:
         num_blocks = self._num_blocks + self._num_encoder_blocks
         kv_cache = allocate(
-            self.cache_spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=self.dtype
+            self.cache_spec,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            dtype=self.dtype,
+            num_state_slots=1,
         )
         num_rows = round_up(self.max_len, TILE)
         return StepState(kv_cache, jnp.zeros((num_rows, self.shape.hidden_size), self.dtype))
@@ -262,7 +269,7 @@ class PagedModel:
         packed, _ = self._builder.build_step([window], bucket)
         run = self._prefill if is_prompt else self._decode
         found = run(
-            layout=step_layout(bucket, self._num_blocks, self._num_encoder_blocks),
+            layout=self._builder.layout(bucket),
             params=self.params,
             state=state,
             pool=pool,

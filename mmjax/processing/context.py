@@ -286,9 +286,17 @@ class BaseProcessingInfo(ABC):
         """Token ids at or above this are refused."""
         return int(self.get_hf_config().get_text_config().vocab_size)
 
+    @property
+    def audio_rate(self) -> int | None:
+        """Samples a second of the clips that the model hears; None: it hears none."""
+        return None
+
     def get_data_parser(self) -> MultiModalDataParser:
         return self.data_parser(
-            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+            target_sr=self.audio_rate,
+            target_channels=None if self.audio_rate is None else 1,
+            expected_hidden_size=self.get_expected_hidden_size(),
+            limits=self.get_media_limits(),
         )
 
     def get_media_limits(self) -> MediaLimits:

@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
-from mmjax.layers.attention.kv_cache import KVCacheSpec, allocate
+from mmjax.layers.attention.kv_cache import KVCacheSpec, TransposedCache, allocate
 from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
@@ -194,6 +194,7 @@ def test_a_block_costs_what_its_arrays_hold():
     cache = allocate(spec, num_blocks=5, block_size=8, dtype=jnp.bfloat16)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert total == 5 * 3 * (2 * 2 * 16) * 8 * 2
+    assert isinstance(cache[0], TransposedCache)
     assert cache[0].block_size == 8
 
 

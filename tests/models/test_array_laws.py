@@ -106,7 +106,7 @@ def make_workload(name: str) -> tuple[list[Sample], list[list[int]]]:
 
 
 LEAST_ALIKE = {"florence2", "qwen2_5_vl"}
-"""In the default run; of one device, `tests/engine/test_schedules.py` has every family there."""
+"""In the default run; of one device, `tests/engine/test_schedules.py` has more families there."""
 NAMES = [
     pytest.param(name, marks=() if name in LEAST_ALIKE else pytest.mark.slow)
     for name in TINY_FAMILIES

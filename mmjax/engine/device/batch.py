@@ -20,13 +20,17 @@ from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.engine.scheduling.request import NUM_MASKED, Request
 from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
+from mmjax.layers.attention.metadata import StateMetadata
 from mmjax.rounding import cdiv
 
 NO_TOKEN = np.iinfo(np.int32).max
 """Padding of lists of token ids: beyond every vocabulary, so that a scatter drops it."""
+NOWHERE = np.iinfo(np.int32).max
+"""A slot of states that there is not: what is written there is dropped."""
 ADAPTER_SLOTS = "adapter_slots"
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_CROSS = "cross_"
+_NESTED = {"cross": CrossAttentionMetadata, "states": StateMetadata}
+"""Parts of the metadata that some models have: `cross_lengths` is the `lengths` of `cross`."""
 
 
 class StepBatch(NamedTuple):
@@ -134,10 +138,13 @@ def _find_shapes(batch: type, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
 
 
 @cache
-def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0) -> Layout:
+def step_layout(
+    bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0, *, has_states: bool = False
+) -> Layout:
     """Return the fields of a `StepBatch` of one bucket, and of its metadata.
 
-    Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`.
+    Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`, and
+    models with recurrent layers those of `StateMetadata`, named `states_...`.
     """
     sizes = {
         "T": bucket.num_tokens,
@@ -154,8 +161,15 @@ def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0
     if max_encoder_blocks:
         sizes |= {"S": bucket.num_states, "_blocks": max_encoder_blocks}
         cross = _find_shapes(CrossAttentionMetadata, sizes)
-        shapes |= {f"{_CROSS}{name}": shape for name, shape in cross.items()}
+        shapes |= {f"cross_{name}": shape for name, shape in cross.items()}
         shapes["cross_src"] = (bucket.num_states,)
+    if has_states:
+        # A step of decoding has windows of one token alone.
+        chunks = {"_chunks": bucket.num_tokens} if bucket.tile_size > 1 else {}
+        states = _find_shapes(StateMetadata, {"R": bucket.num_requests, **chunks})
+        if not chunks:
+            del states["num_chunks"]
+        shapes |= {f"states_{name}": shape for name, shape in states.items()}
     return Layout(tuple(shapes.items()))
 
 
@@ -171,13 +185,11 @@ def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
     """Return the batch of a packed buffer, under jit."""
     fields = layout.views(flat)
     head = {name: fields.pop(name) for name in StepBatch._fields if name in fields}
-    cross = {
-        name: fields.pop(f"{_CROSS}{name}")
-        for name in CrossAttentionMetadata._fields
-        if f"{_CROSS}{name}" in fields
-    }
-    if cross:
-        fields["cross"] = CrossAttentionMetadata(**cross)
+    for part, kind in _NESTED.items():
+        names = {name: f"{part}_{name}" for name in kind._fields}
+        own = {name: fields.pop(field) for name, field in names.items() if field in fields}
+        if own:
+            fields[part] = kind(**own)
     return StepBatch(**head, metadata=PagedAttentionMetadata(**{"span_end": None, **fields}))
 
 
@@ -224,6 +236,7 @@ class BatchBuilder:
         has_spans: bool,
         max_encoder_blocks: int = 0,
         has_adapters: bool = False,
+        has_states: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -234,13 +247,21 @@ class BatchBuilder:
         """identifier -> rows of the encoder-output pool, int32[embeddings]."""
         self.has_spans = has_spans
         self.max_encoder_blocks = max_encoder_blocks
+        self.has_states = has_states
+        """Whether the model has recurrent layers."""
+
+    def layout(self, bucket: StepBucket) -> Layout:
+        """Return the layout of a step of one bucket."""
+        sizes = (self.max_blocks, self.max_encoder_blocks)
+        return step_layout(bucket, *sizes, has_states=self.has_states)
 
     def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return a buffer of padding, and views of its fields."""
-        layout = step_layout(bucket, self.max_blocks, self.max_encoder_blocks)
+        layout = self.layout(bucket)
         flat = np.zeros(layout.size + self.sample_layout.size, np.int32)
         fields = layout.views(flat)
         nowhere = {"slot_block": self.num_blocks, "cross_slot_block": self.num_blocks}
+        nowhere["states_slots"] = NOWHERE
         for name, value in {**PADDING, **nowhere, "tile_rows": bucket.num_tokens}.items():
             if name in fields:
                 fields[name][:] = value
@@ -316,6 +337,8 @@ class BatchBuilder:
         self._fill_items(fields, requests, ends - counts)
         if self.max_encoder_blocks:
             self._fill_cross(fields, requests)
+        if self.has_states:
+            _fill_states(fields, requests, ends - counts)
         return flat, ends - 1
 
     def _fill_tiles(
@@ -443,6 +466,29 @@ class BatchBuilder:
         fields["reported"][: len(rows)] = token_ids + 1
         fields["has_logprobs"][...] = 1
         return flat
+
+
+def _fill_states(
+    fields: dict[str, np.ndarray], requests: Sequence[ScheduledRequest], first_rows: np.ndarray
+) -> None:
+    """Set where the windows' states are, and cut windows of several tokens into chunks."""
+    number = len(requests)
+    fields["states_slots"][:number] = [one.request.state_slot for one in requests]
+    fields["states_first_rows"][:number] = first_rows
+    fields["states_num_rows"][:number] = [one.num_tokens for one in requests]
+    num_chunks = 0
+    for scheduled, first_row in zip(requests, first_rows, strict=True):
+        if scheduled.num_tokens == 1:
+            continue
+        ends = scheduled.request.chunk_ends_between(scheduled.start, scheduled.end)
+        starts = np.concatenate([[scheduled.start], ends[:-1]])
+        chunks = slice(num_chunks, num_chunks + len(ends))
+        fields["states_chunk_rows"][chunks] = first_row + starts - scheduled.start
+        fields["states_chunk_sizes"][chunks] = ends - starts
+        fields["states_chunk_slots"][chunks] = scheduled.request.state_slot
+        num_chunks = chunks.stop
+    if num_chunks:
+        fields["states_num_chunks"][...] = num_chunks
 
 
 def _fill_penalties(fields: dict[str, np.ndarray], row: int, request: Request) -> None:

@@ -18,7 +18,7 @@ from mmjax.engine.device.batch import (
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, sample_full
 from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCache
+from mmjax.layers.attention.kv_cache import KVCache, StateCache
 from mmjax.layers.cpu.storage import from_storage, to_storage
 from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
 from mmjax.models.interface import embed_units
@@ -192,6 +192,17 @@ def load_adapter(
         name: jax.lax.dynamic_update_index_in_dim(array, values[name], slot, slot_axis(name))
         for name, array in adapters.items()
     }
+
+
+def copy_states(kv_cache: KVCache, source: Int[Array, ""], target: Int[Array, ""]) -> KVCache:
+    """Copy what recurrent layers keep in one slot to another."""
+
+    def copy(array: Float[Array, "_slots ..."]) -> Float[Array, "_slots ..."]:
+        return jax.lax.dynamic_update_index_in_dim(array, array[source], target, 0)
+
+    return tuple(
+        jax.tree.map(copy, one) if isinstance(one, StateCache) else one for one in kv_cache
+    )
 
 
 def step(

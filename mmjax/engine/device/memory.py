@@ -53,11 +53,17 @@ class FixedMemory:
     adapters: int = 0
     """All slots."""
     max_loras: int = 0
+    states: int = 0
+    """All slots of recurrent layers' states."""
+    num_state_slots: int = 0
+    max_num_seqs: int = 0
+    """Of those slots: of requests that run. The others are of snapshots."""
 
     @property
     def to_come(self) -> int:
         """What is not allocated yet."""
-        return self.programs + self.encoder_pool + self.hidden_states + self.adapters
+        caches = self.encoder_pool + self.hidden_states + self.adapters + self.states
+        return self.programs + caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +124,9 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
         hidden_states=shard_bytes((arrays.state.hidden, arrays.previous)),
         adapters=shard_bytes(programs.describe_adapters()),
         max_loras=config.lora.max_loras,
+        states=programs.state_bytes,
+        num_state_slots=programs.num_state_slots,
+        max_num_seqs=config.scheduler.max_num_seqs,
     )
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     is_hurried = config.precompile != "all"
@@ -195,15 +204,17 @@ def _too_little(
     remedies = [
         *_cache_remedies(cache, demand, room, available),
         *_adapter_remedies(fixed, need - room),
+        *_state_remedies(fixed, need - room),
         *_step_remedies(demand, memory, fixed, need),
         *_utilization_remedies(cache, memory, need - room),
     ] or ["take a larger device, or `--tensor-parallel-size`: the model leaves no room"]
-    adapters = f", adapters {format_bytes(fixed.adapters)}" if fixed.adapters else ""
+    more = f", adapters {format_bytes(fixed.adapters)}" if fixed.adapters else ""
+    more += f", recurrent states {format_bytes(fixed.states)}" if fixed.states else ""
     return (
         f"{what}, but {format_bytes(available)} are there (of {format_bytes(memory.total)}: "
         f"weights {format_bytes(fixed.weights)}, programs {format_bytes(fixed.programs)}, encoder "
         f"outputs {format_bytes(fixed.encoder_pool)}, hidden states "
-        f"{format_bytes(fixed.hidden_states)}{adapters}); {'; or '.join(remedies)}"
+        f"{format_bytes(fixed.hidden_states)}{more}); {'; or '.join(remedies)}"
     )
 
 
@@ -229,6 +240,18 @@ def _adapter_remedies(fixed: FixedMemory, missing: int) -> list[str]:
     if num_slots < 1:
         return ["lower `--max-lora-rank`"]
     return [f"lower `--max-loras` to {num_slots}", "lower `--max-lora-rank`"]
+
+
+def _state_remedies(fixed: FixedMemory, missing: int) -> list[str]:
+    """Return what frees slots of states: fewer snapshots, or none and fewer requests."""
+    if missing <= 0 or not fixed.states:
+        return []
+    num_slots = int(fixed.num_state_slots * (1 - missing / fixed.states))
+    if num_slots < 1:
+        return []
+    if num_slots >= fixed.max_num_seqs:
+        return [f"lower `--num-state-snapshots` to {num_slots - fixed.max_num_seqs}"]
+    return [f"lower `--max-num-seqs` to {num_slots} and `--num-state-snapshots` to 0"]
 
 
 def _step_remedies(
@@ -375,6 +398,7 @@ def memory_table(
         ("encoder outputs", fixed.encoder_pool, ""),
         ("hidden states", fixed.hidden_states, ""),
         *([("adapters", fixed.adapters, f"{fixed.max_loras} slots")] if fixed.adapters else []),
+        *([("recurrent states", fixed.states, _count_slots(fixed))] if fixed.states else []),
         (
             "KV cache",
             num_blocks * demand.bytes_per_block,
@@ -384,6 +408,11 @@ def memory_table(
     left = memory.free - fixed.to_come - num_blocks * demand.bytes_per_block
     rows.append(("left", left, f"of {format_bytes(memory.total)}"))
     return [f"{name:<16}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows]
+
+
+def _count_slots(fixed: FixedMemory) -> str:
+    num_snapshots = fixed.num_state_slots - fixed.max_num_seqs
+    return f"{fixed.max_num_seqs} requests, {num_snapshots} snapshots"
 
 
 def format_bytes(size: int) -> str:

@@ -53,6 +53,8 @@ class Call(IntEnum):
     """A program: its place in `Buckets.keys`; a `SampleKind` if it samples."""
     LOAD_ADAPTER = 4
     """The slot."""
+    COPY_STATES = 5
+    """From one slot to another."""
 
 
 class SampleKind(IntFlag):
@@ -104,6 +106,12 @@ class Placement:
     def heads(self, axis: int) -> Sharding:
         """Return the sharding of keys and values whose heads are axis `axis`."""
         return self._sharding(*[None] * axis, MODEL_AXIS)
+
+    def slots(self, shape: tuple[int, ...], axis: int) -> Sharding:
+        """Return the sharding of slots of `shape`, cut along `axis` if the devices divide it."""
+        if shape[axis] % self.size:
+            return self.replicated
+        return self._sharding(*[None] * (1 + axis), _AXES)
 
     @property
     def head_sharding(self) -> HeadSharding | None:

@@ -26,6 +26,7 @@ from mmjax.engine.device.functions import (
     AdapterArrays,
     ModelShape,
     StepState,
+    copy_states,
     encode,
     encode_prompts,
     load_adapter,
@@ -38,7 +39,13 @@ from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.engine.device.sampler import SampleTables, empty_tables
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, SampleBucket, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
-from mmjax.layers.attention.kv_cache import LayerCache, TransposedCache, allocate
+from mmjax.layers.attention.kv_cache import (
+    KVCacheSpec,
+    LayerCache,
+    StateCache,
+    TransposedCache,
+    allocate,
+)
 from mmjax.layers.cpu.product import is_small
 from mmjax.layers.cpu.storage import storage_dtype
 from mmjax.layers.linear import Linear
@@ -79,8 +86,9 @@ class Programs:
         cache_type: type[LayerCache] | None = None,
         adapted: AdaptedModel | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        num_state_slots: int = 0,
     ) -> None:
-        """`cache_type` None: the one of the placement's platform. `adapted` None: no adapters."""
+        """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them."""
         model = bind(shape.graphdef, params)
         self.buckets, self.adapted = buckets, adapted
         self.host_inputs, self.num_encoder_rows = host_inputs, num_encoder_rows
@@ -99,6 +107,7 @@ class Programs:
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
         self.block_size, self.max_blocks = block_size, max_blocks
+        self.num_state_slots = num_state_slots
         self.max_encoder_len = max_encoder_len
         self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
@@ -123,6 +132,7 @@ class Programs:
             dtype=self._stored if is_plain else shape.dtype,
             cache_type=self._cache_type,
             sharding=placement.head_sharding,
+            num_state_slots=num_state_slots,
         )
         self._jit(model, logprobs_mode)
 
@@ -130,7 +140,7 @@ class Programs:
         graphdef, placement = self._shape.graphdef, self.placement
         # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
-        kv_cache: Any = placement.heads(self._cache_type.HEAD_AXIS)
+        kv_cache = self._shard_cache(model.kv_cache_spec)
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
         jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
 
@@ -168,9 +178,21 @@ class Programs:
         self.write_extra = jit(
             partial(write_extra, graphdef), donate_argnames="pool", out_shardings=whole
         )
+        self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
         self.load_adapter = jit(
             load_adapter, donate_argnames="adapters", out_shardings=self._adapter_shardings
         )
+
+    def _shard_cache(self, spec: KVCacheSpec) -> Any:
+        """Return the shardings of the caches: one of all blocks, or of each layer's arrays."""
+        heads: Any = self.placement.heads(self._cache_type.HEAD_AXIS)
+        if not spec.states:
+            return heads
+        states = (
+            StateCache(tuple(self.placement.slots(one.shape, one.cut_axis) for one in part.arrays))
+            for part in spec.states
+        )
+        return (*[heads] * len(spec.layers), *states)
 
     @staticmethod
     def _is_small(placement: Placement, model: Any, *, is_tower: bool) -> bool:
@@ -196,6 +218,11 @@ class Programs:
         """Bytes of a KV block on one device."""
         one, two = (shard_bytes(self.describe_arrays(number).state.kv_cache) for number in (1, 2))
         return two - one
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all slots of recurrent layers' states, on one device."""
+        return shard_bytes(_find_states(self.describe_arrays(1)))
 
     # ---- arrays --------------------------------------------------------------------------------
 
@@ -311,7 +338,8 @@ class Programs:
         )
 
     def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
-        layout = step_layout(bucket, self.max_blocks, self.max_encoder_blocks)
+        sizes = (self.max_blocks, self.max_encoder_blocks)
+        layout = step_layout(bucket, *sizes, has_states=bool(self.num_state_slots))
         return {
             "layout": layout,
             "params": self.params,
@@ -357,6 +385,11 @@ class Programs:
 
     def _describe(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)
+
+
+def _find_states(arrays: DeviceArrays) -> list[StateCache]:
+    """Return the caches of recurrent layers, which stand behind the others."""
+    return [one for one in arrays.state.kv_cache if isinstance(one, StateCache)]
 
 
 def _describe_param(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -99,6 +99,7 @@ class ModelRunner:
             has_spans=has_spans,
             max_encoder_blocks=programs.max_encoder_blocks,
             has_adapters=programs.adapted is not None,
+            has_states=bool(programs.num_state_slots),
         )
         self._empty_tables = {
             num_rows: programs.empty_tables(num_rows) for num_rows in self.buckets.sample
@@ -147,6 +148,9 @@ class ModelRunner:
         if self._adapters is not None:
             # Compiles it: no load will.
             self._run_load(0, {})
+        if self._programs.num_state_slots:
+            # Likewise.
+            self._run_copy(0, 0)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -180,7 +184,9 @@ class ModelRunner:
         self._padding[bucket, "steps"] += 1
         self._padding[bucket, "tokens"] += output.num_tokens
         packed, is_plain = self._builder.build(output.requests, bucket)
+        self._copy_states(output.restored_states)
         rest = self._run_step(bucket, packed)
+        self._copy_states(output.kept_states)
         reports = self._report_prompts(output.requests)
         sampled = [scheduled for scheduled in output.requests if scheduled.samples]
         if not sampled:
@@ -254,6 +260,17 @@ class ModelRunner:
         }
         on_device = self._placement.put((np.int32(slot), values))
         self._adapters = self._programs.load_adapter(self._adapters, *on_device)
+
+    def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        for source, target in slots:
+            self._broadcast(Call.COPY_STATES, source, target)
+            self._run_copy(source, target)
+
+    def _run_copy(self, source: int, target: int) -> None:
+        """Copy recurrent layers' states from one slot to another."""
+        on_device = self._placement.put((np.int32(source), np.int32(target)))
+        kv_cache = self._programs.copy_states(self._state.kv_cache, *on_device)
+        self._state = self._state._replace(kv_cache=kv_cache)
 
     def _report_prompts(self, requests: Sequence[ScheduledRequest]) -> list[PromptReport]:
         """Compute the log-probabilities of the prompts' tokens that the step's rows predict."""
@@ -396,6 +413,8 @@ class ModelRunner:
                 self.reset()
             elif call is Call.LOAD_ADAPTER:
                 self._run_load(first, {})
+            elif call is Call.COPY_STATES:
+                self._run_copy(first, second)
             elif call is Call.RUN:
                 rest = self._run_padding(self._keys[first], rest, SampleKind(second))
 

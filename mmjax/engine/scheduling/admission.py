@@ -127,6 +127,8 @@ class AdmissionLimits:
     """What a prompt's tokens see."""
     max_encoder_len: int = 0
     """Hidden states of an encoder-decoder model's longest encoder input; 0: decoder only."""
+    has_states: bool = False
+    """Whether the model has recurrent layers."""
 
     def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
         """Raise `RequestValueError` for a prompt that cannot be computed."""

@@ -71,6 +71,10 @@ class SchedulerOutput:
     num_preempted: int = 0
     adapter_loads: Sequence[AdapterLoad] = ()
     """Before all else."""
+    restored_states: Sequence[tuple[int, int]] = ()
+    """Slots from which to which states are copied, one after the other, before the step."""
+    kept_states: Sequence[tuple[int, int]] = ()
+    """Likewise, after the step."""
 
     @property
     def has_adapters(self) -> bool:

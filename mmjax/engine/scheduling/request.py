@@ -14,10 +14,12 @@ from mmjax.cache.kv.block_hash import (
     hash_block_tokens,
     iter_block_hashes,
 )
+from mmjax.cache.state_slots import NO_STATE
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.engine.scheduling.spans import Spans, find_spans
 from mmjax.engine.scheduling.speculation import Forecast
+from mmjax.layers.recurrent.chunks import find_chunk_ends, find_snapshot_places
 from mmjax.models.host_inputs import RotaryPositions, Sees
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
@@ -107,15 +109,19 @@ class BlockHasher:
     none_hash: BlockHash
     """The parent hash of first blocks."""
     algorithm: BlockHashAlgorithm = "sha256"
+    is_of_prompts: bool = False
+    """Whether only a prompt's blocks are hashed. Recurrent layers add an answer's tokens in another
+    order than a prompt's: a later prompt that holds them must not find what depends on that."""
 
     def hash_new_blocks(self, request: "Request") -> list[BlockHash]:
         """Return the hashes of the request's full blocks beyond `block_hashes`."""
-        if request.num_tokens // self.block_size == len(request.block_hashes):
+        length = request.num_prompt_tokens if self.is_of_prompts else request.num_tokens
+        if length // self.block_size == len(request.block_hashes):
             return []
         new = iter_block_hashes(
             request,
             self.block_size,
-            token_ids=request.token_ids[: request.num_tokens],
+            token_ids=request.token_ids[:length],
             previous=request.block_hashes,
             algorithm=self.algorithm,
             none_hash=self.none_hash,
@@ -145,6 +151,10 @@ class Request:
     queued_at = 0.0
     adapter_slot = NO_SLOT
     """Where its adapter is on the device, while it runs."""
+    state_slot = NO_STATE
+    """Where the states of recurrent layers are on the device, while it runs."""
+    found_state = NO_STATE
+    """The slot of the snapshot that it begins with."""
     forecast: Forecast | None = None
     """What is guessed of it; None: nothing is."""
     started_at = 0.0
@@ -253,6 +263,40 @@ class Request:
         """What its prompt's tokens see beside those before them."""
         places = [item.mm_position for item in self.items]
         return find_spans(places, self.num_prompt_tokens, self._sees)
+
+    @cached_property
+    def chunk_ends(self) -> np.ndarray:
+        """int32[chunks]: where its prompt's chunks end, for recurrent layers."""
+        return find_chunk_ends([item.start for item in self.items], self.num_prompt_tokens)
+
+    def chunk_ends_between(self, start: int, end: int) -> np.ndarray:
+        """Return int32[chunks]: the ends of a window's chunks.
+
+        Tokens behind the prompt are a chunk each, as when they were sampled.
+        """
+        low, high = np.searchsorted(self.chunk_ends, [start, end], side="right")
+        sampled = np.arange(max(start, self.num_prompt_tokens) + 1, end + 1, dtype=np.int32)
+        return np.concatenate([self.chunk_ends[low:high], sampled])
+
+    def last_chunk_end(self, end: int) -> int:
+        """Return the last place up to `end` where a window may end, for recurrent layers."""
+        if end >= self.num_prompt_tokens:
+            return end
+        number = np.searchsorted(self.chunk_ends, end, side="right")
+        return int(self.chunk_ends[number - 1]) if number else 0
+
+    @cached_property
+    def snapshot_places(self) -> tuple[int, ...]:
+        """Behind how many tokens the states of recurrent layers are kept for later requests.
+
+        None without a cache of blocks.
+        """
+        if self._block_hasher is None:
+            return ()
+        item_ends = [item.end for item in self.items]
+        return find_snapshot_places(
+            item_ends, self.num_prompt_tokens, self._block_hasher.block_size
+        )
 
     @cached_property
     def seen_ahead(self) -> tuple[int, str] | None:

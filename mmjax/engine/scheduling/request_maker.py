@@ -152,6 +152,7 @@ class RequestMaker:
             # Random, so that no client can compute the hash of a block.
             none_hash=make_none_hash(f"{version} {secrets.token_hex(16)}"),
             algorithm=cache.prefix_caching_hash_algo,
+            is_of_prompts=self.limits.has_states,
         )
 
     def _make_encoder(

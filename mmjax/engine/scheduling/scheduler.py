@@ -17,6 +17,7 @@ import msgspec
 from mmjax.cache.adapter_slots import NO_SLOT, AdapterSlots
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
+from mmjax.cache.state_slots import NO_STATE, StateSlots
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.admission import ItemSizes
 from mmjax.engine.scheduling.buckets import Buckets
@@ -66,6 +67,8 @@ class _Plan:
     """With how many tokens are computed, and whether items are encoded for them."""
     items: list[EncoderItem] = field(default_factory=list)
     loads: list[AdapterLoad] = field(default_factory=list)
+    restored_states: list[tuple[int, int]] = field(default_factory=list)
+    kept_states: list[tuple[int, int]] = field(default_factory=list)
     num_preempted: int = 0
 
     @property
@@ -96,11 +99,14 @@ class Scheduler:
         max_loras: int = 0,
         speculation: Speculation | None = None,
         max_num_rows: int = 0,
+        state_slots: StateSlots | None = None,
     ) -> None:
         """`patches_per_token`: of an encoder that takes packs of patches; 0: it takes units.
 
         `max_num_rows`: of a step with guesses, of which `speculation` decides; None: without any.
+        `state_slots` None: the model has no recurrent layers.
         """
+        self.state_slots = state_slots
         self.adapter_slots = AdapterSlots(max_loras)
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
@@ -115,7 +121,11 @@ class Scheduler:
         self._max_num_encoder_states = max_num_encoder_states
         self._patches_per_token = patches_per_token
         self._windows = WindowFitter(
-            kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_runs_whole=keeps_runs_whole
+            kv_cache=kv_cache,
+            encoder_cache=encoder_cache,
+            keeps_runs_whole=keeps_runs_whole,
+            state_slots=state_slots,
+            keeps_snapshots=enable_chunked_prefill,
         )
         self._enable_chunked_prefill = enable_chunked_prefill
         self.num_prompt_tokens = self.num_generation_tokens = self.num_step_tokens = 0
@@ -241,7 +251,7 @@ class Scheduler:
             self._item_sizes.remove(request.media_items)
             rename(request)
             self._item_sizes.add(request.media_items)
-        self.kv_cache.reset_prefix_cache()
+        self.reset_prefix_cache()
 
     def change_adapter(
         self,
@@ -269,8 +279,14 @@ class Scheduler:
         """Let all requests wait, after what they hold is lost."""
         self.stop_running()
         self.encoder_cache.reset()
-        self.kv_cache.reset_prefix_cache()
+        self.reset_prefix_cache()
         self.adapter_slots.reset()
+
+    def reset_prefix_cache(self) -> None:
+        """Let no prefix be found any more; running requests keep what they have."""
+        self.kv_cache.reset_prefix_cache()
+        if self.state_slots is not None:
+            self.state_slots.forget_snapshots()
 
     def stop_running(self) -> None:
         """Let all requests wait and hold nothing, in whatever state a failure has left them."""
@@ -336,6 +352,9 @@ class Scheduler:
         for window in scheduled:
             request = window.request
             request.num_in_flight -= 1
+            if self.state_slots is not None and request.status is RequestStatus.RUNNING:
+                # Its states have taken the token in, and would do so twice.
+                self._preempt(request)
             # A request that was preempted since computes all again in any case.
             request.num_computed_tokens = min(request.num_computed_tokens, window.start)
 
@@ -441,6 +460,9 @@ class Scheduler:
         self.kv_cache.free(request.request_id)
         self.encoder_cache.free(request.request_id)
         self._deferred.discard(request.request_id)
+        if self.state_slots is not None and request.state_slot != NO_STATE:
+            self.state_slots.release(request.state_slot)
+            request.state_slot = NO_STATE
         if request.adapter_slot != NO_SLOT:
             assert request.lora_request is not None, f"{request.adapter_slot=} of no adapter"
             self.adapter_slots.release(request.lora_request)
@@ -463,7 +485,7 @@ class Scheduler:
         guessed = self._guess(plan)
         scheduled: list[ScheduledRequest] = []
         for request, num_tokens, encodes in plan.requests:
-            window = self._advance(request, num_tokens, encodes)
+            window = self._advance(plan, request, num_tokens, encodes)
             scheduled += [window, *_follow(window, guessed.get(request.request_id, 0))]
         self._count_step(sum(window.num_tokens for window in scheduled))
         sampled = (window for window in scheduled if window.samples)
@@ -477,6 +499,8 @@ class Scheduler:
             freed_identifiers=self.encoder_cache.get_freed_mm_hashes(),
             num_preempted=plan.num_preempted,
             adapter_loads=plan.loads,
+            restored_states=plan.restored_states,
+            kept_states=plan.kept_states,
         )
 
     def waits_for_read(self, before: SchedulerOutput) -> bool:
@@ -586,7 +610,7 @@ class Scheduler:
                 self._release(request)
                 return
             self.waiting.remove(request)
-            self._take_slot(plan, request)
+            self._take_slots(plan, request)
             request.status = RequestStatus.RUNNING
             request.start(time.monotonic())
             if request.num_preemptions == 0 and not request.num_output_tokens:
@@ -603,7 +627,12 @@ class Scheduler:
         has_slot = adapter is None or self.adapter_slots.may_start(adapter, draining)
         return has_slot and self._may_run(request)
 
-    def _take_slot(self, plan: _Plan, request: Request) -> None:
+    def _take_slots(self, plan: _Plan, request: Request) -> None:
+        """Give a request that starts its slots, of adapters and of states."""
+        if self.state_slots is not None:
+            request.state_slot = self.state_slots.acquire()
+            if request.num_computed_tokens:
+                plan.restored_states.append((request.found_state, request.state_slot))
         adapter = request.lora_request
         if adapter is not None:
             request.adapter_slot, is_new = self.adapter_slots.acquire(adapter)
@@ -623,13 +652,25 @@ class Scheduler:
             plan.items.append(item if slot == NO_SLOT else replace(item, adapter_slot=slot))
             request.encoded.append(item.mm_hash or item.identifier)
 
-    def _advance(self, request: Request, num_tokens: int, encodes: bool) -> ScheduledRequest:
+    def _keep_state(self, plan: _Plan, request: Request, end: int) -> None:
+        """Keep a snapshot behind a window that ends where one is wanted."""
+        if self.state_slots is None or end not in request.snapshot_places:
+            return
+        block_hash = request.block_hashes[end // self.kv_cache.block_size - 1]
+        target = self.state_slots.keep(block_hash)
+        if target != NO_STATE:
+            plan.kept_states.append((request.state_slot, target))
+
+    def _advance(
+        self, plan: _Plan, request: Request, num_tokens: int, encodes: bool
+    ) -> ScheduledRequest:
         """Count the window as computed, and release the items that end in it."""
         start = request.num_computed_tokens
         end = start + num_tokens
         request.num_computed_tokens = end
         if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
             self.kv_cache.cache_blocks(request.request_id, request.block_hashes, end)
+        self._keep_state(plan, request, end)
         if start < request.items_end:
             self._windows.free_items(request, start, end)
         encoder_table = None

@@ -5,6 +5,7 @@ Knows nothing of other requests, or of the token budget that they share.
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
+from mmjax.cache.state_slots import StateSlots
 from mmjax.engine.scheduling.request import EncoderItem, Request
 
 
@@ -17,7 +18,12 @@ class WindowFitter:
         kv_cache: KVCacheManager,
         encoder_cache: EncoderCacheManager,
         keeps_runs_whole: bool,
+        state_slots: StateSlots | None = None,
+        keeps_snapshots: bool = False,
     ) -> None:
+        """`state_slots` None: the model has no recurrent layers."""
+        self._state_slots = state_slots
+        self._keeps_snapshots = keeps_snapshots
         self._kv_cache = kv_cache
         self._encoder_cache = encoder_cache
         self._keeps_runs_whole = keeps_runs_whole
@@ -30,9 +36,11 @@ class WindowFitter:
         """
         cache, request_id = self._kv_cache, request.request_id
         num_found = cache.count_cached_tokens(request.block_hashes, request.num_tokens)
-        request.num_computed_tokens = cache.start(
-            request_id, request.block_hashes[: num_found // cache.block_size]
-        )
+        num_blocks = num_found // cache.block_size
+        if self._state_slots is not None:
+            found = request.block_hashes[:num_blocks]
+            num_blocks, request.found_state = self._state_slots.find(found)
+        request.num_computed_tokens = cache.start(request_id, request.block_hashes[:num_blocks])
         if request.encoder is not None and (
             request.encoder_len > states_left
             or not cache.start_encoder(request_id, request.encoder_len)
@@ -109,7 +117,13 @@ class WindowFitter:
 
     def _cut(self, request: Request, start: int, end: int) -> int:
         """Return the last position in [start, end] where a window from `start` may end."""
-        return max(start, request.spans.last_cut(end) if self._keeps_runs_whole else end)
+        if self._keeps_runs_whole:
+            end = request.spans.last_cut(end)
+        if self._state_slots is not None:
+            if self._keeps_snapshots:
+                end = min([end, *(one for one in request.snapshot_places if one > start)])
+            end = request.last_chunk_end(end)
+        return max(start, end)
 
     def free_items(self, request: Request, start: int, end: int) -> None:
         """Drop the request's references to items whose last embedding is in a window.

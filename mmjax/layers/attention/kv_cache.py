@@ -4,6 +4,7 @@ Knows nothing of requests, only of block ids. The layout depends on the attentio
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,6 +40,25 @@ class LayerKVSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateArray:
+    """An array that a recurrent layer keeps of each request."""
+
+    shape: tuple[int, ...]
+    cut_axis: int
+    """The axis that a mesh cuts, if its devices divide it: that of heads, or of channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What one recurrent layer keeps of a request between its tokens: arrays of float32.
+
+    A sum over all tokens so far needs float32; a convolution's last inputs lose nothing in it.
+    """
+
+    arrays: tuple[StateArray, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """What a language model caches for one token, layer by layer.
 
@@ -47,7 +67,9 @@ class KVCacheSpec:
 
     layers: tuple[LayerKVSpec, ...]
     layer_places: tuple[int, ...] = ()
-    """Which of `layers` each of the decoder's is, where several share one cache; else empty."""
+    """Which of `layers`, and of `states` behind them, each of the decoder's has; empty: its own."""
+    states: tuple[StateSpec, ...] = ()
+    """Of recurrent layers: what they keep is a request's, and not a token's."""
 
     @classmethod
     def alike(
@@ -58,6 +80,28 @@ class KVCacheSpec:
             num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim or head_dim
         )
         return cls((layer,) * num_layers)
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[LayerKVSpec | StateSpec]) -> "KVCacheSpec":
+        """Return the spec of a decoder's layers, each with an entry of its own."""
+        paged = [place for place, one in enumerate(layers) if isinstance(one, LayerKVSpec)]
+        states = [place for place, one in enumerate(layers) if isinstance(one, StateSpec)]
+        order = [*paged, *states]
+        return cls(
+            tuple(one for one in layers if isinstance(one, LayerKVSpec)),
+            tuple(map(order.index, range(len(layers)))),
+            tuple(one for one in layers if isinstance(one, StateSpec)),
+        )
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether layers read what another one has written."""
+        return len(set(self.layer_places)) < len(self.layer_places)
+
+    @property
+    def num_state_floats(self) -> int:
+        """Numbers, of 4 bytes each, that a request keeps in all recurrent layers."""
+        return sum(math.prod(array.shape) for one in self.states for array in one.arrays)
 
     @property
     def num_kv_heads(self) -> int:
@@ -280,7 +324,20 @@ LayerCache = TransposedCache | InterleavedCache | SlotCache
 - `write`: store tokens in their slots; those with a block id out of range (padding) are dropped;
 - `read_keys` and `read_values`: the blocks of some ids.
 """
-KVCache = tuple[LayerCache, ...]
+
+
+class StateCache(NamedTuple):
+    """What a recurrent layer keeps of all requests, each in a slot; in the order of its spec."""
+
+    arrays: tuple[Any, ...]
+    """Each Float[Array, "_slots ..."], or, as in any pytree, its description."""
+
+    @classmethod
+    def zeros(cls, spec: StateSpec, num_slots: int) -> "StateCache":
+        return cls(tuple(jnp.zeros((num_slots, *one.shape), jnp.float32) for one in spec.arrays))
+
+
+KVCache = tuple[LayerCache | StateCache, ...]
 
 
 class DenseCache(NamedTuple):
@@ -312,8 +369,10 @@ def allocate(
     dtype: Any,
     cache_type: type[LayerCache] = TransposedCache,
     sharding: HeadSharding | None = None,
+    num_state_slots: int = 0,
 ) -> KVCache:
-    """Return zeroed blocks for every layer."""
-    return tuple(
+    """Return zeroed blocks for every layer, and zeroed slots for recurrent ones."""
+    blocks = (
         cache_type.zeros(layer, num_blocks, block_size, dtype, sharding) for layer in spec.layers
     )
+    return *blocks, *(StateCache.zeros(one, num_state_slots) for one in spec.states)

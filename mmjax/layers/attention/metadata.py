@@ -28,6 +28,28 @@ class CrossAttentionMetadata(NamedTuple):
     and calls `write_encoder`. Padding is finite, and dropped."""
 
 
+class StateMetadata(NamedTuple):
+    """What recurrent layers are told of a step: where each request's tokens and its state are.
+
+    A prompt's tokens are computed in chunks, whose ends depend on the prompt alone, and an answer's
+    one by one, as they came: so a state has the same bits however a request was scheduled.
+    """
+
+    slots: Int[Array, " R"]
+    """Of each window's request; padding: out of range."""
+    first_rows: Int[Array, " R"]
+    """Index into T of a window's first token."""
+    num_rows: Int[Array, " R"]
+    """Tokens of a window; padding: 0."""
+    chunk_rows: Int[Array, " _chunks"] | None = None
+    """Index into T of a chunk's first token: of windows of several tokens, in their order. None: no
+    window has several."""
+    chunk_sizes: Int[Array, " _chunks"] | None = None
+    """Tokens of a chunk, at most `CHUNK`; padding: 0."""
+    chunk_slots: Int[Array, " _chunks"] | None = None
+    num_chunks: Int[Array, ""] | None = None
+
+
 class PagedAttentionMetadata(NamedTuple):
     """Metadata of paged attention, made on the host.
 
@@ -55,6 +77,8 @@ class PagedAttentionMetadata(NamedTuple):
     block_tables: Int[Array, "R _blocks"]
     cross: CrossAttentionMetadata | None = None
     """None for a model without cross-attention."""
+    states: StateMetadata | None = None
+    """None for a model without recurrent layers."""
     is_seen_ahead: Bool[Array, " _rows"] | None = None
     """Which tokens of the step others see before they come, up to the last one within a `span_end`,
     which all of the span see; None: all of a span's. Not from the host (`with_gaps`)."""
