@@ -10,7 +10,10 @@ from mmjax.cli.messages import LIMITS, NO_LIMITS, user_message
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MMJaxError
 
-_HELP = "/image FILE: show it with the next question; /new: forget all; /quit or Ctrl-D: leave"
+_HELP = (
+    "/image FILE, /audio FILE: send it with the next question; /new: forget all; "
+    "/quit or Ctrl-D: leave"
+)
 
 
 Answer = Callable[[Sequence[dict[str, Any]]], Iterator[str]]
@@ -54,7 +57,9 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     options = _parse(argv, prog)
     try:
         limits = LIMITS if options.url is None else NO_LIMITS
-        user_message("", options.image, limits)  # refused before a model is loaded
+        user_message(
+            "", options.image, limits, clips=options.audio
+        )  # refused before a model is loaded
         conversation = _Conversation(_choose(options), options, limits)
         if options.text:
             conversation.ask(" ".join(options.text))
@@ -80,6 +85,7 @@ class _Conversation:
         self._limits = limits
         self._system = options.system
         self._images: list[str] = list(options.image)
+        self._clips: list[str] = list(options.audio)
         self._messages: list[dict[str, Any]] = []
         self._forget()
 
@@ -103,20 +109,24 @@ class _Conversation:
 
     def ask(self, text: str) -> None:
         """Print the answer as it comes, and keep both."""
-        asked = [*self._messages, user_message(text, self._images, self._limits)]
+        message = user_message(text, self._images, self._limits, clips=self._clips)
+        asked = [*self._messages, message]
         parts: list[str] = []
         for part in self._answer(asked):
             parts.append(part)
             print(part, end="", flush=True)
         print()
         self._messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
-        self._images = []
+        self._images, self._clips = [], []
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         if command == "/image" and rest:
             user_message("", [rest], self._limits)  # it can be used
             self._images.append(rest.strip())
+        elif command == "/audio" and rest:
+            user_message("", limits=self._limits, clips=[rest])
+            self._clips.append(rest.strip())
         elif command == "/new":
             self._forget()
         elif command.startswith("/"):
@@ -139,6 +149,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     add: Any = parser.add_argument
     add("text", nargs="*", help="a question; without one, questions are read from the terminal")
     add("--image", action="append", default=[], help="a file or a URL; may be given repeatedly")
+    add("--audio", action="append", default=[], help="a file or a URL; may be given repeatedly")
     add("--url", help="of a running server, as http://127.0.0.1:8000")
     add("--api-key", help="of that server; else $MMJAX_API_KEY")
     add("--model", help="without --url: a directory or a hub id; default: the embedded one")

@@ -1,4 +1,4 @@
-"""`mmjax explain`: a prompt's tokens, and where its images stand, without running the model."""
+"""`mmjax explain`: a prompt's tokens, and where its media stand, without running the model."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def _explain(options: argparse.Namespace) -> Any:
     from mmjax.frontend.prompt.input_processor import InputProcessor
     from mmjax.models.model_source import load_model_config
 
-    messages = [user_message(" ".join(options.text), options.image)]
+    messages = [user_message(" ".join(options.text), options.image, clips=options.audio)]
     processor = InputProcessor(load_model_config(options.model, revision=options.revision))
     try:
         chat = ChatParser.for_model(processor)
@@ -39,7 +39,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     add: Any = parser.add_argument
     add("text", nargs="+", help="a user's message")
     add("--image", action="append", default=[], help="a file; may be given repeatedly")
+    add("--audio", action="append", default=[], help="a file; may be given repeatedly")
     add("--model", help="a directory or a hub id; default: the embedded one")
     add("--revision", help="of a hub id")
-    add("--json", action="store_true", help="with the tensors of each image")
+    add("--json", action="store_true", help="with the tensors of each image and clip")
     return parser.parse_args(argv)

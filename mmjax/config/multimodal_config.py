@@ -81,6 +81,22 @@ class MultiModalConfig:
     max_video_pixels: int = setting(
         500_000_000, "Pixels of all frames of one video, after sampling.", minimum=1
     )
+    max_audio_bytes: int = setting(
+        64 * 2**20, "An encoded audio clip with more bytes is refused.", minimum=1
+    )
+    max_audio_seconds: int = setting(
+        1800, "An audio clip that lasts longer is refused before it is decoded.", minimum=1
+    )
+    max_audio_rate: int = setting(
+        384_000, "An audio clip with more samples a second is refused.", minimum=1
+    )
+    max_audio_channels: int = setting(8, "An audio clip with more channels is refused.", minimum=1)
+    max_audio_samples: int = setting(
+        100_000_000,
+        """Samples of one audio clip, before and after it is resampled; over all channels where it
+        comes as samples (`LLM`), whereas those of a file are mixed to one as it is decoded.""",
+        minimum=1,
+    )
     media_io_kwargs: Mapping[str, Any] = setting(
         {},
         """How media are read. `video`: `num_frames`, 32 unless said otherwise, and `fps`; the
@@ -165,8 +181,9 @@ class MultiModalConfig:
     media_decode_memory_bytes: int | None = setting(
         None,
         "Memory that such a process may take for one file.",
-        unset="24 bytes for each of `max_image_pixels`, twice the larger of `max_image_bytes` and "
-        "`max_video_bytes`, and 64 MiB",
+        unset="24 bytes for each of `max_image_pixels`, twice the largest of `max_image_bytes`, "
+        "`max_video_bytes` and `max_audio_bytes`, and 64 MiB; 12 for each of `max_audio_samples` "
+        "in place of the pixels where that is more",
         minimum=16 * 2**20,
         is_for_serve_alone=True,
     )
@@ -205,8 +222,9 @@ class MultiModalConfig:
     @property
     def decode_memory_bytes(self) -> int:
         """Memory that a decoding process may take: an image, its copies on the way, a file."""
-        num_file_bytes = max(self.max_image_bytes, self.max_video_bytes)
-        largest = 24 * self.max_image_pixels + 2 * num_file_bytes + 64 * 2**20
+        num_file_bytes = max(self.max_image_bytes, self.max_video_bytes, self.max_audio_bytes)
+        num_decoded_bytes = max(24 * self.max_image_pixels, 12 * self.max_audio_samples)
+        largest = num_decoded_bytes + 2 * num_file_bytes + 64 * 2**20
         return self.media_decode_memory_bytes or largest
 
     def limit(self, modality: str) -> int:

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from mmjax.decoders.audio_file import AudioHeader
 from mmjax.decoders.image_file import BYTES_PER_PIXEL, ImageHeader
 from mmjax.decoders.limits import (
     MediaLimits,
+    check_audio_bytes,
+    check_audio_size,
     check_image_bytes,
     check_image_size,
+    check_num_samples,
     check_video_bytes,
     check_video_size,
 )
@@ -78,6 +82,28 @@ class DecodeWorkers:
             memory.read_into(frames.reshape(-1).data)
             return frames, header, indices
 
+    def read_audio_header(
+        self, data: bytes, limits: MediaLimits, *, param: str | None
+    ) -> AudioHeader:
+        """Return what is known of a clip before a sample is decoded."""
+        check_audio_bytes(len(data), limits, param=param)
+        with self._ask("read_audio_header", data, limits, param) as (reply, _):
+            return _checked_audio_header(reply, limits)
+
+    def decode_audio(
+        self, data: bytes, limits: MediaLimits, rate: int, *, param: str | None
+    ) -> np.ndarray:
+        """Return a clip's samples: one channel, at `rate`."""
+        check_audio_bytes(len(data), limits, param=param)
+        with self._ask("decode_audio", data, limits, param, rate=rate) as (reply, memory):
+            (num_samples,) = _integers([reply["num_samples"]], 1)
+            check_num_samples(num_samples, limits, param=param)
+            samples = np.empty(num_samples, np.float32)
+            memory.read_into(samples.view(np.uint8).data)
+            if not (num_samples and np.isfinite(samples).all()):
+                raise ValueError("a worker process gave a wrong reply")
+            return samples
+
     def close(self) -> None:
         """End the processes; whoever waits for one gets an error."""
         self._pool.close()
@@ -111,6 +137,15 @@ def _checked_video_header(reply: Mapping[str, Any], limits: MediaLimits) -> Vide
     if not (isinstance(fps, float) and math.isfinite(fps) and fps >= 0):
         raise ValueError("a worker process gave a wrong reply")
     return VideoHeader(width, height, num_frames, total, fps)
+
+
+def _checked_audio_header(reply: Mapping[str, Any], limits: MediaLimits) -> AudioHeader:
+    *sizes, seconds = reply["header"]
+    rate, num_channels = _integers(sizes, 2)
+    if not (isinstance(seconds, float) and math.isfinite(seconds) and seconds >= 0):
+        raise ValueError("a worker process gave a wrong reply")
+    check_audio_size(rate, num_channels, seconds, limits)
+    return AudioHeader(rate, num_channels, seconds)
 
 
 def _integers(values: Sequence[Any], count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a worker process does with media: it reads headers, and decodes images and videos."""
+"""What a worker process does with media: it reads headers, and decodes images, videos and clips."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from mmjax.decoders.audio_file import decode_audio, read_audio_header
 from mmjax.decoders.image_file import BYTES_PER_PIXEL, decode_image, read_image_header
 from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.shared_memory import SharedMemory
@@ -53,10 +54,22 @@ def _decode_video(
     return {"header": header, "size": sizes[0], "indices": indices}
 
 
+def _read_audio_header(data: bytes, memory: SharedMemory, **limits: int) -> dict[str, Any]:
+    return {"header": read_audio_header(data, MediaLimits(**limits))}
+
+
+def _decode_audio(data: bytes, memory: SharedMemory, rate: int, **limits: int) -> dict[str, Any]:
+    samples = decode_audio(data, MediaLimits(**limits), rate)
+    memory.write(np.ascontiguousarray(samples, np.float32).view(np.uint8).data)
+    return {"num_samples": len(samples)}
+
+
 OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "read_image_header": _read_image_header,
     "decode_image": _decode_image,
     "read_video_header": _read_video_header,
     "decode_video": _decode_video,
+    "read_audio_header": _read_audio_header,
+    "decode_audio": _decode_audio,
 }
 """Called with the file, the shared memory, the job's options, and the limits."""

@@ -37,6 +37,7 @@ from mmjax.processing.items.parse import (
     MultiModalDataParser,
 )
 from mmjax.processing.media.encoded import PixelRange
+from mmjax.processing.transcripts import Transcriber
 
 T = TypeVar("T")
 
@@ -142,6 +143,16 @@ class BaseProcessingInfo(ABC):
     @property
     def model_id(self) -> str:
         return self.ctx.model_config.model
+
+    @property
+    def max_encoder_len(self) -> int | None:
+        """Tokens of the longest encoder's prompt, where it is not held against `max_model_len`."""
+        return None
+
+    @property
+    def transcriber(self) -> Transcriber | None:
+        """What has clips transcribed; None: nothing, the model does no such thing."""
+        return None
 
     def get_tasks(self) -> Mapping[str, str]:
         """Return `tasks`; those of this checkpoint, where a family's differ."""
@@ -286,9 +297,17 @@ class BaseProcessingInfo(ABC):
         """Token ids at or above this are refused."""
         return int(self.get_hf_config().get_text_config().vocab_size)
 
+    @property
+    def audio_rate(self) -> int | None:
+        """Samples a second of the clips that the model hears; None: it hears none."""
+        return None
+
     def get_data_parser(self) -> MultiModalDataParser:
         return self.data_parser(
-            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+            target_sr=self.audio_rate,
+            target_channels=None if self.audio_rate is None else 1,
+            expected_hidden_size=self.get_expected_hidden_size(),
+            limits=self.get_media_limits(),
         )
 
     def get_media_limits(self) -> MediaLimits:

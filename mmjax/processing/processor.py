@@ -496,7 +496,11 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         """Divide the HF processor's batch, and resolve each item's prompt updates."""
         fields = {
             **self._get_mm_fields_config(tensors, mm_kwargs),
-            **{AFFINE_KEYS[m]: MultiModalFieldConfig.shared(m, n) for m, n in counts.items()},
+            **{
+                key: MultiModalFieldConfig.shared(m, counts[m])
+                for m, key in AFFINE_KEYS.items()
+                if m in counts
+            },
         }
         kwargs = MultiModalKwargsItems.from_hf_inputs(tensors, fields)
         validate_mm_kwargs(kwargs, counts)

@@ -77,16 +77,16 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 _STAGES: Mapping[Stage, tuple[str, str]] = {
     "fetch": (
         "mmjax:image_fetch_time_seconds",
-        "Seconds to get a request's images: downloads, or base64.",
+        "Seconds to get a request's images, videos and audio: downloads, or base64.",
     ),
-    "decode": ("mmjax:image_decode_time_seconds", "Seconds to decode a request's images."),
+    "decode": ("mmjax:image_decode_time_seconds", "Seconds to decode a request's media."),
     "process": (
         "mmjax:image_process_time_seconds",
-        "Seconds to hash, resize and normalise a request's images.",
+        "Seconds to hash a request's media, and to make the model's inputs of them.",
     ),
     "encode": (
         "mmjax:image_encode_time_seconds",
-        "Seconds to encode a request's images that no cache had.",
+        "Seconds to encode a request's media that no cache had.",
     ),
     "tokenize": (
         "mmjax:request_tokenize_time_seconds",

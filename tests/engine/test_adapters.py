@@ -86,7 +86,10 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "two slots" else pytest.mark.slow) for name in ENGINES],
+)
 def test_four_adapters_and_none_answer_as_alone(
     name: str, lone_answers: dict[str | None, list[int]], tmp_path: Path
 ) -> None:

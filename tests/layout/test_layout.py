@@ -18,9 +18,11 @@ from tests.test_serve import FEW, Served, ask_about
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mmjax"
-MAX_MODULES, MAX_FILES_OF_A_PICTURE = 12, 95
+MAX_MODULES, MAX_FILES_OF_A_PICTURE = 12, 96
 ENCODER_IS_CALLED = ("engine/device/compilation.py", "__call__")
 """The first program that a picture's request runs is its encoder."""
+BY_THE_CLOCK = {"engine/device/threads.py", "frontend/engine_client/liveness.py"}
+"""What looks now and then whether a process is well, whatever is asked meanwhile."""
 
 
 def test_no_circle_leads_through_folders():
@@ -49,10 +51,10 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow  # what other threads run meanwhile is counted: 95 files, and now and then more
 def test_a_picture_passes_few_files_from_http_to_the_tower(trace: Path):
     """All that run meanwhile are counted, whether or not the picture is in their hands."""
-    server = Served(*FEW, "--precompile", "none")
+    # Without a second engine process, which else loads while the picture is on its way.
+    server = Served(*FEW, "--precompile", "none", "--no-enable-standby-engine")
     try:
         address = server.wait_for(r"mmjax serving tiny_scenes at (\S+)\n").group(1)
         ask_about(address, Image.new("RGB", (320, 240), "red"))
@@ -63,7 +65,7 @@ def test_a_picture_passes_few_files_from_http_to_the_tower(trace: Path):
         server.end()
     calls = [line.split() for line in (trace / "calls.txt").read_text().splitlines()]
     encoded_at = min(float(at) for at, *call in calls if tuple(call) == ENCODER_IS_CALLED)
-    passed = {file for at, file, _ in calls if float(at) <= encoded_at}
+    passed = {file for at, file, _ in calls if float(at) <= encoded_at} - BY_THE_CLOCK
     assert {"server/app.py", "processing/processor.py", "engine/core.py"} <= passed
     assert len(passed) <= MAX_FILES_OF_A_PICTURE, sorted(passed)
 

@@ -1,7 +1,8 @@
 """A directory as HF reads it: its processor and its `generate` say what mmjax says.
 
 No file of expected answers: HF's classes are asked at test time. By default of the directories that
-tests write, which have no golden ones, and of those that differ most; of all in the slow run.
+tests write, which have no golden ones, and of those that differ most; logits of two; of all in the
+slow run.
 """
 
 from functools import cache
@@ -29,15 +30,15 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 Prompt = tuple[str, list[Image.Image]]
 START = "here are the picture and some crops to help you see better how many red shapes there are "
 """More than a block of the KV cache."""
-IN_DEFAULT_RUN = {"blip2", "chameleon", "fuyu", "internvl", "llava", "qwen2_vl"}
+IN_DEFAULT_RUN = {name for name, family in FAMILIES.items() if family.is_written} | {
+    *("blip2", "chameleon", "fuyu", "internvl", "llava", "qwen2_vl"),
+}
 
 
 def find_cases(names: set[str]) -> list[Any]:
-    """Return all families that HF answers for; slow: those that tests do not write, but `names`."""
+    """Return all families that HF answers for; slow: all but `names`."""
     return [
-        pytest.param(
-            family, id=name, marks=() if family.is_written or name in names else pytest.mark.slow
-        )
+        pytest.param(family, id=name, marks=() if name in names else pytest.mark.slow)
         for name, family in FAMILIES.items()
         if family.is_hf_asked
     ]
@@ -81,7 +82,8 @@ def embed(reference: Any, inputs: dict[str, Any]) -> np.ndarray:
     return rows.reshape(-1, rows.shape[-1]).numpy()
 
 
-@pytest.mark.parametrize("family", find_cases(set()))
+# Of every family, `test_array_laws.py` compares logits of other weights.
+@pytest.mark.parametrize("family", find_cases({"paligemma", "qwen3_vl"}))
 def test_logits_at_every_position_are_hfs(family: Family):
     config = load_model_config(str(family.checkpoint))
     processor, model_class = create_processor(config), load_model_class(config.architecture)

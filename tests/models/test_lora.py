@@ -147,8 +147,9 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return AdaptedModel(request.param, tmp_path_factory.mktemp("adapters"))
 
 
+IN_DEFAULT_RUN = {("qwen2_vl", "two slots"), ("qwen2_vl", "chunked, preempted")}
 BATCHES = [
-    pytest.param(name, engine, marks=() if name == "qwen2_vl" else pytest.mark.slow)
+    pytest.param(name, engine, marks=() if (name, engine) in IN_DEFAULT_RUN else pytest.mark.slow)
     for name in NAMES
     for engine in (ENGINES if name in LEAST_ALIKE else ("chunked, preempted", "two devices"))
 ]

@@ -22,8 +22,8 @@ from mmjax.processing.media.decode import (
     decode_data_url,
     image_from_array,
     load_image_bytes,
-    read_image_path,
-    read_image_url,
+    read_media_path,
+    read_media_url,
 )
 from tests.kit import draw
 
@@ -183,7 +183,7 @@ class TestUrls:
     def test_a_data_url_holds_a_picture(self):
         data = encode(draw(4, 5))
         for header in ("data:image/png;base64,", "DATA:;charset=x;base64,", "data:;base64,"):
-            assert read_image_url(as_url(data, header), LIMITS) == data
+            assert read_media_url(as_url(data, header), LIMITS) == data
 
     @pytest.mark.parametrize(
         ("url", "message"),
@@ -205,7 +205,7 @@ class TestUrls:
     )
     def test_everything_else_is_refused(self, url: str, message: str):
         with pytest.raises(RequestError, match=message) as caught:
-            read_image_url(url, LIMITS)
+            read_media_url(url, LIMITS)
         assert caught.value.param == "image_url"
 
 
@@ -213,7 +213,7 @@ class TestPaths:
     def test_a_file_is_read(self, tmp_path: Path):
         path = tmp_path / "a.png"
         path.write_bytes(encode(draw(6, 7)))
-        assert read_image_path(path, LIMITS) == path.read_bytes()
+        assert read_media_path(path, LIMITS) == path.read_bytes()
 
     def test_what_cannot_be_read_is_named(self, tmp_path: Path):
         big = tmp_path / "big.png"
@@ -225,7 +225,7 @@ class TestPaths:
         ]
         for path, message in [*cases, (Path("a\0b"), "cannot be read")]:
             with pytest.raises(RequestValueError, match=message):
-                read_image_path(path, LIMITS)
+                read_media_path(path, LIMITS)
 
 
 class TestArrays:

@@ -1,5 +1,6 @@
 """Samples in all their forms -> clips at the model's rate."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mmjax.processing import (
     MediaWithBytes,
     MultiModalDataParser,
 )
+from tests.processing.test_audio_file import write_audio
 
 CLIP = np.array([0.0, 0.25, -0.5, 0.75])
 LIMITS = MediaLimits(max_audio_samples=20_000)
@@ -123,9 +125,10 @@ def test_resampling_keeps_the_length_in_time(n: int, rate: int, dtype: str):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (b"RIFF", RequestTypeError, "encoded clip .*give its samples"),
-        ("a.wav", RequestTypeError, "encoded clip .*give its samples"),
-        ([Path("a.wav")], RequestTypeError, "encoded clip .*give its samples"),
+        ("no.wav", RequestValueError, "audio file `no.wav` cannot be read"),
+        ([Path("no.wav")], RequestValueError, "audio file `no.wav` cannot be read"),
+        ("https://a.example/a.wav", RequestValueError, "fetched for messages alone .`audio_url`"),
+        ("data:audio/wav,AAAA", RequestValueError, "only base64"),
         (7, RequestTypeError, r"audio\[0\] has the type `int`"),
         ([0.5, "x"], RequestTypeError, "other things than numbers"),
         ([0.5, None], RequestTypeError, "other things than numbers"),
@@ -142,6 +145,9 @@ def test_resampling_keeps_the_length_in_time(n: int, rate: int, dtype: str):
         ((CLIP, float("nan")), RequestValueError, "sampling rate nan"),
         ((CLIP, 44_100.5), RequestValueError, "sampling rate 44100.5"),
         ((CLIP, 10**9), RequestValueError, "sampling rate 1000000000"),
+        ((np.zeros(20_001), 10), RequestValueError, "20001 samples"),
+        ((np.zeros((9, 10)), 16_000), RequestValueError, "9 channels; it must have 1 to 8"),
+        ((np.zeros(19_000), 10), RequestValueError, r"lasts 1900\.0 s, at most 1800 s"),
         (np.array([0.0, np.nan]), RequestValueError, "NaN or infinite"),
         ([0.0, float("inf")], RequestValueError, "NaN or infinite"),
         (np.array([1, 2]), RequestTypeError, "dtype int64"),
@@ -152,6 +158,17 @@ def test_resampling_keeps_the_length_in_time(n: int, rate: int, dtype: str):
 def test_other_things_are_refused(data: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         parse(data, mono)
+
+
+def test_files_are_read_where_they_are_given(tmp_path: Path):
+    data = write_audio(tone(8_000)[None], 8_000, codec="pcm_f32le", form="flt")
+    path = tmp_path / "tone.wav"
+    path.write_bytes(data)
+    url = "data:audio/wav;base64," + base64.b64encode(data).decode()
+    want = parse((tone(8_000), 8_000), mono).get(0)
+    for form in (data, bytearray(data), path, str(path), url, [path, data]):
+        for got in parse(form, mono).get_all():
+            np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_settings_that_cannot_hold_are_named():

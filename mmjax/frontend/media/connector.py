@@ -12,12 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from mmjax.config.engine_config import MultiModalConfig
+from mmjax.decoders.audio_file import SHOWN_AUDIO_FORMATS
 from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.image_file import IMAGE_FORMATS
-from mmjax.decoders.limits import MediaLimits, check_num_frames, check_video_bytes
+from mmjax.decoders.limits import (
+    MediaLimits,
+    check_audio_bytes,
+    check_num_frames,
+    check_video_bytes,
+)
 from mmjax.decoders.video_file import SHOWN_FORMATS, VideoSampling
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
 from mmjax.frontend.media.http import HttpFetcher
@@ -27,9 +33,10 @@ from mmjax.frontend.requests.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo, PixelRange
+from mmjax.processing.media.encoded_audio import EncodedAudio
 from mmjax.system.request_times import measuring
 
-EncodedMedium = EncodedImage | EncodedVideo | EncodedFrames
+EncodedMedium = EncodedImage | EncodedVideo | EncodedFrames | EncodedAudio
 
 _MAX_FETCHED_AT_ONCE = 8
 """Files of one request."""
@@ -48,7 +55,8 @@ class PendingMedia:
     pixel_range: PixelRange | None = None
     """What an image is scaled to; None: its own size."""
     sampling: VideoSampling | None = None
-    """Which frames of a video are taken; None: this is an image."""
+    """Which frames of a video are taken."""
+    modality: Literal["image", "video", "audio"] = "image"
 
 
 class MediaConnector:
@@ -110,7 +118,22 @@ class MediaConnector:
         if url[: len(_FRAMES_START)].lower() == _FRAMES_START:
             return self._open_frames(url, place)
         sampling = VideoSampling(**{**self.mm.media_io_kwargs.get("video", {}), **(options or {})})
-        return self._open(url, PendingMedia(url, place, sampling=sampling))
+        return self._open(url, PendingMedia(url, place, sampling=sampling, modality="video"))
+
+    def open_audio(self, url: str, place: str) -> EncodedMedium | PendingMedia:
+        """Return the clip of a URL, as `open_image` does."""
+        return self._open(url, PendingMedia(url, place, modality="audio"))
+
+    def open_audio_base64(self, text: str, place: str) -> EncodedMedium:
+        """Return the clip whose file is `text`, in base64; RequestError names `place`."""
+        with _explaining(place, "audio"), measuring("fetch"):
+            check_audio_bytes(len(text) // 4 * 3 - 2, self._limits, param=place)
+            data = decode_payload(text, 0, place)
+        return self.open_audio_file(data, place)
+
+    def open_audio_file(self, data: bytes, place: str) -> EncodedMedium:
+        """Return the clip of a file that came as it is; RequestError names `place`."""
+        return self._encoded(data, PendingMedia("", place, modality="audio"))
 
     def _open_frames(self, url: str, place: str) -> EncodedFrames:
         with _explaining(place, "frames"), measuring("fetch"):
@@ -130,7 +153,7 @@ class MediaConnector:
     def _open(self, url: str, medium: PendingMedia) -> EncodedMedium | PendingMedia:
         scheme, place = url[:8].partition(":")[0].lower(), medium.place
         if scheme == "data":
-            modality = "image" if medium.sampling is None else "video"
+            modality = medium.modality
             with _explaining(place, modality), measuring("fetch"):
                 data = decode_data_url(url, self._limits, param=place, modality=modality)
             return self._encoded(data, medium)
@@ -212,15 +235,16 @@ class MediaConnector:
     def _open_urls(self, prompt: PromptType) -> PromptType:
         fields = prompt if isinstance(prompt, Mapping) else PromptDict()
         data = fields.get("multi_modal_data") or {}
-        images = data.get("image")
-        entries = list(images) if isinstance(images, list | tuple) else [images]
-        if not any(map(_is_web_url, entries)):
-            return prompt
-        opened = [
-            self.open_image(entry, f"image[{index}]") if _is_web_url(entry) else entry
-            for index, entry in enumerate(entries)
-        ]
-        return {**fields, "multi_modal_data": {**data, "image": opened}}
+        opened = dict[str, Any]()
+        for modality, open_one in (("image", self.open_image), ("audio", self.open_audio)):
+            given = data.get(modality)
+            entries = list(given) if isinstance(given, list | tuple) else [given]
+            if any(map(_is_web_url, entries)):
+                opened[modality] = [
+                    open_one(entry, f"{modality}[{index}]") if _is_web_url(entry) else entry
+                    for index, entry in enumerate(entries)
+                ]
+        return {**fields, "multi_modal_data": {**data, **opened}} if opened else prompt
 
     async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
         pending = list(dict.fromkeys(_pending(prompt)))
@@ -259,8 +283,7 @@ class MediaConnector:
         return item
 
     async def _read(self, medium: PendingMedia, download: "_Download") -> bytes:
-        limits, is_image = self._limits, medium.sampling is None
-        max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
+        max_bytes = self._limits.max_bytes(medium.modality)
         if isinstance(medium.url, HttpUrl):
             take = partial(download.take, param=medium.place)
             return await self._fetcher.fetch(medium.url, max_bytes, param=medium.place, take=take)
@@ -271,24 +294,16 @@ class MediaConnector:
         download.take(len(data), param=medium.place)
         return data
 
-    def _encoded(self, data: bytes, medium: PendingMedia) -> EncodedImage | EncodedVideo:
-        if medium.sampling is None:
-            return EncodedImage(
-                data,
-                self._limits,
-                medium.place,
-                explain=partial(_explain, medium.place, "image"),
-                workers=self._workers,
-                pixel_range=medium.pixel_range,
-            )
-        return EncodedVideo(
-            data,
-            self._limits,
-            medium.place,
-            sampling=medium.sampling,
-            explain=partial(_explain, medium.place, "video"),
-            workers=self._workers,
-        )
+    def _encoded(self, data: bytes, medium: PendingMedia) -> EncodedMedium:
+        explain = partial(_explain, medium.place, medium.modality)
+        common: Any = {"explain": explain, "workers": self._workers}
+        if medium.modality == "audio":
+            return EncodedAudio(data, self._limits, medium.place, **common)
+        if medium.modality == "video":
+            common["sampling"] = medium.sampling
+            return EncodedVideo(data, self._limits, medium.place, **common)
+        common["pixel_range"] = medium.pixel_range
+        return EncodedImage(data, self._limits, medium.place, **common)
 
 
 class _Download:
@@ -384,7 +399,12 @@ def _first(errors: BaseExceptionGroup) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-_FORMATS = {"image": ", ".join(IMAGE_FORMATS), "video": SHOWN_FORMATS, "frames": "JPEG"}
+_FORMATS = {
+    "image": ", ".join(IMAGE_FORMATS),
+    "video": SHOWN_FORMATS,
+    "frames": "JPEG",
+    "audio": SHOWN_AUDIO_FORMATS,
+}
 
 
 @contextmanager
@@ -396,7 +416,7 @@ def _explaining(place: str, kind: str) -> Iterator[None]:
 
 
 def _explain(place: str, kind: str, error: RequestError) -> RequestError:
-    """Return an error for the client about the image, the video or the frames at `place`."""
+    """Return an error for the client about the image, video, frames or audio at `place`."""
     if isinstance(error, MediaError):
         # The decoder's message may hold memory addresses.
         return MediaError(

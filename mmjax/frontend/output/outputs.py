@@ -79,6 +79,8 @@ class RequestOutput:
     """Prompt positions that hold embeddings of images."""
     num_video_tokens: int = 0
     """Prompt positions that hold embeddings of videos."""
+    num_audio_tokens: int = 0
+    """Prompt positions that hold embeddings of audio."""
     items: list[ItemOutput] = field(default_factory=list)
     """In the prompt's order; once it is finished."""
     times: RequestTimes = field(default_factory=RequestTimes)
@@ -97,6 +99,7 @@ class RequestOutput:
             prompt_token_ids=request.prompt_token_ids,
             num_image_tokens=request.num_image_tokens,
             num_video_tokens=request.num_video_tokens,
+            num_audio_tokens=request.num_audio_tokens,
             **fields,
         )
 

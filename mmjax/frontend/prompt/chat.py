@@ -78,7 +78,7 @@ class ChatParser:
                 get_detail_range=info.get_detail_range,
                 check_mm_data=info.parse_mm_data,
                 embeds_fields=frozenset(embedding_fields.get("image", ())),
-                takes_videos="video" in info.allowed_mm_limits,
+                modalities=frozenset(info.allowed_mm_limits),
             ),
             placeholder=info.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
@@ -130,7 +130,7 @@ class ChatParser:
     @property
     def _modalities(self) -> tuple[str, ...]:
         """What a message may hold beside text."""
-        return ("image", "video") if self.parts.takes_videos else ("image",)
+        return tuple(one for one in ("image", "video", "audio") if one in self.parts.modalities)
 
     def _prompt(self, text: str, add_special_tokens: bool, talk: _Conversation) -> PromptDict:
         """Return the rendered text as a prompt: as token ids if it holds literals."""

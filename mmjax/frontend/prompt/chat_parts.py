@@ -1,4 +1,4 @@
-"""Content parts of a message: text, an image, an image's embeddings, or a video.
+"""Content parts of a message: text, an image, an image's embeddings, a video, or audio.
 
 Errors name the part, such as `messages[0].content[1]`.
 """
@@ -24,7 +24,12 @@ _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _IMAGE_TYPES = ("image_url", "input_image")
 _EMBEDS_TYPE = "image_embeds"
 _VIDEO_TYPE = "video_url"
-_MEDIA_TYPES = (*_IMAGE_TYPES, "image_pil", _EMBEDS_TYPE, _VIDEO_TYPE)
+_AUDIO_TYPE = "audio_url"
+_AUDIO_FILE_TYPE = "input_audio"
+_AUDIO_TYPES = (_AUDIO_TYPE, _AUDIO_FILE_TYPE)
+_MEDIA_TYPES = (*_IMAGE_TYPES, "image_pil", _EMBEDS_TYPE, _VIDEO_TYPE, *_AUDIO_TYPES)
+_EXAMPLES = {_VIDEO_TYPE: "data:video/mp4", _AUDIO_TYPE: "data:audio/wav"}
+"""How a URL of such a part may begin; another's as an image's."""
 _PART_TYPES = (*_TEXT_TYPES, *_MEDIA_TYPES)
 _MAX_METADATA = 2**16
 """Bound of the numbers beside embeddings (sizes of a grid); products of three fit in 64 bits."""
@@ -94,7 +99,8 @@ class PartReader:
     """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
     get_detail_range: Callable[[Literal["low", "high"]], PixelRange | None] = lambda detail: None
     """Returns what an image of that `detail` is scaled to; None where the model's sizes are one."""
-    takes_videos: bool = False
+    modalities: frozenset[str] = frozenset({"image"})
+    """Those that the model takes."""
     are_objects_allowed: bool = False
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
     check_mm_data: Callable[[Mapping[str, Any]], object] | None = None
@@ -104,7 +110,7 @@ class PartReader:
     it; none where the model takes no embeddings."""
 
     def read(self, part: Any, place: str, media: ConversationMedia) -> dict[str, str] | None:
-        """Return `{"type": "text", "text": ...}`, `{"type": "image"}` or `{"type": "video"}`.
+        """Return `{"type": "text", "text": ...}`, `{"type": "image"}`, or of a video or audio.
 
         None: an empty part. The medium is appended to `media`.
         """
@@ -130,6 +136,10 @@ class PartReader:
             video = self._video(part, place, media, has_uuid=uuid is not None)
             media.append("video", video, uuid)
             return {"type": "video"}
+        if kind in _AUDIO_TYPES:
+            audio = self._audio(part, kind, place, media, has_uuid=uuid is not None)
+            media.append("audio", audio, uuid)
+            return {"type": "audio"}
         is_embeds = kind == _EMBEDS_TYPE
         self._admit_image(place, media, is_embeds=is_embeds)
         read = self._embeds if is_embeds else self._image
@@ -141,9 +151,11 @@ class PartReader:
     def _offered_types(self) -> list[str]:
         """Return the types that a part may have here, of this model."""
         refused = {
-            "image_pil": not self.are_objects_allowed,
             _EMBEDS_TYPE: not (self.embeds_fields and self.mm.enable_mm_embeds),
-            _VIDEO_TYPE: not self.takes_videos,
+            **dict.fromkeys(_IMAGE_TYPES, "image" not in self.modalities),
+            "image_pil": not (self.are_objects_allowed and "image" in self.modalities),
+            _VIDEO_TYPE: "video" not in self.modalities,
+            **dict.fromkeys(_AUDIO_TYPES, "audio" not in self.modalities),
         }
         return [name for name in _PART_TYPES if not refused.get(name)]
 
@@ -162,12 +174,7 @@ class PartReader:
     def _video(
         self, part: Mapping[str, Any], place: str, media: ConversationMedia, *, has_uuid: bool
     ) -> Any:
-        if not self.takes_videos:
-            raise RequestValueError(
-                f"`{place}` has the type `video_url`, which is not supported: this model takes no "
-                "videos; send frames as `image_url`",
-                param=f"{place}.type",
-            )
+        self._check_taken("video", _VIDEO_TYPE, place, "videos; send frames as `image_url`")
         with _at(place):
             self.check_num_items("video", media.count("video") + 1, are_embeds=False)
         known = ("type", "uuid", _VIDEO_TYPE, *_CACHE_HINTS)
@@ -176,6 +183,34 @@ class PartReader:
         if url is None:
             return None
         return self.connector.open_video(url, place, media.video_options)
+
+    def _audio(
+        self,
+        part: Mapping[str, Any],
+        kind: str,
+        place: str,
+        media: ConversationMedia,
+        *,
+        has_uuid: bool,
+    ) -> Any:
+        self._check_taken("audio", kind, place, "audio")
+        with _at(place):
+            self.check_num_items("audio", media.count("audio") + 1, are_embeds=False)
+        known = ("type", "uuid", kind, *_CACHE_HINTS)
+        _refuse_fields(part, [name for name in _PART_FIELDS if name not in known], place)
+        if kind == _AUDIO_FILE_TYPE:
+            text, place = _read_audio_file(part.get(kind), f"{place}.{kind}", has_uuid=has_uuid)
+            return None if text is None else self.connector.open_audio_base64(text, place)
+        url, place, _ = _read_url(part, kind, place, ("url",), has_uuid=has_uuid)
+        return None if url is None else self.connector.open_audio(url, place)
+
+    def _check_taken(self, modality: str, kind: str, place: str, what: str) -> None:
+        if modality not in self.modalities:
+            raise RequestValueError(
+                f"`{place}` has the type `{kind}`, which is not supported: this model takes no "
+                f"{what}",
+                param=f"{place}.type",
+            )
 
     def _image(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
         # The Responses API's form: {"type": "input_image", "image_url": "data:..."}.
@@ -319,11 +354,39 @@ def _read_url(
         within, value, place = value, value.get("url"), f"{place}.url"
     if not isinstance(value, str) and not (value is None and has_uuid):
         found = "is missing" if value is None else f"is no text but {type(value).__name__}"
-        example = "data:video/mp4" if kind == _VIDEO_TYPE else "data:image/png"
+        example = _EXAMPLES.get(kind, "data:image/png")
         raise RequestTypeError(
             f"`{place}` {found}; give a URL, such as `{example};base64,...`", param=place
         )
     return value, place, within
+
+
+def _read_audio_file(value: Any, place: str, *, has_uuid: bool) -> tuple[str | None, str]:
+    """Return the base64 of `{"data": ..., "format": ...}`, and where it stands.
+
+    `format` is what a client believes: the file itself tells.
+    """
+    if value is None and has_uuid:
+        return None, place
+    if not isinstance(value, Mapping):
+        found = "is missing" if value is None else f"is no object but {type(value).__name__}"
+        raise RequestTypeError(
+            f"`{place}` {found}; give `data`, a file in base64, and its `format`, such as `wav`",
+            param=place,
+        )
+    unknown = sorted(str(name) for name in value if name not in ("data", "format"))
+    if unknown:
+        raise RequestValueError(
+            f"`{place}` has the unknown field `{unknown[0][:64]}`; it knows `data` and `format`",
+            param=f"{place}.{unknown[0][:64]}",
+        )
+    for name in ("data", "format"):
+        if not isinstance(value.get(name), str) and (name in value or name == "data"):
+            raise RequestTypeError(
+                f"`{place}.{name}` must be a text, not {type(value.get(name)).__name__}",
+                param=f"{place}.{name}",
+            )
+    return value["data"], f"{place}.data"
 
 
 def _quote(names: frozenset[str]) -> str:

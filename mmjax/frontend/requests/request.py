@@ -84,6 +84,7 @@ class ProcessedRequest:
     """The items' tensors, or the data that they are processed from."""
     num_image_tokens: int
     num_video_tokens: int
+    num_audio_tokens: int
     continues_prompt: bool
     stream: bool
     items: list[RequestItem]
@@ -120,6 +121,7 @@ class ProcessedRequest:
             prepared=prepared,
             num_image_tokens=num_embeds["image"],
             num_video_tokens=num_embeds["video"],
+            num_audio_tokens=num_embeds["audio"],
             continues_prompt=request.continues_prompt,
             stream=request.stream,
             items=items,

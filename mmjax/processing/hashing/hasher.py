@@ -24,6 +24,7 @@ from mmjax.processing.media.decode import (
     is_array_like,
 )
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
+from mmjax.processing.media.encoded_audio import EncodedAudio
 
 Chunk = bytes | memoryview
 
@@ -164,7 +165,7 @@ class MultiModalHasher:
                 cls._write_value(stream, value)
         elif isinstance(obj, MediaWithBytes):
             cls._write_media(stream, obj)
-        elif isinstance(obj, EncodedImage | EncodedVideo):
+        elif isinstance(obj, EncodedImage | EncodedVideo | EncodedAudio):
             # The header says all: an image whose tensors are cached is never decoded.
             cls._write_file(stream, obj.original_bytes, obj.io_config)
         elif isinstance(obj, EncodedFrames):

@@ -15,6 +15,7 @@ from mmjax.errors import MediaIdConflictError, RequestError, RequestValueError
 from mmjax.processing.hashing.hasher import ContentHasher, MultiModalHasher
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
+from mmjax.processing.media.encoded_audio import EncodedAudio
 
 MAX_REMEMBERED = 65_536
 """Contents, and ids, of which the hash is remembered: some 20 MB."""
@@ -346,6 +347,8 @@ class ItemHasher:
         if isinstance(item, EncodedVideo):
             digest = self._hasher.digest_bytes(item.original_bytes)
             return digest + repr(tuple(item.sampling)).encode()
+        if isinstance(item, EncodedAudio):
+            return self._hasher.digest_bytes(item.original_bytes) + b"audio"
         if isinstance(item, EncodedFrames):
             digests = [self._digest_encoded(frame) or b"" for frame in item.frames]
             return self._hasher.digest_bytes(b"".join(digests)) + b"frames"

@@ -1,4 +1,4 @@
-"""A tokenizer, an image processor and a video processor behind one call, as HF's processors are.
+"""A tokenizer and what processes images, videos and clips behind one call, as HF's processors are.
 
 It leaves the prompt's placeholders as they are: a family's updates write over them afterwards. So
 a family needs no processor of HF's, which may want torchvision, but its parts alone.
@@ -31,8 +31,10 @@ class ProcessorOfParts:
     """
 
     tokenizer: Any
-    image_processor: Any
+    image_processor: Any = None
     video_processor: Any = None
+    feature_extractor: Any = None
+    """Of clips."""
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By scope (`images_kwargs`), what a call may override."""
     text_settings: frozenset[str] = frozenset()
@@ -43,6 +45,7 @@ class ProcessorOfParts:
         text: str,
         images: Any = None,
         videos: Any = None,
+        audio: Any = None,
         *,
         return_tensors: str = "np",
         **kwargs: Any,
@@ -54,6 +57,7 @@ class ProcessorOfParts:
         for part, media, scope in (
             (self.image_processor, images, "images_kwargs"),
             (self.video_processor, videos, "videos_kwargs"),
+            (self.feature_extractor, audio, "audio_kwargs"),
         ):
             if media:
                 outputs |= part(media, return_tensors=return_tensors, **scoped[scope])
@@ -67,8 +71,9 @@ class ProcessorOfParts:
 
         return {
             "text_kwargs": names_of(TextKwargs) | self.text_settings,
-            "images_kwargs": names_of(self.image_processor.valid_kwargs),
+            "images_kwargs": names_of(getattr(self.image_processor, "valid_kwargs", ())),
             "videos_kwargs": names_of(getattr(self.video_processor, "valid_kwargs", ())),
+            "audio_kwargs": names_of(getattr(self.feature_extractor, "valid_kwargs", ())),
         }
 
     def scope_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -94,6 +99,11 @@ def load_video_settings(path: Path) -> dict[str, Any]:
 def load_image_settings(path: Path) -> dict[str, Any]:
     """Return the checkpoint's settings for images, likewise."""
     return _load_settings(path, "image_processor", ("preprocessor_config.json",))
+
+
+def load_feature_settings(path: Path) -> dict[str, Any]:
+    """Return the checkpoint's settings for audio, likewise."""
+    return _load_settings(path, "feature_extractor", ("preprocessor_config.json",))
 
 
 def _load_settings(path: Path, key: str, names: Sequence[str]) -> dict[str, Any]:

@@ -8,10 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
-from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
+from mmjax.errors import (
+    RequestKeyError,
+    RequestRuntimeError,
+    RequestTypeError,
+    RequestValueError,
+)
 from mmjax.processing.media.decode import MediaWithBytes, map_in_threads, video_as_uint8
 from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
+from mmjax.processing.media.encoded_audio import EncodedAudio
 
 ItemsT = TypeVar("ItemsT", bound="ModalityDataItems")
 
@@ -191,10 +197,10 @@ def _is_pair(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Mapping)
 
 
-def _encoded(item: Any) -> list[EncodedImage | EncodedVideo | EncodedFrames]:
+def _encoded(item: Any) -> list[EncodedImage | EncodedVideo | EncodedFrames | EncodedAudio]:
     """Return the encoded media in an item: itself, or a value of a vision chunk."""
     values = item.values() if isinstance(item, Mapping) else (item,)
-    kinds = EncodedImage | EncodedVideo | EncodedFrames
+    kinds = EncodedImage | EncodedVideo | EncodedFrames | EncodedAudio
     return [value for value in values if isinstance(value, kinds)]
 
 
@@ -205,7 +211,25 @@ def _unwrap(item: Any) -> Any:
 
 
 class AudioProcessorItems(ProcessorBatchItems):
+    """Clips as samples, of one channel where `rate` says how many a second the model takes."""
+
     modality = "audio"
+
+    def __init__(self, data: Sequence[Any], rate: int | None = None) -> None:
+        super().__init__(data)
+        self._rate = rate
+
+    def get(self, index: int) -> Any:
+        item = self.data[index]
+        if not isinstance(item, EncodedAudio):
+            return _unwrap(item)
+        if self._rate is None:
+            raise RequestRuntimeError(
+                f"{self.get_param(index)} is a file, but audio resampling is not supported when "
+                "`target_sr` is not provided; give the samples alone, at the model's rate",
+                param=self.get_param(index),
+            )
+        return item.decode(self._rate)
 
 
 class VisionChunkProcessorItems(ProcessorBatchItems):

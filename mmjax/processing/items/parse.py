@@ -188,7 +188,8 @@ class MultiModalDataParser:
             [
                 parse_audio(entry, spec, self.limits, param=f"multi_modal_data.audio[{index}]")
                 for index, entry in enumerate(split_audios(data))
-            ]
+            ],
+            rate=None if self.target_sr is None else int(self.target_sr),
         )
 
     def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
@@ -336,6 +337,12 @@ class ImageEmbedsDataParser(MultiModalDataParser):
     """Takes an image's embeddings also as `{"image_embeds": ...}`."""
 
     embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
+
+
+class AudioEmbedsDataParser(MultiModalDataParser):
+    """Takes a clip's embeddings also as `{"audio_embeds": ...}`."""
+
+    embedding_fields: ClassVar = {"audio": {"audio_embeds": "values"}}
 
 
 class ImagesOnlyDataParser(MultiModalDataParser):

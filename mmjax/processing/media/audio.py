@@ -1,23 +1,29 @@
-"""One audio clip in any form that the user may give it -> samples at the model's rate.
+"""One audio clip in any form that the user may give it -> samples at the model's rate, or a file.
 
-Samples are taken, files are not: nothing here decodes a container.
+A file stays encoded, and decodes when it is used.
 """
 
+import math
 from collections.abc import Sequence
-from math import gcd
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.decoders.limits import MediaLimits
+from mmjax.decoders.audio_file import resample
+from mmjax.decoders.limits import MediaLimits, check_audio_size, check_num_samples
 from mmjax.errors import RequestRuntimeError, RequestTypeError, RequestValueError
-from mmjax.processing.media.decode import MediaWithBytes, as_numpy, is_array_like
-from mmjax.rounding import cdiv
+from mmjax.processing.media.decode import (
+    MediaWithBytes,
+    as_numpy,
+    is_array_like,
+    read_media_path,
+    read_media_url,
+)
+from mmjax.processing.media.encoded_audio import EncodedAudio
 
 RESAMPLE_METHODS = ("scipy",)
-_MAX_SAMPLING_RATE = 384_000
 _PCM_SCALES = {"uint8": 2.0**7, "int16": 2.0**15, "int32": 2.0**31}
 
 
@@ -55,20 +61,33 @@ def _has_rate(data: Any) -> bool:
 def parse_audio(entry: Any, spec: AudioSpec, limits: MediaLimits, *, param: str) -> Any:
     """Return the samples as `spec` has them: `[time]`, or two axes where channels are free.
 
-    Samples are -1..1; integer PCM (uint8, int16, int32) is scaled to that.
+    Samples are -1..1; integer PCM (uint8, int16, int32) is scaled to that. A file (bytes, a path,
+    a data URL) stays an `EncodedAudio`.
     """
-    if entry is None:
-        return None
+    if entry is None or isinstance(entry, EncodedAudio):
+        return entry
+    if isinstance(entry, bytes | bytearray | memoryview | str | Path):
+        return EncodedAudio(_read_file(entry, limits, param), limits, param)
     if isinstance(entry, MediaWithBytes) and entry.media is not None:
         samples = parse_audio(entry.media, spec, limits, param=param)
         return MediaWithBytes(samples, entry.original_bytes, entry.io_config)
     samples, rate = entry if _has_rate(entry) else (entry, None)
     samples = _as_samples(samples, limits, param)
     if rate is not None:
-        samples = _resample(samples, _check_rate(rate, param), spec.target_sr, limits, param)
+        samples = _resample(samples, rate, spec.target_sr, limits, param)
+    elif spec.target_sr is not None:
+        _check_size(samples, spec.target_sr, limits, param)
     if spec.target_channels is not None:
         samples = _mix_channels(samples, spec.target_channels, param)
     return samples
+
+
+def _read_file(entry: Any, limits: MediaLimits, param: str) -> bytes:
+    if not isinstance(entry, str | Path):
+        return bytes(entry)
+    if isinstance(entry, str) and ("://" in entry[:16] or entry[:5].lower() == "data:"):
+        return read_media_url(entry, limits, param=param, modality="audio")
+    return read_media_path(Path(entry), limits, param=param, modality="audio")
 
 
 def _as_samples(samples: Any, limits: MediaLimits, param: str) -> np.ndarray:
@@ -99,16 +118,9 @@ def _as_samples(samples: Any, limits: MediaLimits, param: str) -> np.ndarray:
 
 
 def _refuse(entry: Any, param: str) -> None:
-    name = type(entry).__name__
-    if isinstance(entry, bytes | bytearray | memoryview | str | Path):
-        raise RequestTypeError(
-            f"{param} is an encoded clip (`{name}`), which is not decoded here; give its samples: "
-            "a pair (samples, sampling rate)",
-            param=param,
-        )
     raise RequestTypeError(
-        f"{param} has the type `{name}`; give a list of floats, an array, or a pair "
-        "(samples, sampling rate)",
+        f"{param} has the type `{type(entry).__name__}`; give a list of floats, an array, a pair "
+        "(samples, sampling rate), or a file: bytes, a path or a data URL",
         param=param,
     )
 
@@ -116,12 +128,7 @@ def _refuse(entry: Any, param: str) -> None:
 def _check_num_samples(num_samples: int, limits: MediaLimits, param: str) -> None:
     if num_samples < 1:
         raise RequestValueError(f"{param} has no samples; give at least one", param=param)
-    if num_samples > limits.max_audio_samples:
-        raise RequestValueError(
-            f"{param} has {num_samples} samples, at most {limits.max_audio_samples} are accepted; "
-            "send a shorter clip",
-            param=param,
-        )
+    check_num_samples(num_samples, limits, param=param)
 
 
 def _as_floats(samples: np.ndarray, param: str) -> np.ndarray:
@@ -140,35 +147,27 @@ def _as_floats(samples: np.ndarray, param: str) -> np.ndarray:
     return (samples.astype(np.float32) - np.float32(middle)) / np.float32(scale)
 
 
-def _check_rate(rate: Any, param: str) -> int:
-    if not (1 <= rate <= _MAX_SAMPLING_RATE and rate == int(rate)):  # NaN fails too
-        raise RequestValueError(
-            f"{param} has the sampling rate {rate}; it must be a whole number from 1 to "
-            f"{_MAX_SAMPLING_RATE}",
-            param=param,
-        )
-    return int(rate)
+def _check_size(samples: np.ndarray, rate: float, limits: MediaLimits, param: str) -> None:
+    """Refuse a wrong rate, too many channels, and too many seconds."""
+    axis = _time_axis(samples)
+    num_channels = samples.size // samples.shape[axis]
+    seconds = samples.shape[axis] / rate if rate else 0.0
+    check_audio_size(rate, num_channels, seconds, limits, param=param)
 
 
 def _resample(
-    samples: np.ndarray, rate: int, target_sr: int | float | None, limits: MediaLimits, param: str
+    samples: np.ndarray, rate: float, target_sr: float | None, limits: MediaLimits, param: str
 ) -> np.ndarray:
     """Resample along time by a polyphase filter: `ceil(time * target_sr / rate)` samples."""
+    _check_size(samples, rate, limits, param)
     if target_sr is None:
         raise RequestRuntimeError(
             f"{param} comes with a sampling rate, but audio resampling is not supported when "
             "`target_sr` is not provided; give the samples alone, at the model's rate",
             param=param,
         )
-    common = gcd(int(target_sr), rate)
-    up, down = int(target_sr) // common, rate // common
-    if up == down:
-        return samples
-    _check_num_samples(cdiv(samples.size * up, down), limits, param)
-    # On use only: importing it takes longer than resampling.
-    from scipy.signal import resample_poly
-
-    return resample_poly(samples, up, down, axis=_time_axis(samples))
+    _check_num_samples(math.ceil(samples.size * target_sr / rate), limits, param)
+    return resample(samples, int(rate), int(target_sr), axis=_time_axis(samples))
 
 
 def _time_axis(samples: np.ndarray) -> int:

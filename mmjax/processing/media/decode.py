@@ -90,13 +90,15 @@ def load_image_bytes(
     return MediaWithBytes(image, bytes(data), header.io_config)
 
 
-def read_image_path(path: Path, limits: MediaLimits, *, param: str | None = "image") -> bytes:
+def read_media_path(
+    path: Path, limits: MediaLimits, *, param: str | None = "image", modality: str = "image"
+) -> bytes:
     """Read a local file; for callers in this process, never for clients' strings."""
     try:
-        size = path.stat().st_size
-        if size > limits.max_image_bytes:
+        size, max_bytes = path.stat().st_size, limits.max_bytes(modality)
+        if size > max_bytes:
             raise RequestValueError(
-                f"image file `{path}` has {size} bytes, at most {limits.max_image_bytes} are "
+                f"{modality} file `{path}` has {size} bytes, at most {max_bytes} are "
                 "accepted; give a smaller file",
                 param=param,
             )
@@ -105,18 +107,20 @@ def read_image_path(path: Path, limits: MediaLimits, *, param: str | None = "ima
         if isinstance(error, RequestValueError):
             raise
         raise RequestValueError(
-            f"image file `{path}` cannot be read: {error}; give the path of a readable file",
+            f"{modality} file `{path}` cannot be read: {error}; give the path of a readable file",
             param=param,
         ) from error
 
 
-def read_image_url(url: str, limits: MediaLimits, *, param: str | None = "image_url") -> bytes:
+def read_media_url(
+    url: str, limits: MediaLimits, *, param: str | None = "image_url", modality: str = "image"
+) -> bytes:
     """Return what a `data:` URL holds; other schemes are refused. Safe for clients' strings."""
     scheme = url.partition(":")[0].lower()
     if scheme in ("http", "https", "file"):
         raise RequestValueError(
-            f"`{scheme}:` URLs are fetched for messages alone (`image_url` parts); "
-            "give the image itself, or its path",
+            f"`{scheme}:` URLs are fetched for messages alone (`{modality}_url` parts); "
+            f"give the {modality} itself, or its path",
             param=param,
         )
     if scheme != "data":
@@ -125,7 +129,7 @@ def read_image_url(url: str, limits: MediaLimits, *, param: str | None = "image_
             "it must be a base64 `data:` URL, such as `data:image/png;base64,...`",
             param=param,
         )
-    return decode_data_url(url, limits, param=param)
+    return decode_data_url(url, limits, param=param, modality=modality)
 
 
 def decode_data_url(
@@ -134,7 +138,7 @@ def decode_data_url(
     """Return the payload of a base64 `data:` URL; strict in what it accepts."""
     start = find_payload(url, param)
     num_chars = len(url) - start
-    max_bytes = limits.max_video_bytes if modality == "video" else limits.max_image_bytes
+    max_bytes = limits.max_bytes(modality)
     if num_chars // 4 * 3 - 2 > max_bytes:
         raise RequestValueError(
             f"{modality} has about {num_chars // 4 * 3} encoded bytes, at most {max_bytes} are "

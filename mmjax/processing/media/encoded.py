@@ -39,8 +39,8 @@ from mmjax.processing.media.decode import (
     is_array_like,
     load_image_bytes,
     map_in_threads,
-    read_image_path,
-    read_image_url,
+    read_media_path,
+    read_media_url,
 )
 from mmjax.processing.media.decode_budget import DecodeBudget
 
@@ -362,12 +362,12 @@ def parse_image(
     if isinstance(entry, bytes | bytearray | memoryview):
         return EncodedImage(bytes(entry), limits, param)
     if isinstance(entry, Path):
-        return EncodedImage(read_image_path(entry, limits, param=param), limits, param)
+        return EncodedImage(read_media_path(entry, limits, param=param), limits, param)
     if isinstance(entry, str):
         is_url = "://" in entry[:16] or entry[:5].lower() == "data:"
         if is_url:
-            return EncodedImage(read_image_url(entry, limits, param=param), limits, param)
-        return EncodedImage(read_image_path(Path(entry), limits, param=param), limits, param)
+            return EncodedImage(read_media_url(entry, limits, param=param), limits, param)
+        return EncodedImage(read_media_path(Path(entry), limits, param=param), limits, param)
     if is_array_like(entry):
         return image_from_array(entry, limits, param=param)
     raise RequestTypeError(

@@ -24,6 +24,7 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     image_tokens: int = 0
     video_tokens: int = 0
+    audio_tokens: int = 0
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -271,6 +272,7 @@ class UsageCounter:
                 cached_tokens=sum(output.num_cached_tokens for output in prompts),
                 image_tokens=sum(output.num_image_tokens for output in prompts),
                 video_tokens=sum(output.num_video_tokens for output in prompts),
+                audio_tokens=sum(output.num_audio_tokens for output in prompts),
             ),
         )
 

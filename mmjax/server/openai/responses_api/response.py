@@ -66,6 +66,7 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
     """Those that cost extra: none."""
     image_tokens: int = 0
     video_tokens: int = 0
+    audio_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
@@ -94,6 +95,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
                 cached_tokens=details.cached_tokens,
                 image_tokens=details.image_tokens,
                 video_tokens=details.video_tokens,
+                audio_tokens=details.audio_tokens,
             ),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(),

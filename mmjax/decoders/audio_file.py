@@ -1,0 +1,217 @@
+"""A clip's file -> its samples, mixed to one channel, at the rate that is asked for. FFmpeg's part.
+
+Runs in the decoding processes, and in threads of `LLM`. Loads PyAV and scipy on use: few requests
+have one.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmjax.decoders.limits import (
+    MediaLimits,
+    check_audio_bytes,
+    check_audio_size,
+    check_num_samples,
+)
+from mmjax.errors import MediaError, RequestValueError
+
+AUDIO_FORMATS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
+    "wav": (8, (b"WAVE",)),
+    "flac": (0, (b"fLaC",)),
+    "ogg": (0, (b"OggS",)),
+    "matroska": (0, (b"\x1aE\xdf\xa3",)),
+    "mp4": (4, (b"ftyp",)),
+    # Its own frames have no name: eleven bits that are set, and a layer.
+    "mp3": (0, (b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"\xff\xfa", b"\xff\xe3")),
+}
+"""Containers that are read: FFmpeg's name, and the bytes at a place that tell. FFmpeg is never
+left to guess: some of its formats name other files, or hosts."""
+SHOWN_AUDIO_FORMATS = "WAV, FLAC, MP3, OGG, WebM, M4A"
+AUDIO_CODECS = (
+    *("aac", "flac", "libopus", "libvorbis", "mp3", "mp3float", "opus", "vorbis"),
+    *("pcm_alaw", "pcm_f32le", "pcm_f64le", "pcm_mulaw"),
+    *("pcm_s16le", "pcm_s24le", "pcm_s32le", "pcm_u8"),
+)
+BYTES_PER_SAMPLE = 4
+"""Of a decoded sample: float32."""
+
+_MAX_STREAMS = 16
+_MAX_PACKETS = 2_000_000
+_MAX_DURATION = 2**31
+_SLACK_S = 1.0
+"""How much longer a clip may be than its packets say: encoders add some milliseconds at the end."""
+_SCALES = {"u1": 2.0**7, "i2": 2.0**15, "i4": 2.0**31}
+_MISSING_PYAV = (
+    "clips need PyAV, which is not installed here; have `pip install 'mmjax[video]'` run"
+)
+
+
+class AudioHeader(NamedTuple):
+    """What is known of a clip before a sample is decoded."""
+
+    rate: int
+    """Samples a second."""
+    num_channels: int
+    seconds: float
+    """Of all packets."""
+
+    def count_samples(self, rate: int) -> int:
+        """Return about how many samples it has at a rate, once it is mixed to one channel."""
+        return math.ceil(self.seconds * rate)
+
+
+def read_audio_header(
+    data: bytes, limits: MediaLimits, *, param: str | None = "audio"
+) -> AudioHeader:
+    """Measure a clip without decoding it; refuse what `limits` does, and no clip."""
+    with _opened(data, limits, param) as (container, stream):
+        return _survey(container, stream, limits, param)
+
+
+def decode_audio(
+    data: bytes, limits: MediaLimits, rate: int, *, param: str | None = "audio"
+) -> np.ndarray:
+    """Return float32[T]: the samples, -1..1, the mean of all channels, `rate` of them a second.
+
+    Args:
+        data: The file's content.
+        limits: What is refused.
+        rate: The rate that is wanted.
+        param: The field that is wrong where the clip is.
+    """
+    with _opened(data, limits, param) as (container, stream):
+        header = _survey(container, stream, limits, param)
+    check_num_samples(header.count_samples(rate), limits, param=param)
+    # Opened again, not sought to its start: not every file can be.
+    with _opened(data, limits, param) as (container, stream):
+        samples, own_rate = _decode(container, stream, header, limits, param)
+    return resample(samples, own_rate, rate)
+
+
+def resample(samples: np.ndarray, rate: int, target_rate: int, *, axis: int = 0) -> np.ndarray:
+    """Resample along `axis` by a polyphase filter: `ceil(time * target_rate / rate)` samples."""
+    common = gcd(target_rate, rate)
+    up, down = target_rate // common, rate // common
+    if up == down:
+        return samples
+    # On use only: importing it takes longer than resampling.
+    from scipy.signal import resample_poly
+
+    return resample_poly(samples, up, down, axis=axis)
+
+
+# ---- the file -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(data: bytes, limits: MediaLimits, param: str | None) -> Iterator[tuple[Any, Any]]:
+    """Yield FFmpeg's container and its first stream of sound; whatever fails is the request's."""
+    check_audio_bytes(len(data), limits, param=param)
+    try:
+        import av
+    except ImportError:
+        raise RequestValueError(_MISSING_PYAV, param=param) from None
+    try:
+        options = {"codec_whitelist": ",".join(AUDIO_CODECS), "max_streams": str(_MAX_STREAMS)}
+        with av.open(BytesIO(data), format=_format_of(data), options=options) as container:
+            if not container.streams.audio:
+                raise MediaError("it has no sound", param=param)
+            stream = container.streams.audio[0]
+            codec = stream.codec_context
+            if codec is None or codec.name not in AUDIO_CODECS:
+                raise MediaError("its codec is not supported", param=param)
+            check_audio_size(codec.sample_rate or 0, codec.channels, 0.0, limits, param=param)
+            codec.thread_count = 1
+            yield container, stream
+    except (RequestValueError, MediaError):
+        raise
+    # FFmpeg's errors are OSErrors and ValueErrors of many kinds.
+    except Exception as error:
+        raise MediaError(
+            f"Failed to load audio of {len(data)} bytes: {error}; send a whole file of one of "
+            f"{SHOWN_AUDIO_FORMATS}",
+            param=param,
+        ) from error
+
+
+def _format_of(data: bytes) -> str:
+    for name, (place, marks) in AUDIO_FORMATS.items():
+        if data[place:].startswith(marks):
+            return name
+    raise ValueError("its format is not recognised")
+
+
+def _survey(container: Any, stream: Any, limits: MediaLimits, param: str | None) -> AudioHeader:
+    """Add up what the packets last: what a file says of its length may be wrong, or missing."""
+    total, num_packets, is_known = 0, 0, True
+    first: int | None = None
+    last = 0
+    for packet in container.demux(stream):
+        if packet.size == 0:  # the last one
+            continue
+        num_packets += 1
+        if num_packets > _MAX_PACKETS:
+            raise RequestValueError("audio has too many packets; send a shorter one", param=param)
+        # FFmpeg makes huge numbers of negative ones, which some writers' last packets have.
+        duration = packet.duration if 0 < (packet.duration or 0) < _MAX_DURATION else 0
+        total += duration
+        is_known = is_known and duration > 0
+        if packet.pts is not None:
+            first = packet.pts if first is None else min(first, packet.pts)
+            last = max(last, packet.pts + duration)
+    if num_packets == 0:
+        raise MediaError("it has no samples", param=param)
+    if not is_known and first is not None:
+        total = max(total, last - first)
+    codec = stream.codec_context
+    header = AudioHeader(codec.sample_rate, codec.channels, float(total * stream.time_base))
+    check_audio_size(*header, limits, param=param)
+    return header
+
+
+# ---- samples ------------------------------------------------------------------------------------
+
+
+def _decode(
+    container: Any, stream: Any, header: AudioHeader, limits: MediaLimits, param: str | None
+) -> tuple[np.ndarray, int]:
+    """Return float32[T] and its rate, which the first frame tells: some codecs double it."""
+    samples, place, first = np.empty(0, np.float32), 0, None
+    for frame in container.decode(stream):
+        shape = (frame.sample_rate, frame.layout.nb_channels)
+        if first is None:
+            first = shape
+            check_audio_size(*shape, header.seconds, limits, param=param)
+            samples = np.empty(math.ceil((header.seconds + _SLACK_S) * shape[0]), np.float32)
+        if shape != first:
+            raise MediaError("its sampling rate or its channels change", param=param)
+        mixed = _mix(frame)
+        if place + len(mixed) > len(samples):
+            raise MediaError("it is longer than its packets say", param=param)
+        samples[place : place + len(mixed)] = mixed
+        place += len(mixed)
+    if first is None or place == 0:
+        raise MediaError("it has no samples", param=param)
+    samples = samples[:place]
+    if not np.isfinite(samples).all():
+        raise MediaError("it has samples that are NaN or infinite", param=param)
+    return samples, first[0]
+
+
+def _mix(frame: Any) -> np.ndarray:
+    """Return float32[T] of one frame: the mean of its channels."""
+    array = frame.to_ndarray()
+    if not frame.format.is_planar:  # [1, T * C]
+        array = array.reshape(-1, frame.layout.nb_channels).T
+    scale = _SCALES.get(array.dtype.str[1:])
+    mixed = array.mean(axis=0, dtype=np.float32)
+    if scale is None:
+        return mixed
+    middle = np.float32(scale if array.dtype == np.uint8 else 0.0)
+    return (mixed - middle) / np.float32(scale)

@@ -1,0 +1,173 @@
+"""Whisper's encoder (arXiv 2212.04356): a log-mel spectrogram to a state every 20 ms.
+
+Qwen2-Audio (arXiv 2407.10759) and Voxtral (arXiv 2507.13264) have it too, by the same names.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from mmjax.layers.activation import get_activation
+from mmjax.layers.attention.api import dense_attention
+from mmjax.layers.linear import Linear, linear
+from mmjax.layers.module import call_block
+from mmjax.layers.norm import LayerNorm
+
+FRAMES_PER_STATE = 2
+"""The second convolution's stride: of 3,000 frames, 1,500 states."""
+_KERNEL_SIZE = 3
+_EPS = 1e-5
+"""The epsilon of every norm; no key of the config names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhisperEncoderConfig:
+    """The keys of HF's configs of the three that the arrays depend on."""
+
+    num_mel_bins: int
+    d_model: int
+    encoder_layers: int
+    encoder_attention_heads: int
+    encoder_ffn_dim: int
+    max_source_positions: int
+    activation_function: str
+    pool_size: int = 1
+    """So many states are averaged to one before the last norm: 2 in Qwen2-Audio."""
+
+    @classmethod
+    def from_hf(cls, hf_config: Any, *, pool_size: int = 1) -> "WhisperEncoderConfig":
+        """Read HF's config of any of the three."""
+        names = [name for name in cls.__dataclass_fields__ if name != "pool_size"]
+        return cls(**{name: getattr(hf_config, name) for name in names}, pool_size=pool_size)
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of a spectrogram: always so many, silence behind a shorter clip."""
+        return self.max_source_positions * FRAMES_PER_STATE
+
+    @property
+    def num_rows(self) -> int:
+        """States that a spectrogram gives."""
+        return self.max_source_positions // self.pool_size
+
+
+class Conv1d(nnx.Module):
+    """`torch.nn.Conv1d` of three taps, zeros before and behind, as one matrix product.
+
+    Parameters `weight[out, in, 3]` and `bias[out]`.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1, dtype: Any) -> None:
+        shape = (out_channels, in_channels, _KERNEL_SIZE)
+        self.weight = nnx.Param(jnp.zeros(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros((out_channels,), dtype))
+        self.stride = stride
+
+    def __call__(self, x: Float[Array, "U _time C"]) -> Float[Array, "U _less D"]:
+        """Convolve along time."""
+        length, stride = x.shape[1], self.stride
+        edge = _KERNEL_SIZE // 2
+        padded = jnp.pad(x, ((0, 0), (edge, edge), (0, 0)))
+        taps = [padded[:, tap : tap + length : stride] for tap in range(_KERNEL_SIZE)]
+        weight = self.weight[...].transpose(0, 2, 1).reshape(self.weight.shape[0], -1)
+        return linear(jnp.concatenate(taps, axis=-1), weight, self.bias[...])
+
+
+class WhisperPositions(nnx.Module):
+    """Sinusoids, which checkpoints hold: parameter `weight[positions, D]`."""
+
+    def __init__(self, num_positions: int, width: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_positions, width), dtype))
+
+
+class WhisperEncoderAttention(nnx.Module):
+    """Attention among all states of a clip."""
+
+    def __init__(self, width: int, num_heads: int, *, dtype: Any) -> None:
+        self.q_proj = Linear(width, width, use_bias=True, dtype=dtype)
+        self.k_proj = Linear(width, width, use_bias=False, dtype=dtype)
+        self.v_proj = Linear(width, width, use_bias=True, dtype=dtype)
+        self.out_proj = Linear(width, width, use_bias=True, dtype=dtype)
+        self.head_dim = width // num_heads
+
+    def __call__(
+        self, x: Float[Array, "U P D"], mask: Bool[Array, "U P P"] | None
+    ) -> Float[Array, "U P D"]:
+        """Attend to the states that `mask` shows; None: to all."""
+        split = (*x.shape[:2], -1, self.head_dim)
+        query, key, value = (
+            project(x).reshape(split) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = dense_attention(query, key, value, mask=mask, scale=self.head_dim**-0.5)
+        return self.out_proj(out.reshape(x.shape))
+
+
+class WhisperEncoderLayer(nnx.Module):
+    """A pre-norm block."""
+
+    def __init__(self, config: WhisperEncoderConfig, *, dtype: Any) -> None:
+        width, inner = config.d_model, config.encoder_ffn_dim
+        heads = config.encoder_attention_heads
+        self.self_attn = WhisperEncoderAttention(width, heads, dtype=dtype)
+        self.self_attn_layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
+        self.fc1 = Linear(width, inner, use_bias=True, dtype=dtype)
+        self.fc2 = Linear(inner, width, use_bias=True, dtype=dtype)
+        self.final_layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
+        self.activation = get_activation(config.activation_function)
+
+    def __call__(
+        self, x: Float[Array, "U P D"], mask: Bool[Array, "U P P"] | None
+    ) -> Float[Array, "U P D"]:
+        """Return the residual stream after this block."""
+        with jax.named_scope("attn"):
+            x = x + self.self_attn(self.self_attn_layer_norm(x), mask)
+        with jax.named_scope("mlp"):
+            return x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
+
+
+class WhisperEncoder(nnx.Module):
+    """Log-mel spectrograms to states; parameters bear HF's names."""
+
+    def __init__(self, config: WhisperEncoderConfig, *, dtype: Any) -> None:
+        width = config.d_model
+        self.conv1 = Conv1d(config.num_mel_bins, width, dtype=dtype)
+        self.conv2 = Conv1d(width, width, stride=FRAMES_PER_STATE, dtype=dtype)
+        self.embed_positions = WhisperPositions(config.max_source_positions, width, dtype=dtype)
+        self.layers = nnx.List(
+            [WhisperEncoderLayer(config, dtype=dtype) for _ in range(config.encoder_layers)]
+        )
+        self.layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
+        self.pool_size = config.pool_size
+        self.activation = get_activation("gelu")
+
+    def __call__(
+        self, input_features: Float[Array, "U C _frames"], num_keys: Int[Array, " U"] | None = None
+    ) -> Float[Array, "U P D"]:
+        """Return the normed states of spectrograms of the config's `num_frames`.
+
+        `num_keys`: how many states of each clip, from the first, all of its states see; None: all
+        of them. Whisper and Voxtral see the silence behind a clip, Qwen2-Audio does not.
+        """
+        x = input_features.astype(self.conv1.weight.dtype).transpose(0, 2, 1)
+        x = self.activation(self.conv2(self.activation(self.conv1(x))))
+        x = x + self.embed_positions.weight[...][None, :, :]
+        mask = None
+        if num_keys is not None:
+            is_key = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < num_keys[:, None]
+            mask = jnp.broadcast_to(is_key[:, None, :], (len(x), x.shape[1], x.shape[1]))
+        for layer in self.layers:
+            x = call_block(layer, x, mask)
+        return self.layer_norm(_average(x, self.pool_size))
+
+
+def _average(x: Float[Array, "U _states D"], pool_size: int) -> Float[Array, "U P D"]:
+    """Average each `pool_size` states; what is left over at the end goes."""
+    if pool_size == 1:
+        return x
+    num_rows = x.shape[1] // pool_size
+    groups = x[:, : num_rows * pool_size].reshape(len(x), num_rows, pool_size, x.shape[-1])
+    return groups.astype(jnp.float32).mean(2).astype(x.dtype)
