@@ -132,6 +132,12 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": ModelRow(
             "qwen2_vl", "Qwen/Qwen2.5-VL-3B-Instruct", factories="QWEN2_5_FACTORIES"
         ),
+        "Qwen3_5ForConditionalGeneration": ModelRow(
+            "qwen3_vl", "Qwen/Qwen3.5-0.8B", factories="QWEN3_5_FACTORIES"
+        ),
+        "Qwen3_5MoeForConditionalGeneration": ModelRow(
+            "qwen3_vl", "Qwen/Qwen3.5-35B-A3B", factories="QWEN3_5_FACTORIES"
+        ),
         "Qwen3VLForConditionalGeneration": ModelRow("qwen3_vl", "Qwen/Qwen3-VL-2B-Instruct"),
         "Qwen3VLMoeForConditionalGeneration": ModelRow(
             "qwen3_vl", "Qwen/Qwen3-VL-30B-A3B-Instruct"

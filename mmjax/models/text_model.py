@@ -20,6 +20,7 @@ from mmjax.language.llama import LlamaConfig, LlamaTextModel
 from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.language.qwen import QwenConfig, QwenTextModel
+from mmjax.language.qwen3_5 import Qwen35Config, Qwen35TextModel
 from mmjax.language.t5 import T5Config, T5Decoder
 from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
@@ -57,6 +58,8 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen3_5_moe_text": (Qwen35Config.from_hf, Qwen35TextModel),
+        "qwen3_5_text": (Qwen35Config.from_hf, Qwen35TextModel),
         "qwen3_moe": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3_vl_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
@@ -184,6 +187,7 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "gpt_oss": _list_gpt_oss,
         "lfm2": _list_lfm2,
         "phi3": _list_phi3,
+        "qwen3_5_moe_text": _list_experts,
         "qwen3_moe": _list_experts,
         "qwen3_vl_moe_text": _list_experts,
     }

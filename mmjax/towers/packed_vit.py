@@ -1,10 +1,10 @@
 """Vision transformers over packed patches of pictures of any size, most with rotary places.
 
 Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923),
-PaddleOCR-VL's (arXiv 2510.14528), GLM-V's (arXiv 2507.01006) and Qwen3-VL's (arXiv 2511.21631);
-without rotary places, SigLIP 2's (arXiv 2502.14786). They differ by configuration alone: norms,
-MLPs, windows, learned positions, whether and how squares of patches merge, and after which blocks
-beside the last.
+PaddleOCR-VL's (arXiv 2510.14528), GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631) and
+Qwen3.5's; without rotary places, SigLIP 2's (arXiv 2502.14786). They differ by configuration alone:
+norms, MLPs, windows, learned positions, whether and how squares of patches merge, and after which
+blocks beside the last.
 """
 
 import math
@@ -239,7 +239,8 @@ def _read_glm(vision: Any) -> dict[str, Any]:
 
 
 def _read_qwen3_vl(vision: Any) -> dict[str, Any]:
-    num_positions, fed = vision.num_position_embeddings, tuple(vision.deepstack_visual_indexes)
+    num_positions = vision.num_position_embeddings
+    fed = tuple(getattr(vision, "deepstack_visual_indexes", ()))  # Qwen3.5's tower has none
     if math.isqrt(num_positions) ** 2 != num_positions:
         raise CheckpointError(
             f"`vision_config.num_position_embeddings` is {num_positions}; they are those of a "
@@ -270,6 +271,8 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "pixtral": _read_pixtral,
         "qwen2_vl_vision": _read_qwen2_vl,
         "qwen2_5_vl_vision": _read_qwen2_5_vl,
+        "qwen3_5_moe_vision": _read_qwen3_vl,
+        "qwen3_5_vision": _read_qwen3_vl,
         "qwen3_vl_vision": _read_qwen3_vl,
         "qwen3_vl_moe_vision": _read_qwen3_vl,
         "siglip2_vision_model": _read_siglip2,

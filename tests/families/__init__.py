@@ -28,7 +28,7 @@ from tests.families.paligemma import PALIGEMMA
 from tests.families.pixtral import PIXTRAL
 from tests.families.qwen2_audio import QWEN2_AUDIO
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
-from tests.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
+from tests.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
 from tests.families.whisper import WHISPER
@@ -66,6 +66,8 @@ _ROWS = (
     PIXTRAL,
     QWEN2_5_VL,
     QWEN2_VL,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_VL,
     QWEN3_VL_MOE,
     QWEN_VL,

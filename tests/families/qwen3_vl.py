@@ -1,5 +1,9 @@
-"""Tiny Qwen3-VLs, dense and with experts: towers that feed several layers, times among frames."""
+"""Tiny Qwen3-VLs and Qwen3.5s, dense and with experts: towers that may feed several layers.
 
+Times stand among a video's frames; most layers of Qwen3.5's decoder are recurrent.
+"""
+
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -7,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -16,6 +25,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.models.qwen3_vl import model as ours
 from tests.families import published_names, qwen2_vl
 from tests.families.directories import edit_golden, made_once, with_weights
@@ -24,6 +34,7 @@ from tests.families.hf_videos import make_grid_videos
 from tests.families.published import Published
 from tests.families.qwen2_vl import GRIDS, QWEN2_VL, VIDEO_TOKEN, VISION_END, VISION_START
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
+from tests.kit import fill_by_name
 
 TEXT: dict[str, Any] = {
     **qwen2_vl.TEXT,
@@ -46,12 +57,48 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 1],
 }
-CONFIGS = {"qwen3_vl": Qwen3VLConfig, "qwen3_vl_moe": Qwen3VLMoeConfig}
+RECURRENT: dict[str, Any] = {
+    **TEXT,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    # What a first token reads may be next to nothing, and would be normed to rounding errors.
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {
+        **TEXT["rope_parameters"],
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.5,
+    },
+}
+TEXTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": TEXT,
+    "qwen3_vl_moe": {**TEXT, **EXPERTS},
+    "qwen3_5": RECURRENT,
+    "qwen3_5_moe": {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 24},
+}
+CONFIGS = {
+    "qwen3_vl": Qwen3VLConfig,
+    "qwen3_vl_moe": Qwen3VLMoeConfig,
+    "qwen3_5": Qwen3_5Config,
+    "qwen3_5_moe": Qwen3_5MoeConfig,
+}
 CLASSES: Mapping[str, tuple[Any, Any]] = {
     "qwen3_vl": (Qwen3VLForConditionalGeneration, ours.Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (Qwen3VLMoeForConditionalGeneration, ours.Qwen3VLMoeForConditionalGeneration),
+    "qwen3_5": (Qwen3_5ForConditionalGeneration, ours.Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeForConditionalGeneration, ours.Qwen3_5MoeForConditionalGeneration),
 }
 """HF's class, and ours."""
+
+
+def find_vision(kind: str) -> dict[str, Any]:
+    """Return the settings of a kind's tower."""
+    is_fed = kind.startswith("qwen3_vl")
+    return VISION if is_fed else {k: v for k, v in VISION.items() if not k.startswith("deepstack")}
 
 
 def tiny_config(
@@ -61,11 +108,10 @@ def tiny_config(
     vision: Mapping[str, Any] | None = None,
     is_tied: bool = False,
 ) -> Any:
-    """Return HF's config of either kind."""
-    experts = EXPERTS if kind == "qwen3_vl_moe" else {}
+    """Return HF's config of a kind."""
     config = CONFIGS[kind](
-        text_config={**TEXT, **experts, "tie_word_embeddings": is_tied, **(text or {})},
-        vision_config={**VISION, **(vision or {})},
+        text_config={**TEXTS[kind], "tie_word_embeddings": is_tied, **(text or {})},
+        vision_config={**find_vision(kind), **(vision or {})},
         image_token_id=qwen2_vl.IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         vision_start_token_id=VISION_START,
@@ -90,6 +136,17 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     return replace_item(item, ids)
 
 
+def fill_recurrent(model: Any) -> None:
+    """Fill Qwen3.5: its norms' weights are centred, but for those of what a DeltaNet reads."""
+    fill_by_name(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("linear_attn.norm.weight") or re.search(r"visual.*norm", name):
+                parameter += 1.0 * name.endswith("weight")
+            if re.search(r"[qk]_proj", name):
+                parameter *= 1.4
+
+
 def replace_item(item: DrawnItem, ids: list[int]) -> DrawnItem:
     """Return the item with other tokens, of which the pads take embeddings."""
     return item._replace(token_ids=ids, is_embed=np.equal(ids, VIDEO_TOKEN))
@@ -97,19 +154,20 @@ def replace_item(item: DrawnItem, ids: list[int]) -> DrawnItem:
 
 def resize(kind: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
-    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
+    turned = head_dim if kind.startswith("qwen3_vl") else head_dim // 2
+    sections = [turned // 8, 3 * turned // 16, 3 * turned // 16]
     text = {
         "hidden_size": width,
         "head_dim": head_dim,
         "num_attention_heads": num_heads,
         "num_key_value_heads": max(1, num_heads // 4),
-        "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": sections},
+        "rope_parameters": {**TEXTS[kind]["rope_parameters"], "mrope_section": sections},
     }
     return {"kind": kind, "text": text, "vision": {"out_hidden_size": width}}
 
 
 def make_row(kind: str, variants: Mapping[str, Variant]) -> TinyFamily:
-    """Return the row of either kind."""
+    """Return the row of a kind."""
     return replace(
         qwen2_vl.TINY,
         name=kind,
@@ -119,6 +177,8 @@ def make_row(kind: str, variants: Mapping[str, Variant]) -> TinyFamily:
         resize=partial(resize, kind),
         served={"kind": kind},
         draw_item=draw_item,
+        fill=qwen2_vl.TINY.fill if kind.startswith("qwen3_vl") else fill_recurrent,
+        longest_run=0 if kind.startswith("qwen3_vl") else CHUNK,
         variants={
             name: v._replace(settings={"kind": kind, **v.settings}) for name, v in variants.items()
         },
@@ -159,6 +219,33 @@ TINY_MOE = make_row(
         "every second layer": Variant({"text": {"decoder_sparse_step": 2}}, 10),
     },
 )
+TINY_3_5 = make_row(
+    "qwen3_5",
+    {
+        "plain": Variant({}, 13),
+        "all else": Variant(
+            {
+                "is_tied": True,
+                "text": {
+                    "attention_bias": True,
+                    "linear_num_key_heads": 2,
+                    "linear_conv_kernel_dim": 3,
+                    "layer_types": ["full_attention", "linear_attention"] * 2,
+                    "rope_parameters": {
+                        **RECURRENT["rope_parameters"],
+                        "mrope_section": [2, 3, 3],
+                        "partial_rotary_factor": 1.0,
+                    },
+                },
+                "vision": {"num_position_embeddings": 4, "temporal_patch_size": 1},
+            },
+            12,
+        ),
+    },
+)
+TINY_3_5_MOE = make_row(
+    "qwen3_5_moe", {"plain": Variant({}, 13), "a tied head": Variant({"is_tied": True}, 13)}
+)
 
 
 # ---- its prompts and directories ----------------------------------------------------------------
@@ -167,13 +254,15 @@ TINY_MOE = make_row(
 def edit_config(kind: str) -> dict[str, Any]:
     """Return the edits of Qwen2-VL's golden config.json, with its tokens."""
     text = {
-        **TEXT,
+        **TEXTS[kind],
         "model_type": f"{kind}_text",
         "vocab_size": 1024,
         "max_position_embeddings": 8192,
-        **(EXPERTS if kind == "qwen3_vl_moe" else {}),
     }
-    vision = {**VISION, "model_type": f"{kind}_vision", "patch_size": 16, "depth": 2}
+    if not kind.startswith("qwen3_vl"):
+        # HF's own float32 is 1e-4 from float64 behind three recurrent layers of random weights.
+        text |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    vision = {**find_vision(kind), "model_type": f"{kind}_vision", "patch_size": 16, "depth": 2}
     return {
         "architectures": [CLASSES[kind][1].__name__],
         "model_type": kind,
@@ -237,7 +326,7 @@ DIRECTORIES = {kind: made_once(partial(write_files, kind)) for kind in CLASSES}
 
 
 def make_family(kind: str, tiny: TinyFamily) -> Family:
-    """Return the row of either kind."""
+    """Return the row of a kind."""
     return replace(
         QWEN2_VL,
         name=kind,
@@ -247,7 +336,10 @@ def make_family(kind: str, tiny: TinyFamily) -> Family:
         path=DIRECTORIES[kind],
         write=with_weights(partial(write_files, kind), tiny.fill),
         needless_files=QWEN2_VL.needless_files | {"video_preprocessor_config.json"},
-        probed=("visual.merger", "visual.deepstack_merger_list.0"),
+        probed=(
+            "visual.merger",
+            *["visual.deepstack_merger_list.0"] * kind.startswith("qwen3_vl"),
+        ),
         rendered=CHATML.format(image=qwen2_vl.IMAGE),
         with_system=(
             "<|im_start|>user\n",
@@ -256,7 +348,8 @@ def make_family(kind: str, tiny: TinyFamily) -> Family:
         call_hf=partial(call_processor, partial(hf_processor, kind)),
         load_hf_videos=partial(load_hf_videos, kind),
         published=Published(
-            list_shapes=published_names.list_qwen3_vl_moe if tiny is TINY_MOE else None
+            list_shapes=published_names.list_qwen3_vl_moe if tiny is TINY_MOE else None,
+            unread=() if kind.startswith("qwen3_vl") else ("mtp.fc.weight",),
         ),
         extra_kwargs=({}, {"images_kwargs": SMALLER}),
         mm_configs=(*QWEN2_VL.mm_configs, {"mm_processor_kwargs": SMALLER}),
@@ -265,3 +358,5 @@ def make_family(kind: str, tiny: TinyFamily) -> Family:
 
 QWEN3_VL = make_family("qwen3_vl", TINY)
 QWEN3_VL_MOE = make_family("qwen3_vl_moe", TINY_MOE)
+QWEN3_5 = make_family("qwen3_5", TINY_3_5)
+QWEN3_5_MOE = make_family("qwen3_5_moe", TINY_3_5_MOE)

@@ -170,6 +170,8 @@ def check_is_cut(core: EngineCore, size: int) -> None:
         if leaf.ndim == 2 and re.match(r"language_model\..*layers\.\d+\.", name)
         if leaf.sharding.shard_shape(leaf.shape) == leaf.shape
         # A bias behind a product whose sums are over the devices is whole.
-        and not name.endswith((".gate.weight", ".router.weight", ".down_proj_bias"))
+        and not name.endswith(
+            (".gate.weight", ".router.weight", ".shared_expert_gate.weight", ".down_proj_bias")
+        )
     }
     assert whole == set(), f"not cut over {size} devices"

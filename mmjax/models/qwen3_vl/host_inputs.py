@@ -1,4 +1,4 @@
-"""Qwen3-VL's host inputs: grids, and the learned positions that are a patch's."""
+"""Qwen3-VL's and Qwen3.5's host inputs: grids, and the learned positions that are a patch's."""
 
 from typing import Any
 
@@ -13,4 +13,5 @@ class Qwen3VLHostInputs(GridHostInputs):
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
-        self.num_fed_layers = len(hf_config.vision_config.deepstack_visual_indexes)
+        # Qwen3.5's tower feeds none.
+        self.num_fed_layers = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))

@@ -1,4 +1,4 @@
-"""Qwen3-VL's prompt side: grids, and each step of a video has its second before it.
+"""Qwen3-VL's and Qwen3.5's prompt side: grids, and each step of a video has its second before it.
 
 Before: `<|video_pad|>`. After, for each step of the video: `<0.3 seconds> <|vision_start|>
 <|video_pad|>*N <|vision_end|>`, of which the pads take embeddings. What the chat template has
@@ -35,4 +35,9 @@ class Qwen3VLProcessingInfo(StampedGridInfo):
     }
 
 
+class Qwen35ProcessingInfo(Qwen3VLProcessingInfo):
+    tasks: ClassVar = {}
+
+
 FACTORIES = make_factories(Qwen3VLProcessingInfo)
+QWEN3_5_FACTORIES = make_factories(Qwen35ProcessingInfo)
