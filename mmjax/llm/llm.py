@@ -36,11 +36,11 @@ from mmjax.llm.arguments import (
     LoRARequest,
     LoRARequests,
     Messages,
+    adapters_for,
     as_conversations,
     as_prompts,
     check_level,
     check_mode,
-    check_number,
     is_conversation,
     params_for,
     parse_keywords,
@@ -515,8 +515,7 @@ class LLM:
 
     def _load_adapters(self, given: LoRARequests, number: int) -> list[str | None]:
         """Return each prompt's adapter by name, all of them loaded."""
-        each = [given] * number if given is None or isinstance(given, LoRARequest) else given
-        check_number(each, number, "lora_request", "`lora_request`s")
+        each = adapters_for(given, number)
         for adapter in dict.fromkeys(each):
             if adapter is not None and self._loaded.get(adapter.lora_name) != adapter:
                 self._load_adapter(adapter)

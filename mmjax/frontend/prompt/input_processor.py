@@ -408,8 +408,8 @@ class InputProcessor:
             raise RequestValueError(f"the {name} is empty; give at least one token", param="prompt")
         if len(token_ids) >= longest:
             raise ContextLengthError(
-                f"the {name} has {len(token_ids)} tokens (its images included), but this model "
-                f"holds {longest} with the answer; shorten it, or use fewer images",
+                f"the {name} has {len(token_ids)} tokens (its images included), but max_model_len "
+                f"is {longest}, the answer included; shorten it, or use fewer images",
                 param="prompt",
             )
 
