@@ -26,11 +26,13 @@ class Need(NamedTuple):
     """What the KV cache stores for one token, without padding."""
     kv_cache_request: int
     """For the longest request."""
+    states: int = 0
+    """What recurrent layers keep of the requests and snapshots that there may be by default."""
 
     @property
     def total(self) -> int:
         """The least with which it starts; activations and encoder outputs come on top."""
-        return self.weights + self.kv_cache_request
+        return self.weights + self.kv_cache_request + self.states
 
 
 class Machine(NamedTuple):
@@ -157,13 +159,16 @@ def _find_need(config: Any, model_class: Any, form: str, published: Any) -> Need
     import jax
     import jax.numpy as jnp
 
+    from mmjax.config.engine_config import CacheConfig, SchedulerConfig
     from mmjax.layers.module import bind
 
     graphdef, params = _build(config, model_class, form, published)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     model = bind(graphdef, params)
     token = model.kv_cache_spec.width * jnp.dtype(_FORMS[form][0]).itemsize
-    return Need(weights, token, token * (config.max_model_len + model.max_encoder_len))
+    longest = token * (config.max_model_len + model.max_encoder_len)
+    num_slots = SchedulerConfig().max_num_seqs + CacheConfig().num_state_snapshots
+    return Need(weights, token, longest, 4 * num_slots * model.kv_cache_spec.num_state_floats)
 
 
 def _count_parts(config: Any, model_class: Any) -> dict[str, int]:
@@ -242,6 +247,9 @@ def _show_fit(fit: Fit) -> str:
         "",
         f"{'':<10}{'weights':>12}{'KV a token':>12}{f'KV of {fit.max_model_len}':>14}  held here",
     ]
+    states = max(need.states for need in fit.needs.values())
+    if states:
+        lines.insert(3, f"recurrent layers: {format_bytes(states)} of states")
     for form, need in fit.needs.items():
         sizes = (need.weights, need.kv_cache_token, need.kv_cache_request)
         weights, token, request = map(format_bytes, sizes)

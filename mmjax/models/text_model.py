@@ -58,6 +58,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "qwen3_vl_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "t5": (T5Config.from_hf, T5Decoder),
+        "whisper": (BartConfig.from_whisper, BartDecoder),
     }
 )
 """By `model_type`: what reads its configuration, and the module that is built of that."""

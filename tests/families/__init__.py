@@ -25,10 +25,12 @@ from tests.families.molmo2 import MOLMO2
 from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.paligemma import PALIGEMMA
 from tests.families.pixtral import PIXTRAL
+from tests.families.qwen2_audio import QWEN2_AUDIO
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
+from tests.families.whisper import WHISPER
 
 _ROWS = (
     AYA_VISION,
@@ -68,7 +70,11 @@ _ROWS = (
     SMOLVLM,
 )
 FAMILIES = {row.name: row for row in _ROWS}
-TINY_FAMILIES = {row.name: row.tiny for row in _ROWS if row.tiny is not None}
+"""Of models that take pictures."""
+CLIP_FAMILIES = {row.name: row for row in (QWEN2_AUDIO, WHISPER)}
+"""Of models that take clips of sound alone."""
+ALL_FAMILIES = {**FAMILIES, **CLIP_FAMILIES}
+TINY_FAMILIES = {name: row.tiny for name, row in ALL_FAMILIES.items() if row.tiny is not None}
 """Those that transformers has a class of, whose arrays are compared with it."""
 
 

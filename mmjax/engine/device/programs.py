@@ -117,24 +117,28 @@ class Programs:
         self._shape, self.placement = shape, placement
         self.params = jax.tree.map(_describe_param, params)
         """Shapes, dtypes and shardings of the parameters."""
+        self._plan_caches(model.kv_cache_spec, cache_type)
+        self._jit(model, logprobs_mode)
+
+    def _plan_caches(self, spec: KVCacheSpec, cache_type: type[LayerCache] | None) -> None:
+        dtype = self._shape.dtype
         self._cache_type = cache_type or choose_cache_type(
-            placement.platform,
-            model.kv_cache_spec,
-            shape.dtype,
-            num_shards=placement.num_kv_shards,
+            self.placement.platform,
+            spec,
+            dtype,
+            num_shards=self.placement.num_kv_shards,
         )
-        self._stored = storage_dtype(shape.dtype, placement.platform)
+        self._stored = storage_dtype(dtype, self.placement.platform)
         is_plain = self._cache_type is TransposedCache
         self._new_cache = partial(
             allocate,
-            model.kv_cache_spec,
-            block_size=block_size,
-            dtype=self._stored if is_plain else shape.dtype,
+            spec,
+            block_size=self.block_size,
+            dtype=self._stored if is_plain else dtype,
             cache_type=self._cache_type,
-            sharding=placement.head_sharding,
-            num_state_slots=num_state_slots,
+            sharding=self.placement.head_sharding,
+            num_state_slots=self.num_state_slots,
         )
-        self._jit(model, logprobs_mode)
 
     def _jit(self, model: Any, logprobs_mode: LogprobsMode) -> None:
         graphdef, placement = self._shape.graphdef, self.placement

@@ -1,0 +1,300 @@
+"""Models with recurrent layers: an answer's bits are the same however it was scheduled."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from mmjax.engine.core import EngineCore
+from mmjax.errors import ConfigError
+from mmjax.layers.attention.api import DenseAttentionMetadata
+from mmjax.layers.attention.kv_cache import StateCache
+from mmjax.layers.module import bind
+from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.recurrent import recurrent_engine, recurrent_params
+from tests.engine.tiny import drain, message
+
+BLOCK_SIZE = 8
+Answer = list[tuple[int, Any]]
+"""Tokens, each with its log-probabilities."""
+
+
+def words(seed: int, number: int) -> list[int]:
+    return np.random.default_rng(seed).integers(2, 90, number).tolist()
+
+
+def ask(request_id: str, parts: Sequence[Any], **sampling: Any) -> EngineCoreRequest:
+    return message(request_id, parts, **{"max_tokens": 6, "logprobs": 3, **sampling})
+
+
+PROMPTS: list[list[Any]] = [
+    [words(0, 150)],
+    [words(1, 64)],
+    [words(2, 65)],
+    [words(3, 1)],
+    [words(4, 50), (1, 1), words(5, 30)],
+    [words(0, 130), words(6, 40)],
+    [(2, 2), (3, 1), words(7, 100)],
+    [words(4, 50), (1, 1), words(8, 90)],
+    [words(0, 64), (5, 1), words(9, 63)],
+]
+
+
+def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Answer]:
+    for request in requests:
+        core.add_request(request)
+    news = drain(core)
+    return [answer_of(news[request.request_id]) for request in requests]
+
+
+def answer_of(news: Any) -> Answer:
+    tokens = [token for delta in news for token in delta.new_token_ids]
+    logprobs = [one for delta in news for one in delta.new_logprobs or ()]
+    return [(token, msgspec.to_builtins(one)) for token, one in zip(tokens, logprobs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def roomy() -> EngineCore:
+    """An engine whose steps hold most prompts."""
+    return recurrent_engine(
+        max_num_seqs=2, max_num_batched_tokens=192, num_state_snapshots=6, precompile="all"
+    )
+
+
+@pytest.fixture(scope="module")
+def cramped() -> EngineCore:
+    """An engine with the smallest chunks, and blocks for a little more than the longest prompt."""
+    return recurrent_engine(num_blocks=44, num_state_snapshots=2, precompile="all")
+
+
+@pytest.fixture(scope="module")
+def alone(roomy: EngineCore) -> list[Answer]:
+    """Each prompt's answer, alone and with cold caches."""
+    answers = []
+    for number, parts in enumerate(PROMPTS):
+        roomy.reset_prefix_cache()
+        answers += serve(roomy, [ask(f"alone {number}", parts)])
+    return answers
+
+
+def test_answers_are_those_of_whole_sequences(alone: list[Answer]) -> None:
+    for number in (0, 2, 3):
+        (token_ids,) = PROMPTS[number]
+        ids = token_ids + [token for token, _ in alone[number]]
+        logprobs = dense_logprobs(ids)
+        for place, (token, told) in enumerate(alone[number], start=len(token_ids) - 1):
+            assert token == int(np.argmax(logprobs[place]))
+            assert told["logprobs"][0] == pytest.approx(logprobs[place, token], abs=1e-4)
+
+
+def dense_logprobs(token_ids: list[int]) -> np.ndarray:
+    graphdef, params = recurrent_params()
+    length = 192
+    ids = np.zeros(length, np.int32)
+    ids[: len(token_ids)] = token_ids
+
+    @jax.jit
+    def forward(params: Any) -> Any:
+        model = bind(graphdef, params)
+        index = jnp.arange(length, dtype=jnp.int32)
+        metadata = DenseAttentionMetadata(index[None], (index[None] <= index[:, None])[None])
+        positions = jnp.broadcast_to(index[None], (3, length))
+        states, _ = model(model.embed_input_ids(jnp.asarray(ids)), positions, None, metadata)
+        return jax.nn.log_softmax(model.compute_logits(states))
+
+    return np.asarray(forward(params))
+
+
+def test_beside_others_and_in_chunks(
+    roomy: EngineCore, cramped: EngineCore, alone: list[Answer]
+) -> None:
+    for engine in (roomy, cramped):
+        engine.reset_prefix_cache()
+        requests = [ask(f"beside {number}", parts) for number, parts in enumerate(PROMPTS)]
+        assert serve(engine, requests) == alone
+        assert engine.compilations == 0
+
+
+def test_a_second_turn_begins_at_the_snapshot(roomy: EngineCore) -> None:
+    first = [words(20, 200)]
+    second = [words(20, 200), words(21, 30)]
+    roomy.reset_prefix_cache()
+    (cold,) = serve(roomy, [ask("cold", second)])
+    roomy.reset_prefix_cache()
+    serve(roomy, [ask("first", first)])
+    roomy.add_request(ask("second", second))
+    news = drain(roomy)["second"]
+    assert news[0].num_cached_tokens == 192
+    assert answer_of(news) == cold
+
+
+def test_another_question_about_a_picture_begins_behind_it(roomy: EngineCore) -> None:
+    parts = [words(30, 125), (9, 1)]
+    roomy.reset_prefix_cache()
+    (cold,) = serve(roomy, [ask("cold", [*parts, words(32, 70)])])
+    roomy.reset_prefix_cache()
+    serve(roomy, [ask("one", [*parts, words(31, 80)])])
+    roomy.add_request(ask("two", [*parts, words(32, 70)]))
+    news = drain(roomy)["two"]
+    assert news[0].num_cached_tokens == 128
+    assert answer_of(news) == cold
+
+
+@pytest.mark.parametrize("num_shared", [63, 64, 65, 127, 128, 129, 191, 192])
+def test_a_hit_at_each_snapshot_there_may_be(roomy: EngineCore, num_shared: int) -> None:
+    prompt = words(40, 200)
+    roomy.reset_prefix_cache()
+    (cold,) = serve(roomy, [ask("cold", [prompt])])
+    roomy.reset_prefix_cache()
+    serve(roomy, [ask("shared", [prompt[:num_shared]])])
+    roomy.add_request(ask("hit", [prompt]))
+    news = drain(roomy)["hit"]
+    assert news[0].num_cached_tokens == (num_shared - 1) // 64 * 64
+    assert answer_of(news) == cold
+
+
+def test_an_answer_is_no_prefix(roomy: EngineCore) -> None:
+    """A prompt that holds it adds its tokens in another order."""
+    roomy.reset_prefix_cache()
+    prompt = words(50, 60)
+    (found,) = serve(roomy, [ask("first", [prompt], max_tokens=100)])
+    longer = prompt + [token for token, _ in found]
+    roomy.add_request(ask("second", [longer]))
+    news = drain(roomy)["second"]
+    assert news[0].num_cached_tokens == 0
+    # It begins at the second one's snapshot, and must not find the first one's blocks.
+    (third,) = serve(roomy, [ask("third", [longer])])
+    roomy.reset_prefix_cache()
+    assert serve(roomy, [ask("cold", [longer])]) == [answer_of(news)] == [third]
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 5, 9, 12])
+def test_preempted_at_any_step(roomy: EngineCore, after: int) -> None:
+    parts = [words(60, 130)]
+    roomy.reset_prefix_cache()
+    (expected,) = serve(roomy, [ask("whole", parts, max_tokens=10)])
+    roomy.reset_prefix_cache()
+    roomy.add_request(ask("preempted", parts, max_tokens=10))
+    news = [delta for _ in range(after) for delta in roomy.step()]
+    for request in list(roomy._scheduler.running):
+        roomy._scheduler._preempt(request)
+    news += drain(roomy).get("preempted", [])
+    assert answer_of(news) == expected
+
+
+def test_too_few_blocks_preempt(cramped: EngineCore, alone: list[Answer]) -> None:
+    before = cramped.num_preemptions
+    cramped.reset_prefix_cache()
+    batch = [ask(f"{number}", PROMPTS[number], max_tokens=40) for number in (0, 5, 6)]
+    found = serve(cramped, batch)
+    assert cramped.num_preemptions > before
+    assert [answer[:6] for answer in found] == [alone[number] for number in (0, 5, 6)]
+
+
+def test_random_requests_stay_within_what_was_planned(cramped: EngineCore) -> None:
+    check_random(cramped, 40)
+
+
+@pytest.mark.slow
+def test_1000_random_requests_stay_within_what_was_planned(cramped: EngineCore) -> None:
+    """Full counts: the same in minutes."""
+    check_random(cramped, 1000)
+
+
+def check_random(core: EngineCore, number: int) -> None:
+    rng, slots = random.Random(number), core._scheduler.state_slots
+    assert slots is not None
+    to_come = [
+        ask(f"{one}", rng.choice(PROMPTS)[: rng.randint(1, 3)], max_tokens=rng.randint(1, 12))
+        for one in range(number)
+    ]
+    open_ids: list[str] = []
+    while to_come or core.has_unfinished():
+        if to_come and rng.random() < 0.4:
+            request = to_come.pop()
+            open_ids.append(request.request_id)
+            core.add_request(request)
+        if open_ids and rng.random() < 0.05:
+            core.abort([rng.choice(open_ids)])
+        core.step()
+        assert slots.num_running == len(core._scheduler.running)
+        assert slots.num_running + slots.num_snapshots <= slots.num_slots == 6
+    assert slots.num_running == 0
+    assert core.compilations == 0
+
+
+def test_a_failed_step_and_new_weights_forget_snapshots(
+    roomy: EngineCore, alone: list[Answer]
+) -> None:
+    slots = roomy._scheduler.state_slots
+    assert slots is not None
+    serve(roomy, [ask("kept", PROMPTS[0])])
+    assert slots.num_snapshots
+    for number in (0, 1):
+        roomy.add_request(ask(f"again {number}", PROMPTS[number]))
+    roomy.step()
+    assert roomy.recover() == []
+    assert slots.num_snapshots == slots.num_running == 0
+    news = drain(roomy)
+    assert [answer_of(news[f"again {number}"]) for number in (0, 1)] == alone[:2]
+    assert slots.num_snapshots
+    roomy.sleep()
+    assert slots.num_snapshots == 0
+    roomy.wake_up()
+    assert serve(roomy, [ask("awake", PROMPTS[0])]) == [alone[0]]
+
+
+def test_over_two_devices(alone: list[Answer]) -> None:
+    """Heads and channels of the states are cut; sums over devices add in another order."""
+    engine = recurrent_engine(tensor_parallel_size=2)
+    states = engine._runner._state.kv_cache[1]
+    assert isinstance(states, StateCache)
+    conv, memory = states.arrays
+    assert [x.sharding.shard_shape(x.shape) for x in (conv, memory)] == [
+        (8, 3, 32),
+        (8, 2, 8, 8),
+    ]
+    numbers = (0, 4, 7)
+    for _ in range(2):  # the second time from snapshots
+        found = serve(engine, [ask(f"{number}", PROMPTS[number]) for number in numbers])
+        for answer, number in zip(found, numbers, strict=True):
+            assert [token for token, _ in answer] == [token for token, _ in alone[number]]
+            for (_, told), (_, expected) in zip(answer, alone[number], strict=True):
+                assert told["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
+
+
+def test_a_late_mask_computes_no_token_twice(roomy: EngineCore, alone: list[Answer]) -> None:
+    """What is taken back of a request is behind its states: it is computed again."""
+    roomy.reset_prefix_cache()
+    roomy.add_request(ask("late", PROMPTS[0]))
+    news = []
+    while not news:
+        news += roomy.step()
+    scheduler, dispatched = roomy._scheduler, roomy._in_flight
+    assert dispatched is not None
+    scheduler.withdraw(dispatched.output.requests)
+    (request,) = scheduler.waiting
+    assert (request.num_computed_tokens, request.num_in_flight) == (0, 0)
+    roomy._in_flight = None
+    news += drain(roomy)["late"]
+    assert answer_of(news) == alone[0]
+
+
+def test_nothing_is_guessed(caplog: pytest.LogCaptureFixture) -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 2}
+    engine = recurrent_engine(speculative_config=guesses, precompile="none")
+    assert engine._scheduler.speculation is None
+    assert "no tokens are guessed ahead: the model has recurrent layers" in caplog.text
+    engine.close()
+
+
+def test_a_step_must_hold_a_chunk() -> None:
+    with pytest.raises(ConfigError, match=r"`max_num_batched_tokens` is 32, .* chunks of 64"):
+        recurrent_engine(max_num_batched_tokens=32)
+    with pytest.raises(ConfigError, match="`disable_chunked_mm_input` is set"):
+        recurrent_engine(disable_chunked_mm_input=True)
