@@ -29,7 +29,7 @@ SAME_FLAGS = """
     --gpu-memory-utilization --enable-prefix-caching --prefix-caching-hash-algo
     --tensor-parallel-size --enable-lora --lora-modules --max-loras --max-lora-rank
     --max-cpu-loras --lora-dtype --enable-tower-connector-lora --use-tqdm-on-load
-    --renderer-num-workers --speculative-config
+    --load-format --disable-access-log-for-endpoints --renderer-num-workers --speculative-config
 """.split()
 """vLLM's flags that mmjax has under the same name."""
 
@@ -39,8 +39,18 @@ OTHER_PLACES = {
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "`--no-media-url-allow-redirects`",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "`--allow-runtime-lora-updating` with `--lora-dir`",
     "VLLM_LOGGING_LEVEL": "`--log-level`",
+    "VLLM_SERVER_DEV_MODE": "`--allow-engine-control` with `--api-key`: `/sleep` and its kin",
 }
 """vLLM's variables of the environment -> what mmjax has in their place."""
+
+FIELDS_WITH_A_FLAG = {
+    "chat_template": "--trust-request-chat-template",
+    "chat_template_kwargs": "--trust-request-chat-template",
+    "mm_processor_kwargs": "--trust-request-mm-kwargs",
+    "media_io_kwargs": "--trust-request-mm-kwargs",
+    "priority": "--scheduling-policy priority",
+}
+"""Fields that a server takes with a flag alone."""
 
 
 def make_tables() -> dict[str, str]:
@@ -84,7 +94,11 @@ def _make_fields() -> Iterator[str]:
     for name, advice in REPLACED_FIELDS.items():
         yield f"| `{name}` | {advice} |"
     neutral = {**CompletionRequest.NEUTRAL, **ChatCompletionRequest.NEUTRAL}
+    for name, flag in FIELDS_WITH_A_FLAG.items():
+        yield f"| `{name}` | with `{flag}` alone |"
     for name, values in neutral.items():
+        if name in FIELDS_WITH_A_FLAG:
+            continue
         shown = " or ".join(f"`{value}`" for value in values if value is not None)
         rest = f"; {shown} is taken, which has no effect" if shown else ""
         yield f"| `{name}` | not there yet{rest} |"

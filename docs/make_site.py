@@ -20,6 +20,10 @@ REPOSITORY = "https://github.com/mmjax/mmjax/blob/main"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 NOTEBOOK, NOTEBOOK_PAGE = "examples/quickstart.ipynb", "examples/quickstart.md"
 PYTHON_PAGE = "docs/python.md"
+OUTPUTS = "mmjax.frontend.output.outputs"
+WITH_ALL_FIELDS = ("LoRARequest", "SamplingParams", "StructuredOutputsParams")
+"""Public names of which every field is shown, also one whose name says all."""
+ALL_FIELDS = "    options: {show_if_no_docstring: true, filters: ['!^_', '!^of$', '!^mm_items$']}"
 MADE = {NOTEBOOK_PAGE, PYTHON_PAGE}
 COPIED = {".css", ".png", ".svg"}
 
@@ -56,7 +60,11 @@ def make_python_page() -> str:
     lines = ["# Python", "", "The names of the package `mmjax`, which load nothing until used.", ""]
     for name in mmjax.__all__:
         if name in mmjax._HOMES:
-            lines += [f"::: {mmjax._HOMES[name]}.{name}", ""]
+            options = [ALL_FIELDS] if name in WITH_ALL_FIELDS else []
+            lines += [f"::: {mmjax._HOMES[name]}.{name}", *options, ""]
+    lines += ["What `generate` and `chat` return, one for each prompt:", ""]
+    for name in ("RequestOutput", "CompletionOutput"):
+        lines += [f"::: {OUTPUTS}.{name}", ALL_FIELDS, ""]
     return "\n".join(lines)
 
 

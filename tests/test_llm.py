@@ -16,7 +16,7 @@ import pytest
 from mmjax import LLM, SamplingParams
 from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from mmjax.errors import CheckpointError, MultiModalCacheMissError, RequestError, RequestValueError
-from mmjax.llm.arguments import as_conversations, as_prompts, params_for
+from mmjax.llm.arguments import adapters_for, as_conversations, as_prompts, params_for
 from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import IMAGE_START, draw
 
@@ -80,6 +80,8 @@ def test_one_or_many_prompts(llm: LLM) -> None:
         (params_for, ({"temperature": 0}, 1), "is a dict; give a SamplingParams"),
         (params_for, ([{"temperature": 0}], 1), "is a list; give a SamplingParams"),
         (params_for, (0.5, 1), "is a float; give a SamplingParams"),
+        (adapters_for, ("italian", 1), "`lora_request` is a str; give a LoRARequest"),
+        (adapters_for, (["italian"], 1), "`lora_request` is a list; give a LoRARequest"),
         (as_conversations, (3,), "`messages` is a int; give a list of messages"),
         (as_conversations, ("a",), "`messages` is a str; give a list of messages, as in"),
         (as_conversations, ({"role": "user"},), "is a dict; give a list of messages, as in"),

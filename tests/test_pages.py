@@ -28,10 +28,12 @@ from typing import Any
 
 import pytest
 
+from docs.make_from_vllm import FIELDS_WITH_A_FLAG
 from docs.make_from_vllm import PAGE as FROM_VLLM
 from docs.make_from_vllm import make_page as make_from_vllm
 from mmjax.cli.main import COMMANDS
 from mmjax.server.flags import parse_flags
+from mmjax.server.openai.protocol import ChatCompletionRequest
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE: Mapping[str, str] = {
@@ -336,3 +338,12 @@ def test_the_messages_that_are_quoted_are_printed() -> None:
 
 def test_the_tables_of_vllms_flags_are_what_the_script_writes() -> None:
     assert FROM_VLLM.read_text(encoding="utf-8") == make_from_vllm(), "run `make docs`"
+
+
+def test_a_field_that_is_taken_with_a_flag_is_not_called_missing() -> None:
+    page = make_from_vllm()
+    for name, flag in FIELDS_WITH_A_FLAG.items():
+        (row,) = re.findall(rf"^\| `{name}` \| (.+) \|$", page, re.MULTILINE)
+        assert row == f"with `{flag}` alone"
+        assert name in ChatCompletionRequest.model_fields
+        parse_flags(flag.split())

@@ -55,6 +55,7 @@ WRONG = [
     ("bad_words", 5),
     ("bad_words", [5]),
     ("structured_outputs", {"regex": "a"}),
+    ("transcript", {"eos_token_id": 1}),
 ]
 
 

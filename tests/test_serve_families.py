@@ -14,12 +14,13 @@ import pytest
 from openai import OpenAI
 
 from mmjax import LLM, SamplingParams
-from tests.families import FAMILIES
+from tests.families import ALL_FAMILIES, CLIP_FAMILIES
 from tests.families.family import Family
 from tests.kit import draw
+from tests.models.test_clip_laws import audio_part, draw_clip
 from tests.test_serve import Served, message_about
 
-IN_DEFAULT_RUN = {"llava"}
+IN_DEFAULT_RUN = {"llava", "qwen2_audio"}
 MAX_TOKENS = 8
 
 
@@ -31,9 +32,17 @@ def make_conversations(family: Family) -> list[list[Any]]:
     question = family.question
     text = [{"role": "user", "content": question}]
     answer = {"role": "assistant", "content": "red"}
-    early, late = (message_about(draw(40 + 30 * seed, 50, seed), question) for seed in range(2))
+    early, late = (make_message(family, seed) for seed in range(2))
     before = text if family.max_images == 1 else [early]
     return [[early, answer, *text], [*before, answer, late]]
+
+
+def make_message(family: Family, seed: int) -> Any:
+    """Return a question about a picture, or about a clip where the model only hears."""
+    if family.name not in CLIP_FAMILIES:
+        return message_about(draw(40 + 30 * seed, 50, seed), family.question)
+    text = {"type": "text", "text": family.question}
+    return {"role": "user", "content": [audio_part(draw_clip(seed)), text]}
 
 
 def ask(address: str, messages: Sequence[Any]) -> str:
@@ -52,7 +61,8 @@ def ask(address: str, messages: Sequence[Any]) -> str:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == MAX_TOKENS
-    assert whole.usage.prompt_tokens_details.to_dict()["image_tokens"] > 0
+    details = whole.usage.prompt_tokens_details.to_dict()
+    assert details["image_tokens"] + details["audio_tokens"] > 0
     return text
 
 
@@ -78,7 +88,7 @@ def served(family: Family, tmp_path: Path) -> Iterator[Any]:
     "family",
     [
         pytest.param(family, id=name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-        for name, family in FAMILIES.items()
+        for name, family in ALL_FAMILIES.items()
     ],
 )
 def test_a_family_answers_over_http(family: Family, served: Any):

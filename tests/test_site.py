@@ -52,5 +52,6 @@ def test_the_site_builds_without_a_warning() -> None:
     home = (SITE / "index.html").read_text(encoding="utf-8")
     assert "Serve multimodal models with JAX" in home
     python = Path(SITE / "docs" / "python" / "index.html").read_text(encoding="utf-8")
-    for name in ("generate", "stream_chat", "SamplingParams", "draw_boxes"):
+    names = "generate stream_chat SamplingParams draw_boxes temperature finish_reason"
+    for name in names.split():
         assert f"{name}</code>" in python or f"{name}</span>" in python

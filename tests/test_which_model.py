@@ -11,7 +11,7 @@ import pytest
 
 from mmjax import LLM
 from mmjax.models.registry import MODELS
-from tests.families import FAMILIES
+from tests.families import ALL_FAMILIES, FAMILIES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OTHERS = {"ibm-granite/granite-docling-258M": "Idefics3ForConditionalGeneration"}
@@ -34,7 +34,7 @@ def load_ask() -> Any:
 
 def find_family(model: str) -> Any:
     architecture = ARCHITECTURES[model]
-    return next(one for one in FAMILIES.values() if one.architecture == architecture)
+    return next(one for one in ALL_FAMILIES.values() if one.architecture == architecture)
 
 
 def cases() -> list[Any]:

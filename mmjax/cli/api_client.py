@@ -60,7 +60,8 @@ class ApiClient:
 
 def _message_of(error: urllib.error.HTTPError) -> str:
     text = error.read(_MAX_ERROR_BYTES)
+    mend = f", by `--api-key` or {KEY_VARIABLE}" if error.code == 401 else ""
     try:
-        return f"{error.code}: {json.loads(text)['error']['message']}"
+        return f"{error.code}: {json.loads(text)['error']['message']}{mend}"
     except (ValueError, KeyError, TypeError):
         return f"{error.code} {error.reason}"

@@ -20,7 +20,7 @@ from mmjax.engine.scheduling.admission import (
     resolve_features,
 )
 from mmjax.engine.scheduling.buckets import Buckets
-from mmjax.engine.scheduling.logit_rules import Grammars
+from mmjax.engine.scheduling.logit_rules import Grammars, Transcript
 from mmjax.engine.scheduling.outputs import SchedulerOutput
 from mmjax.engine.scheduling.queues import Deadlines
 from mmjax.engine.scheduling.request import Request
@@ -162,6 +162,13 @@ class EngineCore:
                 message.grammar,
                 message.eos_token_ids,
                 message.output_token_ids,
+                allowed_token_ids=message.sampling_params.allowed_token_ids,
+            )
+        elif message.sampling_params.transcript is not None:
+            request.logit_rules.grammar = Transcript(
+                message.sampling_params.transcript,
+                self._requests.limits.vocab_size,
+                output_token_ids=message.output_token_ids,
                 allowed_token_ids=message.sampling_params.allowed_token_ids,
             )
         logger.debug(

@@ -1,4 +1,4 @@
-"""BART's encoder and decoder (arXiv 1910.13461)."""
+"""BART's encoder and decoder (arXiv 1910.13461), and Whisper's decoder (arXiv 2212.04356)."""
 
 import math
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from mmjax.layers.norm import LayerNorm
 _EPS = 1e-5
 """The epsilon of every norm; no key of the config names it."""
 POSITION_OFFSET = 2
-"""The first position's row of the table: the rows before it were padding's when it was trained."""
+"""The first position's row of BART's table: those before it were padding's when it was trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BartConfig:
-    """The keys of a `bart` config that the arrays depend on."""
+    """The keys of a `bart` or a `whisper` config that the arrays depend on."""
 
     vocab_size: int
     d_model: int
@@ -45,11 +45,25 @@ class BartConfig:
     max_position_embeddings: int
     activation_function: str
     scale_embedding: bool
+    position_offset: int = POSITION_OFFSET
+    is_whisper: bool = False
+    """Whether blocks norm what they read, and not what they give; a norm is then behind the last
+    one and not before the first, and keys have no bias."""
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> "BartConfig":
         """Read HF's `BartConfig`."""
-        return cls(**{name: getattr(hf_config, name) for name in cls.__dataclass_fields__})
+        return cls(**_read(hf_config), max_position_embeddings=hf_config.max_position_embeddings)
+
+    @classmethod
+    def from_whisper(cls, hf_config: Any) -> "BartConfig":
+        """Read HF's `WhisperConfig`, whose `scale_embedding` HF's decoder does not obey."""
+        return cls(
+            **{**_read(hf_config), "scale_embedding": False},
+            max_position_embeddings=hf_config.max_target_positions,
+            position_offset=0,
+            is_whisper=True,
+        )
 
     @property
     def embed_scale(self) -> float:
@@ -57,24 +71,36 @@ class BartConfig:
         return math.sqrt(self.d_model) if self.scale_embedding else 1.0
 
 
+_OWN_FIELDS = ("max_position_embeddings", "position_offset", "is_whisper")
+"""Those that are not read by their names."""
+
+
+def _read(hf_config: Any) -> dict[str, Any]:
+    fields = BartConfig.__dataclass_fields__
+    return {name: getattr(hf_config, name) for name in fields if name not in _OWN_FIELDS}
+
+
 class BartPositions(nnx.Module):
     """Learned position embeddings: parameter `weight[positions, D]`."""
 
     def __init__(self, config: BartConfig, *, dtype: Any) -> None:
-        shape = (config.max_position_embeddings + POSITION_OFFSET, config.d_model)
+        self.offset = config.position_offset
+        shape = (config.max_position_embeddings + self.offset, config.d_model)
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
 
     def __call__(self, positions: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up positions, counted from 0; those beyond the table read its last row."""
-        return self.weight[...].at[positions + POSITION_OFFSET].get(mode="clip")
+        return self.weight[...].at[positions + self.offset].get(mode="clip")
 
 
 class BartAttention(nnx.Module):
     """The four projections of multi-head attention."""
 
-    def __init__(self, width: int, num_heads: int, *, dtype: Any) -> None:
+    def __init__(
+        self, width: int, num_heads: int, *, has_key_bias: bool = True, dtype: Any
+    ) -> None:
         self.q_proj = Linear(width, width, use_bias=True, dtype=dtype)
-        self.k_proj = Linear(width, width, use_bias=True, dtype=dtype)
+        self.k_proj = Linear(width, width, use_bias=has_key_bias, dtype=dtype)
         self.v_proj = Linear(width, width, use_bias=True, dtype=dtype)
         self.out_proj = Linear(width, width, use_bias=True, dtype=dtype)
         self.head_dim = width // num_heads
@@ -190,9 +216,10 @@ class BartDecoderLayer(nnx.Module):
 
     def __init__(self, config: BartConfig, *, dtype: Any) -> None:
         width, heads, inner = config.d_model, config.decoder_attention_heads, config.decoder_ffn_dim
-        self.self_attn = BartSelfAttention(width, heads, dtype=dtype)
+        options = {"has_key_bias": not config.is_whisper, "dtype": dtype}
+        self.self_attn = BartSelfAttention(width, heads, **options)
         self.self_attn_layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
-        self.encoder_attn = BartCrossAttention(width, heads, dtype=dtype)
+        self.encoder_attn = BartCrossAttention(width, heads, **options)
         self.encoder_attn_layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
         self.fc1 = Linear(width, inner, use_bias=True, dtype=dtype)
         self.fc2 = Linear(inner, width, use_bias=True, dtype=dtype)
@@ -217,23 +244,50 @@ class BartDecoderLayer(nnx.Module):
             return self.final_layer_norm(x + self.fc2(self.activation(self.fc1(x)))), cache
 
 
+class WhisperDecoderLayer(BartDecoderLayer):
+    """A pre-norm block with cross-attention, of the same parameters."""
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        layer_input: None,
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
+        """Return the residual stream after this block, and its cache."""
+        with jax.named_scope("attn"):
+            out, cache = self.self_attn(self.self_attn_layer_norm(x), cache, metadata)
+            x = x + out
+        with jax.named_scope("cross_attn"):
+            out, cache = self.encoder_attn(self.encoder_attn_layer_norm(x), cache, metadata)
+            x = x + out
+        with jax.named_scope("mlp"):
+            return x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x)))), cache
+
+
 class _NoNorm(nnx.Module):
-    """Stands where other decoders have a final norm: BART's last block is normed already."""
+    """Stands where other decoders have a norm.
+
+    BART's last block is normed already, and so is what Whisper's first block reads.
+    """
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return x
 
 
 class BartDecoder(Decoder):
-    """BART's decoder, whose table of tokens its encoder shares."""
+    """BART's decoder, whose table of tokens its encoder shares; and Whisper's."""
 
     def __init__(self, config: BartConfig, *, is_tied: bool, dtype: Any) -> None:
         self.config = config
+        make_layer = WhisperDecoderLayer if config.is_whisper else BartDecoderLayer
+        norm = LayerNorm(config.d_model, eps=_EPS, dtype=dtype)
+        first_norm, last_norm = (_NoNorm(), norm) if config.is_whisper else (norm, _NoNorm())
         super().__init__(
             vocab_size=config.vocab_size,
             hidden_size=config.d_model,
-            layers=[BartDecoderLayer(config, dtype=dtype) for _ in range(config.decoder_layers)],
-            norm=_NoNorm(),
+            layers=[make_layer(config, dtype=dtype) for _ in range(config.decoder_layers)],
+            norm=last_norm,
             is_tied=is_tied,
             # An encoder's hidden state stores as much.
             kv_cache_spec=KVCacheSpec.alike(
@@ -244,7 +298,7 @@ class BartDecoder(Decoder):
             dtype=dtype,
         )
         self.embed_positions = BartPositions(config, dtype=dtype)
-        self.layernorm_embedding = LayerNorm(config.d_model, eps=_EPS, dtype=dtype)
+        self.layernorm_embedding = first_norm
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens, scaled; an id outside the table reads row 0."""

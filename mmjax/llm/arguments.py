@@ -94,6 +94,21 @@ def params_for(
     return check_number(sampling_params, number, "sampling_params", "`sampling_params`")
 
 
+def adapters_for(given: LoRARequests, number: int) -> Sequence[LoRARequest | None]:
+    """Return the adapter of each prompt; None: the model alone."""
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * number
+    if not isinstance(given, Sequence) or not all(
+        one is None or isinstance(one, LoRARequest) for one in given
+    ):
+        raise RequestTypeError(
+            f"`lora_request` is a {type(given).__name__}; give a LoRARequest, as in "
+            'LoRARequest("poet", 1, "DIR"), or a list of them',
+            param="lora_request",
+        )
+    return check_number(given, number, "lora_request", "`lora_request`s")
+
+
 def priorities_for(
     priority: Sequence[int] | None, number: int, scheduler: SchedulerConfig
 ) -> Sequence[int]:

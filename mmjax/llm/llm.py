@@ -24,6 +24,7 @@ from mmjax.errors import MultiModalCacheMissError, RequestError
 from mmjax.frontend.engine_client.request_table import RequestTable
 from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.output.transcripts import Transcript
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.committer import CommittedMessage
 from mmjax.frontend.prompt.explain import Explanation
@@ -35,11 +36,11 @@ from mmjax.llm.arguments import (
     LoRARequest,
     LoRARequests,
     Messages,
+    adapters_for,
     as_conversations,
     as_prompts,
     check_level,
     check_mode,
-    check_number,
     is_conversation,
     params_for,
     parse_keywords,
@@ -50,6 +51,7 @@ from mmjax.llm.turn import Turn
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
 from mmjax.params.sampling_params import SamplingParams
+from mmjax.processing.transcripts import Task, TranscriptOptions
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.system.request_times import RequestTimes, measuring, recording
@@ -311,6 +313,50 @@ class LLM:
             )
         return embeds
 
+    def transcribe(
+        self,
+        audio: Any,
+        *,
+        language: str | None = None,
+        task: Task = "transcribe",
+        prompt: str = "",
+        has_timestamps: bool = True,
+        sampling_params: SamplingParams | None = None,
+    ) -> Transcript:
+        """Transcribe a clip, of any length that the limits allow, window by window.
+
+        Args:
+            audio: Samples at the model's rate, or a pair of samples and their rate.
+            language: A code (`en`) or a name (`english`); None: it is found out.
+            task: Or `translate`: into English.
+            prompt: A text before the transcript, whose style and words it goes on with.
+            has_timestamps: Whether segments have times; those of long clips always do.
+            sampling_params: Of each window; None: greedy.
+
+        Raises:
+            RequestError: For a model that transcribes nothing, a clip or a language that it does
+                not take.
+        """
+        processor = self._input_processor
+        transcriber = processor.get_transcriber()
+        samples = processor.info.parse_mm_data({"audio": audio})["audio"].get(0)
+        options = TranscriptOptions(
+            task=task,
+            language=language,
+            prompt_token_ids=processor.tokenize_pieces([(f" {prompt.strip()}", True)], False)
+            if prompt.strip()
+            else (),
+            has_timestamps=has_timestamps,
+            sampling_params=sampling_params or SamplingParams(temperature=0.0),
+        )
+        transcription = transcriber.start(samples, options)
+        transcript = Transcript.of(transcriber, processor.tokenizer, samples)
+        for asked in iter(transcription.next_request, None):
+            window = cast(PromptType, asked.prompt)
+            (output,) = self.generate([window], asked.sampling_params, use_tqdm=False)
+            transcript.add(transcription, output.outputs[0])
+        return transcript
+
     def explain(
         self,
         prompt: PromptType | Messages,
@@ -469,8 +515,7 @@ class LLM:
 
     def _load_adapters(self, given: LoRARequests, number: int) -> list[str | None]:
         """Return each prompt's adapter by name, all of them loaded."""
-        each = [given] * number if given is None or isinstance(given, LoRARequest) else given
-        check_number(each, number, "lora_request", "`lora_request`s")
+        each = adapters_for(given, number)
         for adapter in dict.fromkeys(each):
             if adapter is not None and self._loaded.get(adapter.lora_name) != adapter:
                 self._load_adapter(adapter)

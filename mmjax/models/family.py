@@ -20,7 +20,11 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.image_processors.image import check_pixel_size
-from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
+from mmjax.processing.image_processors.parts import (
+    ProcessorOfParts,
+    load_feature_settings,
+    read_json,
+)
 from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import (
@@ -29,6 +33,7 @@ from mmjax.processing.items.parse import (
     MultiModalDataDict,
     MultiModalDataItems,
 )
+from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
@@ -141,6 +146,30 @@ class FamilyInfo(BaseProcessingInfo):
         """Say for each tensor of the HF processor's output how it divides among items."""
         return item_fields("image", rows=("pixel_values",))
 
+    @cached_property
+    def log_mel(self) -> LogMel:
+        """What makes spectrograms of clips; `CheckpointError` where the encoder takes others."""
+        made = LogMel.from_settings(load_feature_settings(self.ctx.model_config.path))
+        shape = (made.feature_size, made.num_frames)
+        expected, _ = self.encoder_spec.inputs["input_features"]
+        if shape != expected:
+            raise CheckpointError(
+                f"the feature extractor makes spectrograms of {list(shape)} (`feature_size`, "
+                f"frames), and the encoder takes {list(expected)} (`num_mel_bins`, twice "
+                "`max_source_positions` of config.json)"
+            )
+        return made
+
+    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
+        """Return the samples of a clip with the most embeddings."""
+        return self.log_mel.num_samples
+
+    def get_max_clip_tokens(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> int:
+        """Return how many embeddings that clip has."""
+        return self.num_unit_tokens
+
     def get_largest_image(self) -> ImageSize:
         """Return the size of an image with the most embeddings."""
         size = self.get_unit_size()
@@ -188,7 +217,11 @@ class FamilyInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        most = {"image": self.get_max_image_tokens()}
+        most = dict[str, int]()
+        if "image" in self.supported_mm_limits:
+            most["image"] = self.get_max_image_tokens()
+        if "audio" in self.supported_mm_limits:
+            most["audio"] = self.get_max_clip_tokens(seq_len, mm_counts)
         if "video" in self.supported_mm_limits:
             most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_unit_tokens
         return most
@@ -325,6 +358,12 @@ class FamilyDummyInputs(BaseDummyInputsBuilder[FamilyInfo]):
                 overrides=options.get("video"),
             )
             data["video"] = [(frames, _mark_sampled(len(frames))) for frames in videos]
+        if "audio" in mm_counts:
+            data["audio"] = self._get_dummy_audios(
+                length=self.info.get_longest_clip(seq_len, mm_counts),
+                num_audios=mm_counts["audio"],
+                overrides=options.get("audio"),
+            )
         return data
 
 

@@ -227,7 +227,7 @@ class GenerationDefaults:
 
 def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
     """Read generation_config.json, which may be absent, and the EOS tokens of config.json."""
-    raw = _read_generation_config(model_config.path)
+    raw = read_generation_config(model_config.path)
     settings = {**_chosen_generation_config(model_config, raw), **_overrides(model_config)}
     sampling = {
         name: settings[name]
@@ -260,7 +260,7 @@ def _chosen_generation_config(
                     f"`generation_config` is {directory!r}, which has no "
                     f"{_GENERATION_CONFIG}; give one, or auto, or vllm"
                 )
-            return _read_generation_config(path)
+            return read_generation_config(path)
 
 
 def _overrides(model_config: ModelConfig) -> Mapping[str, Any]:
@@ -276,7 +276,8 @@ def _overrides(model_config: ModelConfig) -> Mapping[str, Any]:
     return overrides
 
 
-def _read_generation_config(path: Path) -> dict[str, Any]:
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """Return the object of a checkpoint's generation_config.json; empty where there is none."""
     file = path / _GENERATION_CONFIG
     if not file.is_file():
         return {}
@@ -512,4 +513,7 @@ def _architecture(hf_config: Any) -> str:
 
 
 def _max_position_embeddings(hf_config: Any) -> int | None:
-    return getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    text_config = hf_config.get_text_config()
+    # Whisper's decoder and encoder have positions of their own.
+    own = getattr(text_config, "max_target_positions", None)
+    return getattr(text_config, "max_position_embeddings", own)

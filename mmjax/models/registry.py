@@ -105,6 +105,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLForConditionalGeneration": ModelRow(
             "internvl", "OpenGVLab/InternVL3-1B-hf", factories="HF_FACTORIES"
         ),
+        "Lfm2VlForConditionalGeneration": ModelRow("lfm2_vl", "LiquidAI/LFM2-VL-450M"),
         "LightOnOcrForConditionalGeneration": ModelRow(
             "pixtral", "lightonai/LightOnOCR-1B-1025", factories="LIGHTON_FACTORIES"
         ),
@@ -123,6 +124,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "paligemma", "google/paligemma2-3b-mix-224", has_one_unit_items=True
         ),
         "PixtralForConditionalGeneration": ModelRow("pixtral", "mistral-community/pixtral-12b"),
+        "Qwen2AudioForConditionalGeneration": ModelRow(
+            "qwen2_audio", "Qwen/Qwen2-Audio-7B-Instruct", has_one_unit_items=True
+        ),
         "QWenLMHeadModel": ModelRow("qwen_vl", "Qwen/Qwen-VL-Chat", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", "Qwen/Qwen2-VL-2B-Instruct"),
         "Qwen2_5_VLForConditionalGeneration": ModelRow(
@@ -136,6 +140,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "idefics3",
             "HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
             factories="SMOLVLM_FACTORIES",
+        ),
+        "WhisperForConditionalGeneration": ModelRow(
+            "whisper", "openai/whisper-tiny", has_one_unit_items=True
         ),
     }
 )

@@ -104,6 +104,31 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
+class TranscriptRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which tokens may come next in a transcript, as HF's `generate` of Whisper has it."""
+
+    suppressed_token_ids: Sequence[int] = ()
+    """Tokens that never come."""
+    first_suppressed_token_ids: Sequence[int] = ()
+    """Tokens that do not come first."""
+    eos_token_id: int = 0
+    """The end: ids below it are text."""
+    timestamps_from: int | None = None
+    """The token of 0.00 s, behind which those of later times are, the last of the vocabulary. The
+    transcript begins with one, each but the first and the last stands twice, and they grow; where
+    all of them together are more probable than the most probable other token, one of them is
+    sampled. None: nothing is said of them."""
+    last_first_timestamp: int | None = None
+    """The last that may be the first one; None: any."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids that are named."""
+        others = (self.eos_token_id, self.timestamps_from, self.last_first_timestamp)
+        named = tuple(one for one in others if one is not None)
+        return (*self.suppressed_token_ids, *self.first_suppressed_token_ids, *named)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """vLLM's sampling parameters, as far as mmjax supports them.
 
@@ -149,6 +174,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     no_repeat_ngram_size: int = 0
     """So many tokens in a row never come twice, in prompt and answer together, as in HF's
     `generate`; 0: no limit. vLLM has no such field."""
+    transcript: TranscriptRules | None = None
+    """What an answer that is a transcript may hold; the routes of transcriptions set it."""
 
     def __post_init__(self) -> None:
         for name, to_type in _TYPES.items():
@@ -172,6 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             and not self.bad_words
             and self.allowed_token_ids is None
             and self.structured_outputs is None
+            and self.transcript is None
         )
 
     @property
@@ -287,6 +315,12 @@ def _to_structure(name: str, value: Any) -> StructuredOutputsParams | None:
     return value
 
 
+def _to_transcript(name: str, value: Any) -> TranscriptRules | None:
+    if value is not None and not isinstance(value, TranscriptRules):
+        raise RequestTypeError.about(name, f"is {value!r}; give TranscriptRules")
+    return value
+
+
 def _to_integers(name: str, value: Any) -> tuple[int, ...]:
     integers = _to_tuple(name, value, "integers")
     for integer in integers:
@@ -313,6 +347,7 @@ _TYPES_BY_ANNOTATION: dict[Any, Callable[[str, Any], Any]] = {
     Sequence[int] | None: _to_allowed,
     Mapping[int, float] | None: _to_biases,
     StructuredOutputsParams | None: _to_structure,
+    TranscriptRules | None: _to_transcript,
 }
 _TYPES = {
     name: _TYPES_BY_ANNOTATION[annotation]
@@ -357,6 +392,10 @@ def _check_ranges(params: SamplingParams) -> None:
     if params.stop and not params.detokenize:
         raise RequestValueError.about(
             "stop", "needs the text, and `detokenize` is False; leave one of them out"
+        )
+    if params.transcript is not None and params.structured_outputs is not None:
+        raise RequestValueError.about(
+            "transcript", "and `structured_outputs` both say what comes; give one of them"
         )
     _check_length("stop_token_ids", params.stop_token_ids, "ids")
     _check_length("bad_words", params.bad_words, "texts")

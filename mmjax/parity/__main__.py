@@ -25,6 +25,9 @@ from mmjax.parity.rounded import RoundedParity, format_rounded
 
 NUM_IMAGES = (0, 1, 2, 3)
 PROMPTS = ("Describe the picture.", "What color is the circle?")
+NUM_CLIPS = (1, 2)
+LENGTHS = (1.2345, 7.7777)
+"""Seconds of a case's clips."""
 SIZES = ((640, 480), (37, 211), (1, 1))
 """Sizes (width, height) of a case's images, which are the first n of these."""
 
@@ -77,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
 def _make_cases(options: argparse.Namespace, parity: Parity) -> Iterator[Case]:
     kwargs = options.mm_processor_kwargs
     for text in options.prompts:
-        for num_images in options.num_images or [n for n in NUM_IMAGES if parity.takes_images(n)]:
+        for num_images in _count_images(options, parity):
             yield Case(
                 name=f"{text!r} + {num_images}",
                 prompt=parity.write_prompt(text, num_images),
@@ -91,6 +94,29 @@ def _make_cases(options: argparse.Namespace, parity: Parity) -> Iterator[Case]:
                 videos=[_draw_video()],
                 mm_processor_kwargs=kwargs,
             )
+        for num_clips in NUM_CLIPS if parity.takes_clips else ():
+            yield Case(
+                name=f"{text!r} + {num_clips} clips",
+                prompt=parity.write_prompt(text, 0, num_clips=num_clips),
+                clips=[_draw_clip(i, parity) for i in range(num_clips)],
+                mm_processor_kwargs=kwargs,
+            )
+
+
+def _count_images(options: argparse.Namespace, parity: Parity) -> Sequence[int]:
+    return options.num_images or [n for n in NUM_IMAGES if parity.takes_images(n)]
+
+
+def _draw_clip(seed: int, parity: Parity) -> np.ndarray:
+    """Return float32[T]: a tone that grows higher, by the seed, of a length that is no round one.
+
+    No longer than the model hears at once.
+    """
+    info = parity.processor.info
+    longest = info.get_longest_clip(parity.max_len, {"audio": 1})
+    length = min(longest, int(LENGTHS[seed % len(LENGTHS)] * (info.audio_rate or 0)))
+    time = np.arange(length) / (info.audio_rate or 1)
+    return np.sin(2 * np.pi * (200 + 90 * seed + 300 * time) * time).astype(np.float32) / 2
 
 
 def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Run one prompt with mmjax and HF, from text, images and videos to tokens."""
+"""Run one prompt with mmjax and HF, from text, images, videos and clips to tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +34,15 @@ DEFAULT_MAX_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A prompt with its images and videos."""
+    """A prompt with its images, videos and clips."""
 
     name: str
     prompt: str | list[int]
     images: Sequence[Image.Image] = ()
     videos: Sequence[tuple[np.ndarray, Mapping[str, Any]]] = ()
     """Frames uint8[frames, height, width, 3], and their metadata."""
+    clips: Sequence[np.ndarray] = ()
+    """float32[T], at the model's rate."""
     mm_processor_kwargs: Mapping[str, Any] | None = None
 
 
@@ -89,7 +91,7 @@ class Parity:
 
     def takes_images(self, num_images: int) -> bool:
         """Return whether both models take a prompt with so many; HF's BLIP-2 needs one."""
-        limit = self.processor.info.get_supported_mm_limits().get("image")
+        limit = self.processor.info.get_supported_mm_limits().get("image", 0)
         pixels = signature(self.reference.forward).parameters.get("pixel_values")
         least = int(pixels is not None and pixels.default is pixels.empty)
         return least <= num_images and (limit is None or num_images <= limit)
@@ -99,20 +101,27 @@ class Parity:
         """Whether a prompt may have a video."""
         return self.processor.info.get_supported_mm_limits().get("video", 0) != 0
 
-    def write_prompt(self, text: str, num_images: int, num_videos: int = 0) -> str:
+    @property
+    def takes_clips(self) -> bool:
+        """Whether a prompt may have clips."""
+        return self.processor.info.get_supported_mm_limits().get("audio", 0) != 0
+
+    def write_prompt(
+        self, text: str, num_images: int, num_videos: int = 0, num_clips: int = 0
+    ) -> str:
         """Return a user's turn, media before the text, by the chat template if there is one."""
         tokenizer, find = (
             self.processor.info.get_tokenizer(),
             self.processor.info.find_placeholder_str,
         )
-        images, videos = (
-            (find(modality, 1) or "") * number
-            for modality, number in (("image", num_images), ("video", num_videos))
+        numbers = {"image": num_images, "video": num_videos, "audio": num_clips}
+        images, videos, clips = (
+            (find(modality, 1) or "") * number for modality, number in numbers.items()
         )
         template = self._chat_template or tokenizer.chat_template
         if template is None:
-            return images + videos + text
-        media = [{"type": "image"}] * num_images + [{"type": "video"}] * num_videos
+            return images + videos + clips + text
+        media = [{"type": modality} for modality, number in numbers.items() for _ in range(number)]
         prompt = _render(tokenizer, template, media, text)
         if videos not in prompt:
             # Templates of checkpoints before videos leave such parts out.
@@ -125,7 +134,11 @@ class Parity:
         return make_sample(self._apply(case))
 
     def _apply(self, case: Case) -> Any:
-        media = {"image": list(case.images), "video": list(case.videos)}
+        media = {
+            "image": list(case.images),
+            "video": list(case.videos),
+            "audio": list(case.clips),
+        }
         return self.processor.apply(
             case.prompt,
             {modality: items for modality, items in media.items() if items},
@@ -135,10 +148,10 @@ class Parity:
     def process_reference(self, case: Case) -> Any:
         """Return the outputs of HF's processor, which takes only text prompts.
 
-        Where there is none without torchvision, and for videos there is none, HF's model is given
-        what mmjax's made.
+        Where there is none without torchvision, and for videos and clips there is none, HF's model
+        is given what mmjax's made.
         """
-        if case.videos or self.hf_processor is None:
+        if case.videos or case.clips or self.hf_processor is None:
             return self._as_reference(self._apply(case))
         text = case.prompt
         if not isinstance(text, str):
@@ -207,6 +220,7 @@ class Parity:
             num_prompt_tokens=sample.num_tokens,
             num_images=len(case.images),
             num_videos=len(case.videos),
+            num_clips=len(case.clips),
             differences=differences,
             token_ids=self.ours.generate(sample, max_tokens),
             reference_token_ids=generate_reference(self.reference, inputs, max_tokens),

@@ -45,6 +45,7 @@ class CaseReport:
     """mmjax's greedy output."""
     reference_token_ids: tuple[int, ...]
     num_videos: int = 0
+    num_clips: int = 0
     is_prompt_equal: bool = True
     """Whether both processors gave the same token ids."""
 
@@ -97,7 +98,8 @@ def format_case(report: CaseReport, tolerance: float) -> str:
     width = max(len(d.name) for d in report.differences)
     lines = [
         f"{report.name}: {report.num_prompt_tokens} prompt tokens, {report.num_images} images"
-        + f", {report.num_videos} videos" * (report.num_videos > 0),
+        + f", {report.num_videos} videos" * (report.num_videos > 0)
+        + f", {report.num_clips} clips" * (report.num_clips > 0),
         f"  {'module':<{width}}  {'max abs':>9}  {'mean abs':>9}  {'peak':>9}  shape",
     ]
     for d in report.differences:

@@ -37,6 +37,7 @@ from mmjax.processing.items.parse import (
     MultiModalDataParser,
 )
 from mmjax.processing.media.encoded import PixelRange
+from mmjax.processing.transcripts import Transcriber
 
 T = TypeVar("T")
 
@@ -142,6 +143,16 @@ class BaseProcessingInfo(ABC):
     @property
     def model_id(self) -> str:
         return self.ctx.model_config.model
+
+    @property
+    def max_encoder_len(self) -> int | None:
+        """Tokens of the longest encoder's prompt, where it is not held against `max_model_len`."""
+        return None
+
+    @property
+    def transcriber(self) -> Transcriber | None:
+        """What has clips transcribed; None: nothing, the model does no such thing."""
+        return None
 
     def get_tasks(self) -> Mapping[str, str]:
         """Return `tasks`; those of this checkpoint, where a family's differ."""

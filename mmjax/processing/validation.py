@@ -96,10 +96,14 @@ def validate_placeholder_counts(
             num_placeholders = _count_in_tokens(info.get_tokenizer(), prompt, placeholder)
         num_items = mm_counts.get(modality, 0)
         if num_placeholders != num_items:
+            given = f"{_count(num_items, modality)} {'was' if num_items == 1 else 'were'} given"
+            mend = f"pass one {modality} for each"
+            if num_placeholders < num_items:
+                written = info.find_placeholder_str(modality, 1) or placeholder
+                mend = f"write `{written}` where each {modality} stands"
             raise PromptUpdateError(
                 f"prompt has {_count(num_placeholders, f'`{placeholder}` placeholder')} but "
-                f"{_count(num_items, modality)} {'was' if num_items == 1 else 'were'} given; "
-                f"pass one {modality} for each",
+                f"{given}; {mend}",
                 param="prompt",
             )
 

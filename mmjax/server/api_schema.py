@@ -41,10 +41,10 @@ def stream_responses() -> dict[int | str, dict[str, Any]]:
     return {200: {"description": text, "content": events}}
 
 
-def takes(model: type[BaseModel]) -> dict[str, Any]:
+def takes(model: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:
     """Return the schema of a body that FastAPI does not read."""
     schema = {"$ref": f"{_SCHEMAS}{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
 def describe(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:

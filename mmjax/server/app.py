@@ -52,11 +52,14 @@ from mmjax.server.openai.tokenization import (
     TokenizationService,
     TokenizeRequest,
 )
+from mmjax.server.openai.transcripts.protocol import TranscriptionRequest, TranslationRequest
+from mmjax.server.openai.transcripts.service import TranscriptService
 from mmjax.server.pages import PAGE_FILES, api_page, serve_page
 from mmjax.server.request_log import RequestLog
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
+    *(TranscriptionRequest, TranslationRequest),
     *(TokenizeRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest),
     UpdateWeightsRequest,
 )
@@ -109,9 +112,8 @@ def create_app(
     posts = _Posts(app, reader)
     _add_generation_routes(posts, client, chats, generation)
     _add_responses_routes(app, posts, ResponsesService(chats, generation, config))
-    tokens = TokenizationService(client, chats, generation)
-    posts.add("/tokenize", TokenizeRequest, tokens.tokenize)
-    posts.add("/detokenize", DetokenizeRequest, tokens.detokenize)
+    _add_audio_routes(posts, TranscriptService(client, generation, reader))
+    _add_token_routes(posts, TokenizationService(client, chats, generation))
     describe(app, _BODIES)
     _add_model_routes(app, client, _model_card(client, chat))
     if lora is not None and lora.allow_runtime_lora_updating and lora.lora_dir is not None:
@@ -189,6 +191,22 @@ class _Posts:
             responses=stream_responses() if may_stream else None,
         )
 
+    def add_form(
+        self,
+        path: str,
+        model: type[BaseModel],
+        serve: Callable[[Request], Coroutine[Any, Any, Response]],
+    ) -> None:
+        """Add a route that reads a form, with a `file`, itself; it may stream."""
+        self.paths.add(path)
+        self.app.add_api_route(
+            path,
+            serve,
+            methods=["POST"],
+            openapi_extra=takes(model, "multipart/form-data"),
+            responses=stream_responses(),
+        )
+
 
 def _add_generation_routes(
     posts: _Posts, client: AsyncEngineClient, chats: ChatService, generation: GenerationService
@@ -213,6 +231,16 @@ def _add_responses_routes(app: FastAPI, posts: _Posts, service: ResponsesService
     add("DELETE", f"{path}/{{response_id}}", service.delete)
     add("GET", f"{path}/{{response_id}}/input_items", service.input_items)
     add("POST", f"{path}/{{response_id}}/cancel", service.cancel)
+
+
+def _add_audio_routes(posts: _Posts, service: TranscriptService) -> None:
+    posts.add_form("/v1/audio/transcriptions", TranscriptionRequest, service.transcriptions)
+    posts.add_form("/v1/audio/translations", TranslationRequest, service.translations)
+
+
+def _add_token_routes(posts: _Posts, service: TokenizationService) -> None:
+    posts.add("/tokenize", TokenizeRequest, service.tokenize)
+    posts.add("/detokenize", DetokenizeRequest, service.detokenize)
 
 
 def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) -> None:

@@ -22,6 +22,7 @@ from mmjax.server.openai.errors import (
     internal_error_body,
     json_response,
     plain_error_response,
+    route_path,
 )
 from mmjax.server.openai.request_body import API_KEY_STATE
 from mmjax.server.pages import PAGE_FILES
@@ -54,7 +55,8 @@ def log_access(
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 count(message["status"])
-                if LOGGED_STATE not in scope.get("state", {}) and scope["path"] not in quiet_paths:
+                is_told = LOGGED_STATE in scope.get("state", {}) or route_path(scope) in quiet_paths
+                if not is_told:
                     _log_access(scope, message["status"])
             await send(message)
 
@@ -141,7 +143,7 @@ def without_key(api_keys: Iterable[str]) -> Refusal:
         if scope["type"] != "http":
             return False
         # The path that routes are matched by, not one rebuilt from the Host header.
-        if _path(scope) in OPEN_PATHS:
+        if route_path(scope) in OPEN_PATHS:
             return True
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(headers) != 1:
@@ -194,7 +196,7 @@ def without_room(check_room: Callable[[], None], paths: Collection[str]) -> Refu
     """
 
     def refusal(scope: Scope) -> Response | None:
-        if scope["type"] == "http" and scope["method"] == "POST" and _path(scope) in paths:
+        if scope["type"] == "http" and scope["method"] == "POST" and route_path(scope) in paths:
             try:
                 check_room()
             except CapacityError as error:
@@ -234,10 +236,6 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
         await app(scope, count, send)
 
     return call
-
-
-def _path(scope: Scope) -> str:
-    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _digest(key: bytes) -> bytes:

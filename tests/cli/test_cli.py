@@ -109,7 +109,9 @@ def test_chat_tells_what_the_server_said(
     echo_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", "--url", f"{echo_address}/v1", "--api-key", "wrong", "red"]) == 1
-    assert "mmjax chat: 401: the API key is missing or wrong" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "mmjax chat: 401: the API key is missing or wrong" in refused
+    assert refused.rstrip().endswith(", by `--api-key` or MMJAX_API_KEY")
     assert main(["chat", "--url", "http://127.0.0.1:9", "red"]) == 1
     assert "cannot be reached" in capsys.readouterr().err
     assert main(["chat", "--url", "127.0.0.1", "red"]) == 1

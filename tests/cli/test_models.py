@@ -27,7 +27,8 @@ def test_each_class_is_listed_with_its_media_and_a_checkpoint(
     rows = json.loads(out)
     assert status == 0
     assert [row["architecture"] for row in rows] == list(MODELS)
-    assert all("image" in row["media"] and row["example"].count("/") == 1 for row in rows)
+    assert all({"image", "audio"} & {*row["media"]} for row in rows)
+    assert all(row["example"].count("/") == 1 for row in rows)
     _, text, _ = run(capsys)
     assert all(name in text and row.example in text for name, row in MODELS.items())
 

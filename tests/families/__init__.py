@@ -18,6 +18,7 @@ from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
+from tests.families.lfm2_vl import LFM2_VL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
@@ -25,10 +26,12 @@ from tests.families.molmo2 import MOLMO2
 from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.paligemma import PALIGEMMA
 from tests.families.pixtral import PIXTRAL
+from tests.families.qwen2_audio import QWEN2_AUDIO
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
+from tests.families.whisper import WHISPER
 
 _ROWS = (
     AYA_VISION,
@@ -51,6 +54,7 @@ _ROWS = (
     INTERNVL,
     INTERNVL_GPT_OSS,
     INTERNVL_ORIGINAL,
+    LFM2_VL,
     LLAVA,
     LLAVA_SIGLIP,
     LIGHTON_OCR,
@@ -68,7 +72,11 @@ _ROWS = (
     SMOLVLM,
 )
 FAMILIES = {row.name: row for row in _ROWS}
-TINY_FAMILIES = {row.name: row.tiny for row in _ROWS if row.tiny is not None}
+"""Of models that take pictures."""
+CLIP_FAMILIES = {row.name: row for row in (QWEN2_AUDIO, WHISPER)}
+"""Of models that take clips of sound alone."""
+ALL_FAMILIES = {**FAMILIES, **CLIP_FAMILIES}
+TINY_FAMILIES = {name: row.tiny for name, row in ALL_FAMILIES.items() if row.tiny is not None}
 """Those that transformers has a class of, whose arrays are compared with it."""
 
 

@@ -117,6 +117,8 @@ class Family:
     """Whether its processor's `size` has numbers of pixels, and no sides."""
     takes_size: Callable[[int, int], bool] = lambda width, height: True
     """Whether HF's processor itself takes a picture of (width, height): some refuse slivers."""
+    takes_length: Callable[[int], bool] = lambda num_samples: True
+    """Whether a clip of so many samples is taken, at 16,000 a second."""
     words: tuple[str, ...] = (
         *("what", " ", "\n", "\n\n", "the car", "Here", " Here", "ü日", "\t", "!", "  ", "<eos>"),
     )

@@ -18,7 +18,7 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.rounding import cdiv
-from tests.families import FAMILIES, TINY_FAMILIES, served_model
+from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
 from tests.families.tiny import Parts, TinyFamily, TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
 from tests.oracle import TOLERANCE, assert_close
@@ -37,7 +37,7 @@ VARIANTS = [
 
 
 def test_every_architecture_is_under_the_laws():
-    under = {family.folder for family in FAMILIES.values() if family.tiny is not None}
+    under = {family.folder for family in ALL_FAMILIES.values() if family.tiny is not None}
     assert under | WITH_GOLDEN_MODELS == {row.folder for row in MODELS.values()}
 
 
@@ -149,7 +149,8 @@ def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
     assert serve(core, batch) == expected
     for request, answer in zip(batch, expected, strict=True):
         assert serve(core, [request]) == [answer], "its beginning is in the cache"
-    has_prefixes = not model.paged.max_encoder_len
+    # Prompts here are too short for a recurrent layer's states to be found again.
+    has_prefixes = not model.paged.max_encoder_len and not model.paged.cache_spec.states
     assert (core.stats().prefix_cache_hits > 0) == has_prefixes
     assert (core.num_preemptions > 0) == is_cramped
     assert core.encoder_usage() == 0

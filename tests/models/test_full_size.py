@@ -34,7 +34,7 @@ from mmjax.models.registry import load_model_class
 from mmjax.weights.files.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
-from tests.families import FAMILIES, published_names
+from tests.families import ALL_FAMILIES, published_names
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.family import Family
 from tests.families.published import Layout, Shapes
@@ -58,7 +58,7 @@ class Checkpoint:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.row["family"]]
+        return ALL_FAMILIES[self.row["family"]]
 
     @property
     def model_class(self) -> Any:

@@ -16,10 +16,10 @@ import pytest
 
 from mmjax.layers.module import flatten_params, unflatten_params
 from mmjax.models.model_source import load_model_config
-from mmjax.parity.__main__ import _draw_video
+from mmjax.parity.__main__ import _draw_clip, _draw_video
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.compare import TOLERANCE, format_summary
-from tests.families import FAMILIES
+from tests.families import ALL_FAMILIES, CLIP_FAMILIES, FAMILIES
 from tests.families.directories import made_once, save_weights
 from tests.families.family import Family
 from tests.families.florence2 import fill as fill_florence2
@@ -27,6 +27,12 @@ from tests.kit import draw
 
 IN_DEFAULT_RUN = {"smolvlm"}
 _BLOCK = re.compile(r"^.*(?:layers?|blocks|encoder_layers)\.\d+(?=\.)")
+
+
+def media_of(family: Family) -> tuple[str, ...]:
+    if family.name in CLIP_FAMILIES:
+        return ("audio",)
+    return ("image", "video") if family.video else ("image",)
 
 
 # Each family that HF has, with each of its media.
@@ -37,8 +43,8 @@ CASES = [
         id=f"{name}-{media}",
         marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow,
     )
-    for name, family in FAMILIES.items()
-    for media in (("image", "video") if family.video else ("image",))
+    for name, family in ALL_FAMILIES.items()
+    for media in media_of(family)
     if family.has_reference
 ]
 
@@ -60,6 +66,9 @@ def make_case(parity: Parity, media: str) -> Case:
     if media == "video":
         prompt = parity.write_prompt("what is it", 0, num_videos=1)
         return Case(name=media, prompt=prompt, videos=[_draw_video()])
+    if media == "audio":
+        prompt = parity.write_prompt("what is it", 0, num_clips=1)
+        return Case(name=media, prompt=prompt, clips=[_draw_clip(0, parity)])
     return Case(name=media, prompt=parity.write_prompt("what is it", 1), images=[draw(60, 40)])
 
 

@@ -61,7 +61,7 @@ KWARGS, TRUSTED, EMBEDS = (
 )
 COUNTS = [
     # As many placeholders as images, in words that name both.
-    row("gemma3", "look", f"prompt has 0 `{BOI}` placeholders but 1 image was given", SMALL),
+    row("gemma3", "look", f"0 `{BOI}` placeholders but 1 image was given; write `{BOI}`", SMALL),
     row("gemma3", BOI, f"prompt has 1 `{BOI}` placeholder but 0 images were given; pass one image"),
     row("gemma3", f"{BOI} {BOI}", f"2 `{BOI}` placeholders but 1 image was given", SMALL),
     row("gemma3", BOI, f"1 `{BOI}` placeholder but 2 images were given", SMALL, SMALL),
@@ -75,7 +75,7 @@ COUNTS = [
     row("internvl original", "<image> <image>", "2 `<image>` placeholders but 1 image was", (9, 9)),
     row("internvl original", "look", "0 `<image>` placeholders but 1 image was", (9, 9)),
     row("internvl original", "<image>", "1 `<image>` placeholder but 0 images were"),
-    row("qwen2_vl", "a", r"`<\|image_pad\|>` placeholders but 1 image", (56, 56)),
+    row("qwen2_vl", "a", r"placeholders but 1 image was given; write `<\|vision_start", (56, 56)),
     row("qwen2_vl", f"<|image_pad|>{QWEN_IMAGE}", r"pad\|>` placeholders but 1 image", (56, 56)),
     row(
         "qwen2_vl",

@@ -110,7 +110,9 @@ def test_names_are_checked(server: Server, name: str) -> None:
 def test_nobody_loads_where_it_is_not_allowed(make_server: MakeServer) -> None:
     server = make_server(lora=LoRAConfig(enable_lora=True, lora_modules=("boxed=/boxed",)))
     for verb in ("load", "unload"):
-        assert post(server, verb, lora_name="boxed", lora_path="x").status_code == 404
+        refused = post(server, verb, lora_name="boxed", lora_path="x")
+        assert refused.status_code == 404
+        assert "`--allow-runtime-lora-updating`" in refused.json()["error"]["message"]
     assert names(server) == {"tiny": None, "boxed": "tiny"}
 
 

@@ -8,11 +8,13 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from starlette.responses import Response
 
 from mmjax.errors import CapacityError
 from mmjax.frontend.engine_client.supervisor import EngineState
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.processing import BaseMultiModalProcessor
+from mmjax.server import middleware
 from mmjax.server.openai.streaming import KEEP_ALIVE, EventStream
 from mmjax.transport.messages import Ready
 from tests.kit import draw
@@ -359,3 +361,37 @@ def test_a_text_alone_is_not_parsed(server: Server) -> None:
         "parsed" not in event["choices"][0]["delta"]
         for event in events_of(server.chat(stream=True))
     )
+
+
+@pytest.mark.parametrize("root_path", ["", "/behind/a/proxy"])
+def test_probes_have_no_access_line_behind_a_prefix_either(
+    root_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(middleware.access_logger, "info", lambda *args: lines.append(args[3]))
+    counted: list[int] = []
+    app = middleware.log_access(Response(), count=counted.append, quiet_paths={"/ready"})
+
+    async def get(path: str) -> None:
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "http_version": "1.1",
+            "query_string": b"",
+            "root_path": root_path,
+            "path": root_path + path,
+        }
+        await app(scope, never, ignore)
+
+    asyncio.run(get("/ready"))
+    asyncio.run(get("/version"))
+    assert lines == [f"{root_path}/version"]
+    assert counted == [200, 200]
+
+
+async def never() -> Any:
+    raise AssertionError("nothing is read")
+
+
+async def ignore(message: Any) -> None:
+    pass

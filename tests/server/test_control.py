@@ -94,7 +94,10 @@ def test_the_routes_need_a_key_and_the_flag(make_server: MakeServer, server: Ser
     assert server.http.get("/is_sleeping").status_code == 401
     closed = make_server(api_keys=("secret",))
     closed.http.headers.update(KEY)
-    assert {post(closed, path).status_code for path in paths} == {404}
+    for path in paths:
+        refused = post(closed, path)
+        assert refused.status_code == 404
+        assert "start it with `--allow-engine-control`" in refused.json()["error"]["message"]
     with pytest.raises(ConfigError, match="`allow_engine_control` is set without `api_key`"):
         ServerConfig(allow_engine_control=True)
     with pytest.raises(ConfigError, match="`weights_dir` is set without `allow_engine_control`"):

@@ -77,6 +77,8 @@ class SampleBatch(NamedTuple):
     frequency_penalty: Float[Array, " R"]
     reports_masked: Int[Array, " R"]
     """1: log-probabilities are of what the row's mask leaves, as vLLM's with a grammar."""
+    timestamps_from: Int[Array, " R"]
+    """The first timestamp of a transcript that has some; 0: the row is none."""
     reported: Int[Array, " R"]
     """The token whose log-probability is wanted, and 1 added; 0: the sampled one."""
     has_filters: Int[Array, ""]
@@ -445,6 +447,8 @@ class BatchBuilder:
             fields["token_from"][row] = scheduled.token_from
             fields["ngram_sizes"][row] = params.no_repeat_ngram_size
             fields["reports_masked"][row] = request.logit_rules.grammar is not None
+            if params.transcript is not None:
+                fields["timestamps_from"][row] = params.transcript.timestamps_from or 0
             fields["has_masks"][...] |= request.logit_rules.has_mask
             fields["has_edits"][...] |= request.has_edits(scheduled.end)
             if params.has_penalties:

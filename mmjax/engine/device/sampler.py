@@ -155,6 +155,11 @@ def sample_full(
     masked = jax.lax.cond(
         batch.has_masks > 0, lambda: _keep_allowed(logits, tables.masks), lambda: logits
     )
+    masked = jax.lax.cond(
+        (batch.timestamps_from > 0).any(),
+        lambda: _prefer_timestamps(masked, batch.timestamps_from),
+        lambda: masked,
+    )
     edited = _ban(masked, batch, tables, previous)
     edited = jax.lax.cond(
         batch.has_penalties > 0,
@@ -197,6 +202,21 @@ def _keep_allowed(
     bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
     is_allowed = bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0
     return jnp.where(is_allowed, logits, -jnp.inf)
+
+
+def _prefer_timestamps(
+    logits: Float[Array, "R V"], timestamps_from: Int[Array, " R"]
+) -> Float[Array, "R V"]:
+    """Keep timestamps alone where all together are more probable than any one other token.
+
+    As the last rule of `WhisperTimeStampLogitsProcessor` of transformers.
+    """
+    token_ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    is_time = token_ids >= timestamps_from[:, None]
+    of_times = jax.nn.logsumexp(jnp.where(is_time, logits, -jnp.inf), axis=-1)
+    best_other = jnp.where(is_time, -jnp.inf, logits).max(-1)
+    is_wanted = (timestamps_from > 0) & (of_times > best_other)
+    return jnp.where(is_wanted[:, None] & ~is_time, -jnp.inf, logits)
 
 
 def _ban(

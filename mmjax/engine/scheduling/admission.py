@@ -196,6 +196,7 @@ class AdmissionLimits:
             "allowed_token_ids": list(params.allowed_token_ids or ()),
             "bad_words": [token_id for word in message.bad_words_token_ids for token_id in word],
             "output_token_ids": message.output_token_ids,
+            "transcript": () if params.transcript is None else params.transcript.token_ids,
         }
         for name, token_ids in listed.items():
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmjax.cache.media.lru import LRUCache
 from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
-from mmjax.params.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams, TranscriptRules
 from mmjax.params.structured_outputs import STACK_BYTES, make_limits, shorten
 from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger
@@ -126,6 +126,83 @@ class Grammar:
                 param=_PARAM,
             )
         return bits
+
+
+class Transcript:
+    """What may come next in a transcript: a grammar that needs no thread.
+
+    As `WhisperTimeStampLogitsProcessor` of transformers, but for what depends on probabilities,
+    which is the sampler's.
+    """
+
+    has_next = True
+    error: RequestError | None = None
+
+    def __init__(
+        self,
+        rules: TranscriptRules,
+        vocab_size: int,
+        *,
+        output_token_ids: Sequence[int] = (),
+        allowed_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Read the tokens so far; the other arguments are those of `Grammars.start`."""
+        self._rules = rules
+        self._is_usable = np.ones(vocab_size, bool)
+        if allowed_token_ids is not None:
+            self._is_usable[:] = False
+            self._is_usable[list(allowed_token_ids)] = True
+        self._is_usable[list(rules.suppressed_token_ids)] = False
+        self._first = vocab_size if rules.timestamps_from is None else rules.timestamps_from
+        if rules.timestamps_from is not None:
+            self._is_usable[self._first - 1] = False  # the token that asks for none
+        self._num_read = 0
+        self._were_times = (True, False)
+        """Whether the token before the last was a timestamp, and the last: before the second token
+        the former counts as one."""
+        self._last_time: int | None = None
+        for token_id in output_token_ids:
+            self.advance(token_id)
+
+    def is_ready_by(self, deadline: float) -> bool:
+        """Return True: nothing is computed in another thread."""
+        return True
+
+    def advance(self, token_id: int) -> None:
+        """Read a token."""
+        is_time = token_id >= self._first
+        self._were_times = (not self._num_read or self._were_times[1], is_time)
+        self._num_read += 1
+        if is_time:
+            self._last_time = token_id
+
+    @property
+    def allowed_bits(self) -> np.ndarray:
+        """int32[words]: a bit for each token that may come next."""
+        is_allowed = self._is_usable.copy()
+        if not self._num_read:
+            is_allowed[list(self._rules.first_suppressed_token_ids)] = False
+        if self._rules.timestamps_from is not None:
+            self._keep_order(is_allowed)
+        padded = np.zeros(cdiv(len(is_allowed), 32) * 32, bool)
+        padded[: len(is_allowed)] = is_allowed
+        return np.packbits(padded, bitorder="little").view("<i4")
+
+    def _keep_order(self, is_allowed: np.ndarray) -> None:
+        if not self._num_read:
+            is_allowed[: self._first] = False
+            if self._rules.last_first_timestamp is not None:
+                is_allowed[self._rules.last_first_timestamp + 1 :] = False
+            return
+        was_time_before, was_time = self._were_times
+        if was_time and was_time_before:
+            is_allowed[self._first :] = False
+        elif was_time:
+            is_allowed[: self._rules.eos_token_id] = False
+        if self._last_time is not None:
+            # The second of a pair may be the first's.
+            is_second = was_time and not was_time_before
+            is_allowed[self._first : self._last_time + (not is_second)] = False
 
 
 class Grammars:
@@ -251,9 +328,9 @@ class LogitRules:
         has_grammar: bool = False,
     ) -> None:
         """`vocab_size`: tokens that have a logit; those that `params` allow are among them."""
-        self.has_grammar = has_grammar
+        self.has_grammar = has_grammar or params.transcript is not None
         """Whether what may come next depends on the token before."""
-        self.grammar: Grammar | None = None
+        self.grammar: Grammar | Transcript | None = None
         """What the answer must match; it, and nothing else, says where the answer may end. It is
         set when the request waits, since its threads then begin."""
         self.biases = params.logit_bias or {}

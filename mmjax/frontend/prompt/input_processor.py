@@ -34,6 +34,7 @@ from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.transcripts import Transcriber
 from mmjax.processing.validation import validate_num_embeds
 from mmjax.system.request_times import current_times, measuring
 from mmjax.transport.messages import EngineCoreRequest
@@ -156,6 +157,17 @@ class InputProcessor:
         with self._pool.borrow() as processor:
             tokenizer = processor.info.get_tokenizer()
             return tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def get_transcriber(self) -> Transcriber:
+        """Return what has clips transcribed; `RequestError` for a model of another kind."""
+        transcriber = self.info.transcriber
+        if transcriber is None:
+            raise RequestValueError(
+                f"`{self.model_config.public_name}` does not transcribe; serve a Whisper, or ask "
+                "about the clip in a chat",
+                param="model",
+            )
+        return transcriber
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's default sampling parameters (generation_config.json)."""
@@ -384,18 +396,20 @@ class InputProcessor:
         return sequences
 
     def _check_prompts(self, prepared: PreparedInputs) -> None:
-        self._check_prompt(prepared.prompt_token_ids, "prompt")
+        longest = self.model_config.max_model_len
+        self._check_prompt(prepared.prompt_token_ids, "prompt", longest)
         if prepared.encoder_prompt_token_ids is not None:
-            self._check_prompt(prepared.encoder_prompt_token_ids, "encoder prompt")
+            own = self.info.max_encoder_len
+            longest = longest if own is None else own + 1
+            self._check_prompt(prepared.encoder_prompt_token_ids, "encoder prompt", longest)
 
-    def _check_prompt(self, token_ids: Sequence[int], name: str) -> None:
+    def _check_prompt(self, token_ids: Sequence[int], name: str, longest: int) -> None:
         if not token_ids:
             raise RequestValueError(f"the {name} is empty; give at least one token", param="prompt")
-        longest = self.model_config.max_model_len
         if len(token_ids) >= longest:
             raise ContextLengthError(
-                f"the {name} has {len(token_ids)} tokens (its images included), but this model "
-                f"holds {longest} with the answer; shorten it, or use fewer images",
+                f"the {name} has {len(token_ids)} tokens (its images included), but max_model_len "
+                f"is {longest}, the answer included; shorten it, or use fewer images",
                 param="prompt",
             )
 

@@ -101,6 +101,11 @@ def load_image_settings(path: Path) -> dict[str, Any]:
     return _load_settings(path, "image_processor", ("preprocessor_config.json",))
 
 
+def load_feature_settings(path: Path) -> dict[str, Any]:
+    """Return the checkpoint's settings for audio, likewise."""
+    return _load_settings(path, "feature_extractor", ("preprocessor_config.json",))
+
+
 def _load_settings(path: Path, key: str, names: Sequence[str]) -> dict[str, Any]:
     nested = read_json(path / "processor_config.json").get(key)
     if nested is not None:

@@ -37,6 +37,24 @@ _HTTP_MESSAGES: Mapping[int, str] = {
     404: "there is nothing at this address; see `/v1/models`, `/v1/chat/completions`",
     405: "this address does not take this method",
 }
+_ROUTES_WITH_A_FLAG: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "--allow-runtime-lora-updating"
+    ),
+    **dict.fromkeys(
+        (
+            "/update_weights",
+            "/sleep",
+            "/wake_up",
+            "/pause",
+            "/resume",
+            "/is_sleeping",
+            "/is_paused",
+        ),
+        "--allow-engine-control",
+    ),
+}
+"""Path -> the flag without which nothing is there."""
 _RETRY_AFTER_S = 5
 _MAX_LOGGED_CHARS = 200
 LOGGED_STATE = "is_logged"
@@ -171,12 +189,20 @@ def install_error_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(_methods_at(request))
         # Of a body that is too large the detail is ours.
         message = error.detail if error.status_code == 413 else None
+        path = route_path(request.scope)
+        if error.status_code == 404 and (flag := _ROUTES_WITH_A_FLAG.get(path)):
+            message = f"this server does not offer `{path}`; start it with `{flag}`"
         return plain_error_response(error.status_code, message, headers=headers)
 
 
 def client_address(scope: Scope) -> str:
     """Return who sent a request; "-" for a Unix domain socket's client."""
     return ":".join(map(str, scope.get("client") or "-"))
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path that routes are matched by: without the prefix of `--root-path`."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _methods_at(request: Request) -> list[str]:

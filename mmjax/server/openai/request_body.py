@@ -119,8 +119,14 @@ class RequestReader:
 
     async def receive(self, request: Request) -> bytearray:
         """Return the body as it comes, its elements counted; raises as `read` does."""
+        return await self._receive(request, JsonScan())
+
+    async def receive_bytes(self, request: Request) -> bytearray:
+        """Return a body that is no JSON, of which nothing is counted but its bytes, by others."""
+        return await self._receive(request, None)
+
+    async def _receive(self, request: Request, scan: "JsonScan | None") -> bytearray:
         body = bytearray()
-        scan = JsonScan()
         try:
             async with asyncio.timeout(self._seconds_left()) as timeout:
                 self._open.add(timeout)
@@ -139,8 +145,10 @@ class RequestReader:
             raise BodyTimeoutError(self._silence_s) from None
         return body
 
-    async def _count(self, scan: "JsonScan", chunk: bytes) -> None:
+    async def _count(self, scan: "JsonScan | None", chunk: bytes) -> None:
         """Count a chunk; of large ones, one in each turn of the event loop."""
+        if scan is None:
+            return
         if len(chunk) <= _INLINE_BYTES:
             scan.feed(chunk)
             return

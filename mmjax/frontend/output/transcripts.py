@@ -1,0 +1,121 @@
+"""A transcript in the forms that clients ask for: text, subtitles, and text as it grows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mmjax.frontend.output.outputs import CompletionOutput
+from mmjax.processing.transcripts import Segment, Transcriber, Transcription
+
+Decode = Callable[[Sequence[int]], str]
+_UNFINISHED = "\ufffd"
+"""What a decoder gives for bytes that are no whole character."""
+
+
+@dataclass(kw_only=True)
+class Transcript:
+    """What is known of a clip's transcript."""
+
+    transcriber: Transcriber
+    decode: Decode
+    duration: float
+    """In seconds."""
+    language: str | None = None
+    """A code as `en`; None: not known yet, or the model has but one."""
+    segments: list[Segment] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, transcriber: Transcriber, tokenizer: Any, samples: np.ndarray) -> "Transcript":
+        """Return an empty one; `samples`: float32[time], of the clip."""
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        duration = len(samples) / transcriber.sampling_rate
+        return cls(transcriber=transcriber, decode=decode, duration=duration)
+
+    def add(self, transcription: Transcription, item: CompletionOutput) -> list[Segment]:
+        """Take in the answer to a transcription's request; return the segments that it ends."""
+        logprobs = None
+        if item.logprobs:
+            logprobs = [next(iter(one.values())).logprob for one in item.logprobs]
+        segments = transcription.take(item.token_ids, logprobs)
+        self.segments += segments
+        self.language = transcription.language
+        return segments
+
+    @property
+    def text(self) -> str:
+        """All of it, in one line."""
+        return self._decode([one for segment in self.segments for one in segment.token_ids]).strip()
+
+    def to_srt(self) -> str:
+        """Return it as SubRip's subtitles."""
+        blocks = [
+            f"{number}\n{self._write_times(segment, ',')}\n{self._write_line(segment)}\n"
+            for number, segment in enumerate(self.segments, 1)
+        ]
+        return "\n".join(blocks)
+
+    def to_vtt(self) -> str:
+        """Return it as WebVTT."""
+        blocks = [
+            f"{self._write_times(segment, '.')}\n{self._write_line(segment)}\n"
+            for segment in self.segments
+        ]
+        return "\n".join(["WEBVTT\n", *blocks])
+
+    def cut(self, seconds: float) -> float:
+        """Return a time within the clip: a short one is heard with silence behind it."""
+        return round(min(seconds, self.duration), 3)
+
+    def _write_times(self, segment: Segment, point: str) -> str:
+        start, end = (_write_time(self.cut(one), point) for one in (segment.start, segment.end))
+        return f"{start} --> {end}"
+
+    def decode_segment(self, segment: Segment) -> str:
+        """Return a segment's text, with the space before it."""
+        return self._decode(segment.token_ids)
+
+    def _write_line(self, segment: Segment) -> str:
+        # A blank line would end the block.
+        return " ".join(self.decode_segment(segment).split())
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.decode(self.transcriber.select_text(token_ids))
+
+
+class TextDeltas:
+    """Tells what a growing transcript has more than before, in whole characters."""
+
+    def __init__(self, transcriber: Transcriber, decode: Decode) -> None:
+        self._transcriber = transcriber
+        self._decode = decode
+        self._token_ids: list[int] = []
+        self._num_shown = 0
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Return the text that tokens add; what is no whole character yet comes later."""
+        self._token_ids += self._transcriber.select_text(token_ids)
+        return self._take(is_last=False)
+
+    def finish(self) -> str:
+        """Return what is left."""
+        return self._take(is_last=True)
+
+    def _take(self, *, is_last: bool) -> str:
+        text = self._decode(self._token_ids)
+        text = text.strip() if is_last else text.lstrip()
+        if not is_last:
+            # Spaces at the end may be the transcript's, which has none there.
+            text = text.rstrip(_UNFINISHED).rstrip()
+        new, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
+        return new
+
+
+def _write_time(seconds: float, point: str) -> str:
+    milliseconds = round(seconds * 1000)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    whole, milliseconds = divmod(milliseconds, 1000)
+    return f"{hours:02}:{minutes:02}:{whole:02}{point}{milliseconds:03}"

@@ -1,0 +1,320 @@
+"""Transcripts, as HF's `generate` of Whisper makes them: windows of 30 seconds, one after another.
+
+The next window begins at the last timestamp that ended a segment, so that no word is cut (section
+3.8 of arXiv 2212.04356).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.model_source import read_generation_config
+from mmjax.models.whisper.host_inputs import FRAMES_PER_STATE
+from mmjax.params.sampling_params import SamplingParams, TranscriptRules
+from mmjax.processing.media.log_mel import LogMel
+from mmjax.processing.transcripts import Segment, TranscriptOptions, TranscriptRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhisperTokens:
+    """The tokens that generation_config.json names, under its names."""
+
+    decoder_start_token_id: int
+    eos_token_id: int
+    no_timestamps_token_id: int | None
+    lang_to_id: Mapping[str, int]
+    """`<|en|>` -> its token; empty of a model of one language."""
+    task_to_id: Mapping[str, int]
+    suppress_tokens: Sequence[int]
+    begin_suppress_tokens: Sequence[int]
+    max_initial_timestamp_index: int | None
+    prev_sot_token_id: int | None
+
+    @classmethod
+    def read(cls, path: Path, hf_config: Any) -> "WhisperTokens":
+        """Read a checkpoint's; where it has none of them, those of config.json hold."""
+        settings = read_generation_config(path)
+
+        def find(name: str, default: Any = None) -> Any:
+            value = settings.get(name)
+            return getattr(hf_config, name, default) if value is None else value
+
+        eos = find("eos_token_id")
+        suppressed = list(find("suppress_tokens") or ())
+        is_multilingual = settings.get("is_multilingual", True)
+        if is_multilingual and not (settings.get("lang_to_id") and settings.get("task_to_id")):
+            raise CheckpointError(
+                "generation_config.json has no `lang_to_id` and `task_to_id`, by which a "
+                "transcript's language and task are asked for; take the checkpoint's newer one, "
+                "or set `is_multilingual` to false if the model knows one language"
+            )
+        # As transformers has it for files that do not say so.
+        previous = suppressed[-2] if len(suppressed) >= 2 else None
+        return cls(
+            decoder_start_token_id=find("decoder_start_token_id"),
+            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+            no_timestamps_token_id=settings.get("no_timestamps_token_id"),
+            lang_to_id=settings["lang_to_id"] if is_multilingual else {},
+            task_to_id=settings["task_to_id"] if is_multilingual else {},
+            suppress_tokens=suppressed,
+            begin_suppress_tokens=list(find("begin_suppress_tokens") or ()),
+            max_initial_timestamp_index=settings.get("max_initial_timestamp_index"),
+            prev_sot_token_id=settings.get("prev_sot_token_id", previous),
+        )
+
+
+class WhisperTranscriber:
+    """Begins transcriptions of one checkpoint."""
+
+    def __init__(self, log_mel: LogMel, tokens: WhisperTokens, max_positions: int) -> None:
+        """`max_positions`: of the decoder."""
+        self._log_mel = log_mel
+        self._tokens = tokens
+        self._max_positions = max_positions
+        self.sampling_rate = log_mel.sampling_rate
+
+    def start(self, samples: np.ndarray, options: TranscriptOptions) -> "WhisperTranscription":
+        """Make the clip's spectrogram; `RequestError` names a wrong option."""
+        tokens = self._tokens
+        prompt = self._frame_prompt(options.prompt_token_ids)
+        language = None if options.language is None else self._find_language(options.language)
+        if options.task == "translate" and not tokens.task_to_id:
+            raise RequestValueError(
+                "this model knows English alone, and translates nothing; ask /v1/audio/"
+                "transcriptions",
+                param="model",
+            )
+        is_long = len(samples) > self._log_mel.num_samples
+        has_timestamps = options.has_timestamps or is_long
+        if has_timestamps and tokens.no_timestamps_token_id is None:
+            raise RequestValueError(
+                "this checkpoint's generation_config.json names no `no_timestamps_token_id`, so "
+                f"that it knows no times, nor clips of more than {self._log_mel.chunk_length} s; "
+                "send a shorter clip, and ask for text",
+                param="response_format",
+            )
+        samples = samples if is_long else self._log_mel.pad(samples)
+        return WhisperTranscription(
+            self._log_mel(samples),
+            log_mel=self._log_mel,
+            tokens=tokens,
+            options=options,
+            prompt=prompt,
+            language=language,
+            has_timestamps=has_timestamps,
+        )
+
+    def select_text(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens before the end's: those behind it are marks and timestamps."""
+        return [one for one in token_ids if one < self._tokens.eos_token_id]
+
+    def name_language(self, code: str) -> str:
+        """Return a language's name."""
+        # On use only: it brings an installed torch along.
+        from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+        return LANGUAGES.get(code, code)
+
+    def _frame_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """Return a text's last tokens behind the mark of what came before."""
+        if not token_ids:
+            return []
+        if self._tokens.prev_sot_token_id is None:
+            raise RequestValueError(
+                "this checkpoint knows no token before an earlier text (`prev_sot_token_id`); "
+                "leave the prompt out",
+                param="prompt",
+            )
+        return [self._tokens.prev_sot_token_id, *token_ids[-(self._max_positions // 2 - 1) :]]
+
+    def _find_language(self, language: str) -> str:
+        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+        known = self._tokens.lang_to_id
+        if not known:
+            raise RequestValueError(
+                "this model knows English alone; leave the language out", param="language"
+            )
+        name = language.lower()
+        code = TO_LANGUAGE_CODE.get(name, name)
+        if f"<|{code}|>" not in known:
+            codes = ", ".join(sorted(one.strip("<|>") for one in known))
+            raise RequestValueError(
+                f"the language `{language[:64]}` is none of the model's; it knows {codes}",
+                param="language",
+            )
+        return code
+
+
+class WhisperTranscription:
+    """The state of one clip's transcription."""
+
+    def __init__(
+        self,
+        features: np.ndarray,
+        *,
+        log_mel: LogMel,
+        tokens: WhisperTokens,
+        options: TranscriptOptions,
+        prompt: Sequence[int],
+        language: str | None,
+        has_timestamps: bool,
+    ) -> None:
+        """`features`: float32[C, frames], of the whole clip; `prompt`: before each window's."""
+        self.language = language
+        self._features = features
+        self._log_mel = log_mel
+        self._tokens = tokens
+        self._options = options
+        self._prompt = list(prompt)
+        self._has_timestamps = has_timestamps
+        self._is_detecting = language is None and bool(tokens.lang_to_id)
+        self._seek = 0
+        none = tokens.no_timestamps_token_id
+        self._times_from = 2**31 if none is None else none + 1
+        """The token of 0.00 s."""
+
+    def next_request(self) -> TranscriptRequest | None:
+        """Return the request of the next window, or the one that finds out the language."""
+        if self._is_detecting:
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=1,
+                detokenize=False,
+                allowed_token_ids=list(self._tokens.lang_to_id.values()),
+            )
+            return self._ask([self._tokens.decoder_start_token_id], params, is_text=False)
+        if self._seek >= self._features.shape[1]:
+            return None
+        prompt = [*self._prompt, *self._begin()]
+        rules = TranscriptRules(
+            suppressed_token_ids=self._tokens.suppress_tokens,
+            first_suppressed_token_ids=self._tokens.begin_suppress_tokens,
+            eos_token_id=self._tokens.eos_token_id,
+            timestamps_from=self._times_from if self._has_timestamps else None,
+            last_first_timestamp=self._find_last_first(),
+        )
+        params = msgspec.structs.replace(
+            self._options.sampling_params, max_tokens=None, transcript=rules
+        )
+        return self._ask(prompt, params, is_text=not self._has_timestamps)
+
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Segment]:
+        """Read a window's tokens, as HF's `_retrieve_segment`."""
+        if self._is_detecting:
+            found = next(k for k, v in self._tokens.lang_to_id.items() if v == token_ids[0])
+            self.language, self._is_detecting = found.strip("<|>"), False
+            return []
+        average = None if not logprobs else sum(logprobs) / len(logprobs)
+        is_ended = list(token_ids[-1:]) == [self._tokens.eos_token_id]
+        window = _Window(
+            list(token_ids[:-1] if is_ended else token_ids),
+            times_from=self._times_from,
+            start=self._seek * self._seconds_per_frame,
+            num_frames=min(self._features.shape[1] - self._seek, self._log_mel.num_frames),
+            seconds_per_frame=self._seconds_per_frame,
+        )
+        parts, num_frames = window.split()
+        segments = [
+            Segment(start=start, end=end, token_ids=part, seek=self._seek, avg_logprob=average)
+            for start, end, part in parts
+        ]
+        # Without progress the same window would be asked for ever.
+        self._seek += num_frames or window.num_frames
+        return segments
+
+    @property
+    def _seconds_per_frame(self) -> float:
+        return self._log_mel.hop_length / self._log_mel.sampling_rate
+
+    def _begin(self) -> list[int]:
+        """Return the tokens that a transcript begins with."""
+        tokens, start = self._tokens, [self._tokens.decoder_start_token_id]
+        if tokens.lang_to_id:
+            task = tokens.task_to_id[self._options.task]
+            start += [tokens.lang_to_id[f"<|{self.language}|>"], task]
+        if not self._has_timestamps and tokens.no_timestamps_token_id is not None:
+            start.append(tokens.no_timestamps_token_id)
+        return start
+
+    def _find_last_first(self) -> int | None:
+        most = self._tokens.max_initial_timestamp_index
+        return None if most is None or not self._has_timestamps else self._times_from + most
+
+    def _ask(
+        self, prompt: list[int], params: SamplingParams, *, is_text: bool
+    ) -> TranscriptRequest:
+        features = self._features[:, self._seek : self._seek + self._log_mel.num_frames]
+        data = {"audio": {"input_features": np.ascontiguousarray(features)}}
+        return TranscriptRequest(
+            prompt={"prompt_token_ids": prompt, "multi_modal_data": data},
+            sampling_params=params,
+            is_text=is_text,
+        )
+
+
+class _Window:
+    """A window's tokens, and where it lies."""
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        *,
+        times_from: int,
+        start: float,
+        num_frames: int,
+        seconds_per_frame: float,
+    ) -> None:
+        """`start`: in seconds of the clip."""
+        self.num_frames = num_frames
+        self._token_ids = token_ids
+        self._times_from = times_from
+        self._start = start
+        self._seconds_per_frame = seconds_per_frame
+
+    def split(self) -> tuple[list[tuple[float, float, list[int]]], int]:
+        """Return segments (start, end, tokens), and how many frames they reach.
+
+        Two timestamps side by side end a segment and begin the next one. What follows the last pair
+        is left to the next window, unless a timestamp ends it: then nothing more is said.
+        """
+        is_time = [token_id >= self._times_from for token_id in self._token_ids]
+        ends = [place + 1 for place, pair in enumerate(pairwise(is_time)) if all(pair)]
+        if not ends:
+            return [(self._start, self._find_end(is_time), self._token_ids)], self.num_frames
+        is_finished = is_time[-2:] == [False, True]
+        if is_finished:
+            ends.append(len(self._token_ids))
+        else:
+            # The second of the last pair stays, to tell that more follows.
+            ends[-1] += 1
+        segments = []
+        for first, end in zip([0, *ends], ends, strict=False):
+            part = self._token_ids[first:end]
+            is_last = end == ends[-1]
+            last = part[-2] if is_last and not is_finished else part[-1]
+            segments.append((self._find_time(part[0]), self._find_time(last), part))
+        if is_finished:
+            return segments, self.num_frames
+        last_time = self._token_ids[ends[-1] - 2] - self._times_from
+        return segments, last_time * FRAMES_PER_STATE
+
+    def _find_end(self, is_time: Sequence[bool]) -> float:
+        """Return the end of the only segment: that of the window, or the last timestamp."""
+        times = [one for one, is_one in zip(self._token_ids, is_time, strict=True) if is_one]
+        if times and times[-1] != self._times_from:
+            return self._find_time(times[-1])
+        return self._start + self.num_frames // FRAMES_PER_STATE * self._seconds_per_state
+
+    def _find_time(self, token_id: int) -> float:
+        return self._start + (token_id - self._times_from) * self._seconds_per_state
+
+    @property
+    def _seconds_per_state(self) -> float:
+        return self._seconds_per_frame * FRAMES_PER_STATE

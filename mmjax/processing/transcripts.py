@@ -1,0 +1,96 @@
+"""What a transcription asks of a model's family: requests to the engine, segments of its answers.
+
+Nothing here waits for anything: whoever has an engine, in this process or in another, asks for the
+next request, has it answered, and hands the answer back.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from mmjax.params.sampling_params import SamplingParams
+
+Task = Literal["transcribe", "translate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptOptions:
+    """What is asked of a clip."""
+
+    task: Task = "transcribe"
+    language: str | None = None
+    """The clip's: a code (`en`) or a name (`english`); None: it is found out."""
+    prompt_token_ids: Sequence[int] = ()
+    """A text that comes before the transcript, and whose style and words it goes on with."""
+    has_timestamps: bool = False
+    """Whether segments have times; those of a clip of several windows always do."""
+    sampling_params: SamplingParams
+    """Of all windows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptRequest:
+    """A request to the engine, of one window."""
+
+    prompt: Mapping[str, Any]
+    """As of `LLM.generate`."""
+    sampling_params: SamplingParams
+    is_text: bool
+    """Whether all of its answer's text is the transcript's, as it comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A part of a transcript."""
+
+    start: float
+    """In seconds of the clip, as `end`."""
+    end: float
+    token_ids: Sequence[int]
+    """As the model gave them, with timestamps."""
+    seek: int
+    """Frame of the spectrogram at which its window begins."""
+    avg_logprob: float | None
+    """Of its window's tokens; None: not asked for."""
+
+
+class Transcription(Protocol):
+    """One clip's."""
+
+    @property
+    def language(self) -> str | None:
+        """The code of the clip's language; None: not known yet, or the model has but one."""
+        ...
+
+    def next_request(self) -> TranscriptRequest | None:
+        """Return what is to be asked next; None: the clip is transcribed."""
+        ...
+
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Segment]:
+        """Read the answer to that; return the segments that are final by it.
+
+        `logprobs`: of the tokens, where the request asked for them.
+        """
+        ...
+
+
+class Transcriber(Protocol):
+    """What a family has whose models transcribe."""
+
+    sampling_rate: int
+    """Of the clips."""
+
+    def start(self, samples: Any, options: TranscriptOptions) -> Transcription:
+        """Begin with a clip, float32[time], which takes a second for each half an hour of it.
+
+        RequestError names a wrong option.
+        """
+        ...
+
+    def select_text(self, token_ids: Sequence[int]) -> list[int]:
+        """Return those of a segment's tokens that are text."""
+        ...
+
+    def name_language(self, code: str) -> str:
+        """Return a language's English name, in small letters."""
+        ...

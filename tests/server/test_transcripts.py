@@ -1,0 +1,314 @@
+"""/v1/audio/transcriptions and translations: forms in, every form of a transcript out, errors.
+
+The engine is scripted: `tests/models/test_whisper_transcripts.py` has what a model says.
+"""
+
+import asyncio
+import io
+import json
+import re
+import wave
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.models.model_source import load_model_config
+from mmjax.server.openai.transcripts import service
+from mmjax.server.openai.transcripts.room import Room
+from tests.families.whisper import RATE, WHISPER
+from tests.server.conftest import MakeServer, Server, servers
+
+ROUTE, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+
+
+def write_wav(seconds: float, rate: int = RATE) -> bytes:
+    """Return a file of a tone."""
+    samples = (np.sin(np.arange(int(seconds * rate)) * 0.1) * 20_000).astype("<i2")
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        writer.writeframes(samples.tobytes())
+    return file.getvalue()
+
+
+WAV = write_wav(0.8)
+
+
+@pytest.fixture(scope="module")
+def processor() -> InputProcessor:
+    config = load_model_config(str(WHISPER.path()), served_model_name="tiny", max_model_len=64)
+    return InputProcessor(config)
+
+
+@pytest.fixture
+def make_whisper(processor: InputProcessor) -> Iterator[MakeServer]:
+    """Return a function that starts a server of a Whisper, one at a time."""
+    with servers(processor, processor) as make:
+        yield make
+
+
+@pytest.fixture
+def server(make_whisper: MakeServer) -> Server:
+    server = make_whisper()
+    server.will_say("<|0.00|> the circle<|0.40|><|0.40|> is red<|0.70|>")
+    return server
+
+
+def post(server: Server, *, file: bytes = WAV, route: str = ROUTE, **fields: Any) -> Any:
+    given = {"language": "en", **fields}
+    data = {name: one for name, one in given.items() if one is not None}
+    return server.http.post(route, data=data, files={"file": ("clip.wav", file)})
+
+
+def error_of(response: Any, status: int = 400) -> tuple[str, str | None]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    return error["message"], error["param"]
+
+
+def test_json_and_text(server: Server):
+    answer = post(server).json()
+    usage = {"type": "duration", "seconds": 1}
+    assert answer == {"text": "the circle is red", "usage": usage}
+    response = post(server, response_format="text")
+    assert response.text == "the circle is red\n"
+    assert response.headers["content-type"].startswith("text/plain")
+
+
+def test_subtitles(server: Server):
+    assert post(server, response_format="srt").text == (
+        "1\n00:00:00,000 --> 00:00:00,400\nthe circle\n\n2\n00:00:00,400 --> 00:00:00,700\nis red\n"
+    )
+    assert post(server, response_format="vtt").text == (
+        "WEBVTT\n\n00:00:00.000 --> 00:00:00.400\nthe circle\n"
+        "\n00:00:00.400 --> 00:00:00.700\nis red\n"
+    )
+
+
+def test_verbose_json(server: Server):
+    answer = post(server, response_format="verbose_json", temperature="0").json()
+    assert (answer["task"], answer["language"], answer["duration"]) == (
+        "transcribe",
+        "english",
+        0.8,
+    )
+    first, second = answer["segments"]
+    assert (first["id"], first["start"], first["end"]) == (0, 0.0, 0.4)
+    assert (second["id"], second["start"], second["end"]) == (1, 0.4, 0.7)
+    assert [one["text"] for one in answer["segments"]] == [" the circle", " is red"]
+    assert first["avg_logprob"] == -2.0
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["segment"]}
+    assert post(server, **fields).json() == answer
+
+
+def test_a_stream_of_events(server: Server):
+    response = post(server, stream="true")
+    events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    *events, last, done = events
+    assert done == "[DONE]"
+    deltas = [json.loads(event) for event in events]
+    assert {one["type"] for one in deltas} == {"transcript.text.delta"}
+    assert len(deltas) > 2
+    whole = json.loads(last)
+    assert whole["type"] == "transcript.text.done"
+    assert whole["text"] == "".join(one["delta"] for one in deltas) == "the circle is red"
+
+
+def test_openais_client(server: Server):
+    client = server.openai()
+    clip = ("clip.wav", WAV)
+    made = client.audio.transcriptions.create(model="tiny", file=clip, language="de")
+    assert made.text == "the circle is red"
+    verbose = client.audio.transcriptions.create(
+        model="tiny",
+        file=clip,
+        language="de",
+        response_format="verbose_json",
+        timestamp_granularities=["segment"],
+    )
+    assert verbose.language == "german"
+    assert [one.text for one in verbose.segments or ()] == [" the circle", " is red"]
+    stream = client.audio.transcriptions.create(
+        model="tiny", file=clip, language="de", stream=True, temperature=0.0
+    )
+    *_, last = stream
+    assert last.type == "transcript.text.done"
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        translation = client.audio.translations.create(
+            model="tiny", file=clip, extra_body={"language": "de"}
+        )
+    assert translation.text == "the circle is red"
+
+
+def sent(server: Server) -> Any:
+    """Return the last request that the engine got."""
+    return server.supervisor.engine.added[-1]
+
+
+def test_what_the_engine_is_asked(server: Server):
+    decode = server.engine_client.input_processor.tokenizer.decode
+    begin = "<|startoftranscript|><|fr|>"
+    post(server, language="French", prompt="the star", temperature="0.4", seed="5", top_k="3")
+    assert decode(sent(server).prompt_token_ids) == (
+        f"<|startofprev|> the star{begin}<|transcribe|><|notimestamps|>"
+    )
+    params = sent(server).sampling_params
+    assert (params.temperature, params.seed, params.top_k) == (0.4, 5, 3)
+    assert params.transcript.timestamps_from is None
+    assert params.transcript.suppressed_token_ids[:3] == [5, 6, 7]
+    post(server, language="fr", route=TRANSLATIONS, response_format="vtt")
+    assert decode(sent(server).prompt_token_ids) == f"{begin}<|translate|>"
+    assert decode([sent(server).sampling_params.transcript.timestamps_from]) == "<|0.00|>"
+    assert sent(server).sampling_params.temperature == 0.0
+    (feature,) = sent(server).mm_features
+    assert feature.mm_position.length == 50
+
+
+def test_a_control_token_in_a_prompt_is_mere_text(server: Server):
+    post(server, prompt="<|startoftranscript|>")
+    *before, start, _, _, _ = sent(server).prompt_token_ids
+    assert start not in before
+    assert len(before) > 10
+
+
+def test_a_long_clip_has_a_request_for_each_window(server: Server):
+    before = len(server.supervisor.engine.added)
+    answer = post(server, file=write_wav(2.2), response_format="verbose_json").json()
+    # A single timestamp ends each window: the next one begins a second later.
+    assert len(server.supervisor.engine.added) == before + 3
+    assert [one["seek"] for one in answer["segments"]] == [0, 0, 100, 100, 200, 200]
+    assert answer["text"] == " ".join(["the circle is red"] * 3)
+
+
+def test_a_language_is_found_out_first(make_whisper: MakeServer):
+    server = make_whisper()
+    server.will_say("<|fr|><|0.00|> the circle<|0.40|>")
+    answer = post(server, language=None, response_format="verbose_json").json()
+    asked, window = server.supervisor.engine.added
+    decode = server.engine_client.input_processor.tokenizer.decode
+    assert decode(asked.prompt_token_ids) == "<|startoftranscript|>"
+    assert decode(asked.sampling_params.allowed_token_ids) == "<|en|><|de|><|fr|>"
+    assert decode(window.prompt_token_ids) == "<|startoftranscript|><|fr|><|transcribe|>"
+    assert [one.identifier for one in asked.mm_features] == [
+        one.identifier for one in window.mm_features
+    ]
+    assert answer["language"] == "french"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "language": (
+        {"language": "klingon"},
+        "is none of the model's; it knows de, en, fr",
+        "language",
+    ),
+    "format": ({"response_format": "diarized_json"}, "json", "response_format"),
+    "temperature": ({"temperature": "hot"}, "`temperature`", "temperature"),
+    "hotter": ({"temperature": "1000"}, "less than or equal to 100", "temperature"),
+    "words": (
+        {"timestamp_granularities[]": "word"},
+        "words have no times here",
+        "timestamp_granularities",
+    ),
+    "included": ({"include[]": "logprobs"}, "not supported", "include"),
+    "unknown": ({"hotwords": "a"}, "`hotwords` is not a field", "hotwords"),
+    "streamed": ({"stream": "true", "response_format": "srt"}, "is not made of", "stream"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_field_is_named(server: Server, name: str):
+    fields, text, param = REFUSED[name]
+    message, named = error_of(post(server, **fields))
+    assert text in message
+    assert named == param
+
+
+def test_a_wrong_model_and_a_wrong_body(server: Server):
+    assert error_of(post(server, model="whisper-1"), 404)[1] == "model"
+    assert "must be a form" in error_of(server.http.post(ROUTE, json={"file": "x"}))[0]
+    missing = server.http.post(ROUTE, data={"model": "tiny"}, files={"clip": b"x"})
+    assert error_of(missing) == ("`clip` is a file; the clip is `file`", "clip")
+    text = server.http.post(ROUTE, files={"model": (None, "tiny")})
+    assert error_of(text)[1] == "file"
+
+
+def test_a_model_that_transcribes_nothing(make_server: MakeServer):
+    message, param = error_of(post(make_server()))
+    assert message.startswith("`tiny` does not transcribe")
+    assert param == "model"
+
+
+# ---- threats -------------------------------------------------------------------------------------
+
+
+def test_files_that_are_no_clips(server: Server):
+    for file in (b"", b"RIFF", b"\x89PNG\r\n\x1a\n" + bytes(100), WAV[:30], b"<html>" * 50):
+        response = post(server, file=file)
+        assert response.status_code in (400, 422), response.text
+        assert response.json()["error"]["param"] == "file"
+
+
+def test_a_clip_that_is_too_long(make_whisper: MakeServer):
+    server = make_whisper()
+    rate = 8
+    start = bytearray(write_wav(1.0))
+    # A header of 8 samples a second makes an hour of few bytes.
+    start[24:32] = rate.to_bytes(4, "little") + (2 * rate).to_bytes(4, "little")
+    message, param = error_of(post(server, file=bytes(start)))
+    assert re.search(r"lasts 2000.* at most 1800 s", message)
+    assert param == "file"
+    assert not server.supervisor.engine.added
+
+
+def test_an_upload_that_is_too_large(make_whisper: MakeServer):
+    server = make_whisper(max_request_bytes=20_000)
+    response = post(server)
+    assert response.status_code == 413
+    assert not server.supervisor.engine.added
+
+
+def test_clips_wait_for_room():
+    async def run() -> None:
+        room = Room(100.0)
+        first, second = await room.take(60.0), asyncio.create_task(room.take(50.0))
+        third = asyncio.create_task(room.take(1000.0))
+        await asyncio.sleep(0)
+        assert not second.done()
+        first.close()
+        first.close()
+        hold = await asyncio.wait_for(second, 5)
+        await asyncio.sleep(0)
+        assert not third.done()
+        hold.close()
+        (await asyncio.wait_for(third, 5)).close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": "true"}, {"language": "no"}])
+def test_room_is_given_back(
+    make_whisper: MakeServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+):
+    monkeypatch.setattr(service, "MAX_SECONDS_AT_ONCE", 31)
+    server = make_whisper()
+    server.will_say("<|0.00|> red<|0.40|>")
+    statuses = {post(server, **fields).status_code for _ in range(3)}
+    assert statuses == {400 if "language" in fields else 200}
+
+
+def test_keys_share_no_cache_of_clips(make_whisper: MakeServer):
+    server = make_whisper(api_keys=("one", "two"))
+    server.will_say("<|0.00|> red<|0.40|>")
+    files = {"file": ("clip.wav", WAV)}
+    for key in ("one", "two"):
+        headers = {"Authorization": f"Bearer {key}"}
+        response = server.http.post(ROUTE, data={"language": "en"}, files=files, headers=headers)
+        assert response.status_code == 200, response.text
+    first, second = server.supervisor.engine.added
+    assert first.cache_salt != second.cache_salt
+    assert first.mm_features[0].identifier != second.mm_features[0].identifier

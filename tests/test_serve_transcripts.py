@@ -1,0 +1,50 @@
+"""A clip's transcript over HTTP, in two processes, is `LLM.transcribe`'s in one."""
+
+import io
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from openai import OpenAI
+
+from mmjax import LLM
+from tests.families.whisper import RATE, WHISPER
+from tests.test_serve import Served
+
+
+def write_wav(samples: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(RATE)
+        writer.writeframes((samples * 32768).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def test_both_say_the_same(tmp_path: Path):
+    path = WHISPER.write(tmp_path)
+    tones = np.sin(np.arange(int(2.6 * RATE)) * 0.2) * np.linspace(0.1, 0.9, int(2.6 * RATE))
+    samples = (tones * 32768).astype("<i2").astype(np.float32) / 32768
+    flags = ("--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--precompile", "none")
+    with LLM(path, max_num_seqs=2, max_num_batched_tokens=64) as llm:
+        expected = llm.transcribe(samples)
+    server = Served(str(path), *flags, "--served-model-name", "tiny")
+    try:
+        found = server.wait_for(r"mmjax serving tiny at (http://127\.0\.0\.1:\d+)\n")
+        clip: Any = ("clip.wav", write_wav(samples))
+        with OpenAI(base_url=f"{found.group(1)}/v1", api_key="none", max_retries=0) as client:
+            create = client.audio.transcriptions.create
+            whole = create(model="tiny", file=clip, response_format="verbose_json")
+            with create(model="tiny", file=clip, stream=True) as events:
+                *_, last = events
+    finally:
+        server.end()
+    assert [one.tokens for one in whole.segments or ()] == [
+        list(segment.token_ids) for segment in expected.segments
+    ]
+    assert whole.language == expected.transcriber.name_language(expected.language or "")
+    assert last.type == "transcript.text.done"
+    assert whole.text == last.text == expected.text
+    assert len({segment.seek for segment in expected.segments}) > 1
