@@ -245,6 +245,16 @@ class GatedAttention(nnx.Module):
         return self.o_proj(out * jax.nn.sigmoid(gate)), cache
 
 
+class RowGate(Linear):
+    """A linear layer of one output, summed row by row: so a token has the same bits in any step."""
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T 1"]:
+        """Project the last axis; added in float32."""
+        products = x.astype(jnp.float32) * self.weight[...].astype(jnp.float32)
+        out = products.sum(-1, keepdims=True).astype(x.dtype)
+        return out if self.lora is None else out + self.lora(x)
+
+
 class MixtureBesideGated(MixtureOfExperts):
     """Routed experts, and one that all tokens have, as much as its gate lets through."""
 
@@ -254,7 +264,7 @@ class MixtureBesideGated(MixtureOfExperts):
         options: dict[str, Any] = {"activation": config.hidden_act, "dtype": dtype}
         super().__init__(width, config.intermediate_size, router, num_shared=0, **options)
         self.shared_expert = GatedMLP(width, config.shared_intermediate_size, **options)
-        self.shared_expert_gate = Linear(width, 1, use_bias=False, dtype=dtype)
+        self.shared_expert_gate = RowGate(width, 1, use_bias=False, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Transform every token by its experts, and by the shared one."""

@@ -31,9 +31,10 @@ MAX_ANSWER = 20
 ULPS = 2e-6
 """Where the two best logits are nearer than this, the engine alone and the oracle may differ: one
 adds block by block, the other over whole sequences."""
-Prefix = tuple[bool, tuple[int, ...], tuple[str, ...], int]
+Prefix = tuple[bool, tuple[int, ...], tuple[str, ...], int, tuple[int, ...]]
 """All that a state depends on: whether images are causal, the tokens that it sees, the images that
-begin among them (of an encoder-decoder: all that its encoder read), and its place."""
+begin among them (of an encoder-decoder: all that its encoder read), its place, and where recurrent
+layers cut what is before it."""
 
 
 @dataclass
@@ -138,7 +139,9 @@ class Bench:
             for place in range(scheduled.start, scheduled.end):
                 seen = place if self._is_causal else find_last_seen(request, place)
                 images = find_images(request, seen)
-                yield self._is_causal, tuple(request.token_ids[: seen + 1].tolist()), images, place
+                cuts = find_cuts(request, place) if self.num_state_slots else ()
+                seen_ids = tuple(request.token_ids[: seen + 1].tolist())
+                yield self._is_causal, seen_ids, images, place, cuts
 
     def _configure(self, rng: random.Random) -> bool:
         """Give the idle engine other limits; return whether pictures are causal."""
@@ -341,6 +344,16 @@ def find_images(request: Request, place: int) -> tuple[str, ...]:
     prompt = request.encoder.prompt
     assert prompt is not None
     return (repr(prompt.token_ids.tobytes()), *(item.identifier for item in prompt.items))
+
+
+def find_cuts(request: Request, place: int) -> tuple[int, ...]:
+    """Return where chunks end before a token, and the end of its own if it is one by itself."""
+    ends = [end for end in request.chunk_ends.tolist() if end <= place]
+    is_alone = place >= request.num_prompt_tokens or place + 1 in request.chunk_ends.tolist()
+    start = ends[-1] if ends else 0
+    return (
+        (*ends, place + 1) if is_alone and start in (place, request.num_prompt_tokens) else (*ends,)
+    )
 
 
 def random_parts(rng: random.Random, family: TinyFamily) -> Parts:
