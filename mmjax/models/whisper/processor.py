@@ -12,23 +12,20 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError, RequestTypeError, RequestValueError
+from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.models.family import (
-    FamilyDummyInputs,
     FamilyInfo,
     FamilyProcessor,
     Target,
     item_fields,
+    make_factories,
 )
-from mmjax.models.registry import ProcessorFactories
 from mmjax.models.whisper.host_inputs import WhisperHostInputs
 from mmjax.models.whisper.transcripts import WhisperTokens, WhisperTranscriber
-from mmjax.processing.dummy_inputs import BaseDummyOptions
-from mmjax.processing.image_processors.parts import KnownKwargs, load_feature_settings
+from mmjax.processing.image_processors.parts import KnownKwargs
 from mmjax.processing.items.items import AudioProcessorItems
 from mmjax.processing.items.parse import (
     ModalityDataItems,
-    MultiModalDataDict,
     MultiModalDataItems,
     MultiModalDataParser,
 )
@@ -107,21 +104,6 @@ class WhisperProcessingInfo(FamilyInfo):
     limits: ClassVar = {"audio": 1}
     inserts_items = True
 
-    @cached_property
-    def log_mel(self) -> LogMel:
-        """What makes spectrograms of samples; `CheckpointError` where the encoder takes others."""
-        settings = load_feature_settings(self.ctx.model_config.path)
-        made = LogMel.from_settings(settings)
-        shape = (made.feature_size, made.num_frames)
-        expected, _ = self.encoder_spec.inputs[_FEATURES]
-        if shape != expected:
-            raise CheckpointError(
-                f"the feature extractor makes spectrograms of {list(shape)} (`feature_size`, "
-                f"frames), and the encoder takes {list(expected)} (`num_mel_bins`, twice "
-                "`max_source_positions` of config.json)"
-            )
-        return made
-
     @property
     def transcriber(self) -> WhisperTranscriber:
         return self._transcriber
@@ -153,28 +135,6 @@ class WhisperProcessingInfo(FamilyInfo):
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return item_fields("audio", rows=(_FEATURES,))
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"audio": self.num_unit_tokens}
-
-
-class WhisperDummyInputs(FamilyDummyInputs):
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
-        assert isinstance(self.info, WhisperProcessingInfo)
-        return {
-            "audio": self._get_dummy_audios(
-                length=self.info.log_mel.num_samples,
-                num_audios=mm_counts.get("audio", 0),
-                overrides=(mm_options or {}).get("audio"),
-            )
-        }
-
 
 class WhisperMultiModalProcessor(
     FamilyProcessor[WhisperProcessingInfo], EncDecMultiModalProcessor[WhisperProcessingInfo]
@@ -191,8 +151,4 @@ class WhisperMultiModalProcessor(
         return []
 
 
-FACTORIES = ProcessorFactories(
-    info=WhisperProcessingInfo,
-    dummy_inputs=WhisperDummyInputs,
-    processor=WhisperMultiModalProcessor,
-)
+FACTORIES = make_factories(WhisperProcessingInfo, WhisperMultiModalProcessor)
