@@ -37,7 +37,8 @@ def test_both_say_the_same(tmp_path: Path):
         with OpenAI(base_url=f"{found.group(1)}/v1", api_key="none", max_retries=0) as client:
             create = client.audio.transcriptions.create
             whole = create(model="tiny", file=clip, response_format="verbose_json")
-            *_, last = create(model="tiny", file=clip, stream=True)
+            with create(model="tiny", file=clip, stream=True) as events:
+                *_, last = events
     finally:
         server.end()
     assert [one.tokens for one in whole.segments or ()] == [

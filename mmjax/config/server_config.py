@@ -10,7 +10,15 @@ from mmjax.system.logger import LogLevel
 
 ReasoningParserName = Literal["gemma4", "glm45", "mistral", "qwen3"]
 ToolCallParserName = Literal[
-    "gemma4", "glm45", "hermes", "internlm", "llama3_json", "mistral", "pythonic"
+    "gemma4",
+    "glm45",
+    "hermes",
+    "internlm",
+    "lfm2",
+    "llama3_json",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
 ]
 
 

@@ -21,14 +21,19 @@ class MLPProjector(nnx.Module):
         *,
         use_bias: bool = True,
         norm_eps: float | None = None,
+        inner: int | None = None,
         dtype: Any,
     ) -> None:
-        """`norm_eps`: of a norm before the first layer; None: there is none."""
+        """`norm_eps`: of a norm before the first layer; None: there is none.
+
+        `inner`: the width between both; None: the decoder's.
+        """
         self.layer_norm = (
             None if norm_eps is None else LayerNorm(in_features, eps=norm_eps, dtype=dtype)
         )
-        self.linear_1 = Linear(in_features, width, use_bias=use_bias, dtype=dtype)
-        self.linear_2 = Linear(width, width, use_bias=use_bias, dtype=dtype)
+        inner = width if inner is None else inner
+        self.linear_1 = Linear(in_features, inner, use_bias=use_bias, dtype=dtype)
+        self.linear_2 = Linear(inner, width, use_bias=use_bias, dtype=dtype)
         self.activation = get_activation(activation)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:

@@ -10,7 +10,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention.api import AttentionMetadata, attention
-from mmjax.layers.attention.kv_cache import DenseCache, KVCache, KVCacheSpec, LayerCache
+from mmjax.layers.attention.kv_cache import (
+    DenseCache,
+    KVCache,
+    KVCacheSpec,
+    LayerCache,
+    StateCache,
+)
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
@@ -148,9 +154,16 @@ class PreNormLayer(nnx.Module):
     """A block that norms what attention and MLP read; parameters bear Llama's names."""
 
     def __init__(
-        self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
+        self,
+        mixer: nnx.Module,
+        mlp: nnx.Module,
+        make_norm: Callable[[], nnx.Module],
+        *,
+        mixer_name: str = "self_attn",
     ) -> None:
-        self.self_attn = self_attn
+        """`mixer`: attention, or what stands in its place by a name of its own."""
+        setattr(self, mixer_name, mixer)
+        self.mixer_name = mixer_name
         self.mlp = mlp
         self.input_layernorm = make_norm()
         self.post_attention_layernorm = make_norm()
@@ -159,15 +172,16 @@ class PreNormLayer(nnx.Module):
         self,
         x: Float[Array, "T D"],
         layer_input: Any,
-        cache: LayerCache | None,
+        cache: LayerCache | StateCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | StateCache | None]:
         """Return the residual stream after this block, and its cache.
 
         `layer_input` is what attention is given beside the hidden states: rotary angles, say.
         """
+        mix = getattr(self, self.mixer_name)
         with jax.named_scope("attn"):
-            out, cache = self.self_attn(self.input_layernorm(x), layer_input, cache, metadata)
+            out, cache = mix(self.input_layernorm(x), layer_input, cache, metadata)
             x = x + out
         with jax.named_scope("mlp"):
             return x + self.mlp(self.post_attention_layernorm(x)), cache
@@ -183,12 +197,13 @@ class PostNormLayer(PreNormLayer):
         self,
         x: Float[Array, "T D"],
         layer_input: Any,
-        cache: LayerCache | None,
+        cache: LayerCache | StateCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | StateCache | None]:
         """Return the residual stream after this block, and its cache."""
+        mix = getattr(self, self.mixer_name)
         with jax.named_scope("attn"):
-            out, cache = self.self_attn(x, layer_input, cache, metadata)
+            out, cache = mix(x, layer_input, cache, metadata)
             x = x + self.input_layernorm(out)
         with jax.named_scope("mlp"):
             return x + self.post_attention_layernorm(self.mlp(x)), cache

@@ -287,6 +287,19 @@ def find_position_taps(
     }
 
 
+def find_axis_weights(size: int, side: int) -> np.ndarray:
+    """Return float32[size, side]: how `side` learned positions are resampled to `size` of them.
+
+    As torch's linear `interpolate` with `antialias`: the kernel is as much wider as positions
+    become fewer, and its weights sum to 1 at the edges too.
+    """
+    scale = side / size
+    centers = (np.arange(size) + 0.5) * scale
+    distance = np.abs(np.arange(side)[None, :] + 0.5 - centers[:, None]) / max(scale, 1.0)
+    weights = np.maximum(1 - distance, 0)
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
 def _tap_weights(distance: np.ndarray) -> np.ndarray:
     near = (1.25 * distance - 2.25) * distance**2 + 1
     far = ((-0.75 * distance + 3.75) * distance - 6) * distance + 3

@@ -105,6 +105,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLForConditionalGeneration": ModelRow(
             "internvl", "OpenGVLab/InternVL3-1B-hf", factories="HF_FACTORIES"
         ),
+        "Lfm2VlForConditionalGeneration": ModelRow("lfm2_vl", "LiquidAI/LFM2-VL-450M"),
         "LightOnOcrForConditionalGeneration": ModelRow(
             "pixtral", "lightonai/LightOnOCR-1B-1025", factories="LIGHTON_FACTORIES"
         ),

@@ -4,6 +4,7 @@ And what its files name or join otherwise than our tree, behind whatever prefix 
 has.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from mmjax.language.bart import BartConfig, BartDecoder
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
+from mmjax.language.lfm2 import Lfm2Config, Lfm2TextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
 from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
@@ -40,6 +42,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "glm_ocr_text": (LlamaConfig.from_hf, LlamaTextModel),
         "gpt_oss": (LlamaConfig.from_hf, LlamaTextModel),
         "internlm3": (LlamaConfig.from_hf, LlamaTextModel),
+        "lfm2": (Lfm2Config.from_hf, Lfm2TextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "ministral3": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
@@ -111,6 +114,28 @@ def _list_glm(text_config: Any) -> tuple[RuleTypes, ...]:
     return (*norms, *_list_fused_mlp(text_config))
 
 
+def _list_lfm2(text_config: Any) -> tuple[RuleTypes, ...]:
+    names = {
+        "operator_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        **{
+            f"feed_forward.w{n}": f"mlp.{name}_proj"
+            for n, name in ((1, "gate"), (2, "down"), (3, "up"))
+        },
+        "self_attn.out_proj": "self_attn.o_proj",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+    }
+    last = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embedding_norm\."
+    return (
+        *(
+            Rule(rf"{_LAYER}){re.escape(old)}\.", rf"language_model.\1{new}.")
+            for old, new in names.items()
+        ),
+        Rule(last, "language_model.norm."),
+    )
+
+
 def _list_phi3(text_config: Any) -> tuple[RuleTypes, ...]:
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
@@ -157,6 +182,7 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "glm4v_text": _list_glm,
         "glm_ocr_text": _list_glm,
         "gpt_oss": _list_gpt_oss,
+        "lfm2": _list_lfm2,
         "phi3": _list_phi3,
         "qwen3_moe": _list_experts,
         "qwen3_vl_moe_text": _list_experts,

@@ -116,11 +116,19 @@ def run_reference(model: Any, inputs: Any, rules: Sequence[RuleTypes]) -> dict[s
     finally:
         for hook in hooks:
             hook.remove()
-    is_joined = calls_by_modality(inputs)
+    is_joined, shapes = calls_by_modality(inputs), inputs.get("spatial_shapes")
     outputs = {name: _join(outputs) if is_joined else outputs[0] for name, outputs in calls.items()}
+    if shapes is not None:
+        counts = shapes.prod(-1).tolist()
+        outputs |= {
+            name: _join_units(found, counts)
+            for name, found in calls.items()
+            if not name.startswith("language_model.")
+        }
     outputs[LOGITS] = logits[0].numpy()
+    # Of a norm within a layer HF may have rows of all heads in place of the batch of one.
     return {
-        name: value[0] if name.startswith("language_model.") else value
+        name: value[0] if name.startswith("language_model.") and len(value) == 1 else value
         for name, value in outputs.items()
     }
 
@@ -134,6 +142,14 @@ def _join(outputs: Sequence[np.ndarray]) -> np.ndarray:
     """Return the outputs of several calls, rows of units or patches, as those of one."""
     first, *others = outputs
     return np.concatenate([first, *(one for one in others if one.shape[1:] == first.shape[1:])])
+
+
+def _join_units(outputs: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:
+    """Return the rows of units that are padded to so many each, or that a module had one by one."""
+    padded = outputs[0]
+    if padded.shape[:2] == (len(counts), max(counts)):
+        return np.concatenate([unit[:count] for unit, count in zip(padded, counts, strict=True)])
+    return np.concatenate([one.reshape(-1, one.shape[-1]) for one in outputs])
 
 
 def load_reference_processor(path: Path, model_type: str, ours: Any) -> Any:

@@ -41,14 +41,9 @@ def stream_responses() -> dict[int | str, dict[str, Any]]:
     return {200: {"description": text, "content": events}}
 
 
-def takes(model: type[BaseModel], *, has_file: bool = False) -> dict[str, Any]:
-    """Return the schema of a body that FastAPI does not read: JSON, or a form with a `file`."""
-    schema: dict[str, Any] = {"$ref": f"{_SCHEMAS}{model.__name__}"}
-    media_type = "application/json"
-    if has_file:
-        file = {"type": "string", "format": "binary"}
-        own = {"type": "object", "properties": {"file": file}, "required": ["file"]}
-        schema, media_type = {"allOf": [schema, own]}, "multipart/form-data"
+def takes(model: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:
+    """Return the schema of a body that FastAPI does not read."""
+    schema = {"$ref": f"{_SCHEMAS}{model.__name__}"}
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 

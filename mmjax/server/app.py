@@ -203,7 +203,7 @@ class _Posts:
             path,
             serve,
             methods=["POST"],
-            openapi_extra=takes(model, has_file=True),
+            openapi_extra=takes(model, "multipart/form-data"),
             responses=stream_responses(),
         )
 

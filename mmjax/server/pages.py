@@ -118,7 +118,8 @@ def _operation(operation: Mapping[str, Any], schema: Mapping[str, Any]) -> Itera
     summary = operation.get("description") or operation.get("summary") or ""
     yield f"<p>{escape(summary)}</p>"
     content = operation.get("requestBody", {}).get("content", {})
-    model = content.get("application/json", {}).get("schema")
+    # JSON, or a form.
+    model = next(iter(content.values()), {}).get("schema")
     if model is None:
         return
     fields = _resolve(model, schema)

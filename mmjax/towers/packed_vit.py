@@ -1,9 +1,10 @@
-"""Vision transformers over packed patches of pictures of any size, with rotary places.
+"""Vision transformers over packed patches of pictures of any size, most with rotary places.
 
 Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923),
-PaddleOCR-VL's (arXiv 2510.14528), GLM-V's (arXiv 2507.01006) and Qwen3-VL's (arXiv 2511.21631):
-they differ by configuration alone: norms, MLPs, windows, learned positions, whether and how squares
-of patches merge, and after which blocks beside the last.
+PaddleOCR-VL's (arXiv 2510.14528), GLM-V's (arXiv 2507.01006) and Qwen3-VL's (arXiv 2511.21631);
+without rotary places, SigLIP 2's (arXiv 2502.14786). They differ by configuration alone: norms,
+MLPs, windows, learned positions, whether and how squares of patches merge, and after which blocks
+beside the last.
 """
 
 import math
@@ -37,6 +38,8 @@ Angles = tuple[Float[Array, "P _turned"], Float[Array, "P _turned"]]
 """Cosines and sines of every patch's place, half a head wide."""
 PositionTaps = tuple[Int[Array, "P _taps"], Float[Array, "P _taps"]]
 """Rows of the table of learned positions, and their weights."""
+AxisWeights = tuple[Float[Array, "P _side"], Float[Array, "P _side"]]
+"""Weights of all rows, and of all columns, of a square of learned positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,8 @@ class PackedViTConfig:
     num_blocks: int
     num_heads: int
     kernel: tuple[int, ...]
-    """The shape of a patch's pixels: channels, frames where it has several, rows, columns."""
+    """The shape of a patch's pixels: channels, frames where it has several, rows, columns; or one
+    number, where files have a matrix."""
     hidden_act: str
     norm_eps: float
     has_rms_norm: bool = False
@@ -67,6 +71,8 @@ class PackedViTConfig:
     """Width inside of the gated MLP behind a convolution that merges squares; None: they are merged
     by two linear layers."""
     rope_theta: float
+    has_rotary: bool = True
+    """Whether queries and keys are rotated by their places; else positions are learned alone."""
     alternates_axes: bool = False
     """Whether every second frequency turns by the row and the others by the column; else those of
     the first half turn by the row. In float32 then, as HF does."""
@@ -86,7 +92,7 @@ class PackedViTConfig:
     @staticmethod
     def from_hf(hf_config: Any) -> "PackedViTConfig":
         """Read HF's vision config; `CheckpointError` for a rotary kind or a patch that it lacks."""
-        rope = hf_config.rope_parameters or {}
+        rope = getattr(hf_config, "rope_parameters", None) or {}
         kind = rope.get("rope_type", "axial")
         if kind != "axial" and (kind, hf_config.model_type) != ("default", "pixtral"):
             raise CheckpointError(
@@ -178,6 +184,25 @@ def _read_paddleocr_vl(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_siglip2(vision: Any) -> dict[str, Any]:
+    if math.isqrt(vision.num_patches) ** 2 != vision.num_patches:
+        raise CheckpointError(
+            f"`vision_config.num_patches` is {vision.num_patches}; learned positions are those of "
+            "a square grid"
+        )
+    return {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "num_blocks": vision.num_hidden_layers,
+        "num_heads": vision.num_attention_heads,
+        "kernel": (vision.num_channels * vision.patch_size**2,),
+        "norm_eps": vision.layer_norm_eps,
+        "num_positions": vision.num_patches,
+        "has_rotary": False,
+        **dict.fromkeys(("has_last_norm", "has_patch_bias"), True),
+    }
+
+
 def _read_glm4v(vision: Any) -> dict[str, Any]:
     if vision.attention_bias:
         raise CheckpointError(
@@ -247,6 +272,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "qwen2_5_vl_vision": _read_qwen2_5_vl,
         "qwen3_vl_vision": _read_qwen3_vl,
         "qwen3_vl_moe_vision": _read_qwen3_vl,
+        "siglip2_vision_model": _read_siglip2,
     }
 )
 """By `model_type`."""
@@ -263,11 +289,11 @@ class PatchEmbed(nnx.Module):
         """Project patches whose pixels lie as the kernel's."""
         weight = self.weight[...]
         bias = None if self.bias is None else self.bias[...]
-        return linear(pixel_values.astype(weight.dtype), weight.reshape(len(weight), -1), bias)
+        return linear(pixel_values, weight.reshape(len(weight), -1), bias)
 
 
 class PackedAttention(nnx.Module):
-    """Attention among the patches of one segment, with rotary places."""
+    """Attention among the patches of one segment, with rotary places where there are angles."""
 
     def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
         width, self.config = config.hidden_size, config
@@ -287,7 +313,7 @@ class PackedAttention(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "P D"], angles: Angles, segment_ids: Int[Array, " P"]
+        self, x: Float[Array, "P D"], angles: Angles | None, segment_ids: Int[Array, " P"]
     ) -> Float[Array, "P D"]:
         """Attend within each segment."""
         config = self.config
@@ -301,11 +327,12 @@ class PackedAttention(nnx.Module):
             )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        # bfloat16 would round the angles of every place.
-        dtype = x.dtype if config.alternates_axes else jnp.float32
-        query, key = (
-            apply_rotary(part.astype(dtype), *angles).astype(x.dtype) for part in (query, key)
-        )
+        if angles is not None:
+            # bfloat16 would round the angles of every place.
+            dtype = x.dtype if config.alternates_axes else jnp.float32
+            query, key = (
+                apply_rotary(part.astype(dtype), *angles).astype(x.dtype) for part in (query, key)
+            )
         out = segment_attention(query, key, value, segment_ids, scale=config.head_dim**-0.5)
         return self.proj(out.reshape(x.shape))
 
@@ -326,7 +353,7 @@ class PackedBlock(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "P D"], angles: Angles, segment_ids: Int[Array, " P"]
+        self, x: Float[Array, "P D"], angles: Angles | None, segment_ids: Int[Array, " P"]
     ) -> Float[Array, "P D"]:
         """Return the residual stream after this block."""
         with jax.named_scope("attn"):
@@ -389,8 +416,11 @@ class PackedViT(nnx.Module):
 
     def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
         """`config.num_blocks` may be what is read, and not what there is."""
-        self.patch_embed = PatchEmbed(
-            config.hidden_size, config.kernel, use_bias=config.has_patch_bias, dtype=dtype
+        options = {"use_bias": config.has_patch_bias, "dtype": dtype}
+        self.patch_embed = (
+            Linear(config.kernel[0], config.hidden_size, **options)
+            if len(config.kernel) == 1
+            else PatchEmbed(config.hidden_size, config.kernel, **options)
         )
         self.first_norm = config.make_norm(dtype=dtype) if config.has_first_norm else None
         self.blocks = nnx.List([PackedBlock(config, dtype=dtype) for _ in range(config.num_blocks)])
@@ -414,10 +444,11 @@ class PackedViT(nnx.Module):
         self,
         pixel_values: Float[Array, "P _pixels"],
         *,
-        places: Int[Array, "P 2"],
+        places: Int[Array, "P 2"] | None = None,
         segment_ids: Int[Array, " P"],
         window_ids: Int[Array, " P"] | None = None,
         positions: PositionTaps | None = None,
+        axis_weights: AxisWeights | None = None,
         square_offsets: Int[Array, " P"] | None = None,
         feature_layers: Sequence[int] = (),
     ) -> tuple[Float[Array, "_rows _out"], list[Float[Array, "P D"]]]:
@@ -428,21 +459,25 @@ class PackedViT(nnx.Module):
         Args:
             pixel_values: A patch a row, square by square where squares are merged and there are no
                 `square_offsets`.
-            places: Row and column of each patch in its picture or frame.
+            places: Row and column of each patch in its picture or frame, where they are rotary.
             segment_ids: Its picture or frame.
             window_ids: Its window, numbered over all pictures, where the config has windows.
             positions: Where they are learned: those around each patch, and their weights.
+            axis_weights: In their place, where a patch may have any number of those around it.
             square_offsets: Patches come row by row; that of row i + offsets[i] is the i-th one
                 square by square.
             feature_layers: As HF's `hidden_states`: 0 is the normed embedding, n the output of
                 block n - 1.
         """
-        x = self.patch_embed(pixel_values)
+        x = self.patch_embed(pixel_values.astype(self.patch_embed.weight[...].dtype))
         x = x if self.first_norm is None else self.first_norm(x)
         if self.pos_embed is not None and positions is not None:
             x = x + self._weigh_positions(*positions).astype(x.dtype)
+        if axis_weights is not None:
+            x = x + self._weigh_axes(*axis_weights).astype(x.dtype)
         states = [x]
-        angles, full = self._angles(places), self.config.full_attention_blocks
+        angles = None if places is None else self._angles(places)
+        full = self.config.full_attention_blocks
         for number, block in enumerate(self.blocks):
             sees_all = full is None or window_ids is None or number in full
             states.append(
@@ -468,6 +503,14 @@ class PackedViT(nnx.Module):
         for tap, weight in zip(taps.T, weights.T, strict=True):
             total = total + self.pos_embed(tap).astype(jnp.float32) * weight[:, None]
         return total
+
+    def _weigh_axes(
+        self, rows: Float[Array, "P _side"], columns: Float[Array, "P _side"]
+    ) -> Float[Array, "P D"]:
+        """Return the sums of all learned positions, by the product of both weights, in float32."""
+        assert self.pos_embed is not None
+        weights = (rows[:, :, None] * columns[:, None, :]).reshape(len(rows), -1)
+        return linear(weights, self.pos_embed.weight[...].astype(jnp.float32).T)
 
     def _angles(self, places: Int[Array, "P 2"]) -> Angles:
         theta, width = {"rope_theta": self.config.rope_theta}, self.config.head_dim

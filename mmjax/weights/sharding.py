@@ -40,6 +40,9 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.per_layer_input_gate\.weight_scale$", (_ALL,)),
     (r"\.per_layer_projection\.weight(_scale|_zero)?$", (None, _ALL)),
     (r"\.dense_h_to_4h\.weight(_scale|_zero)?$", (_ALL, None)),
+    # A recurrent layer's: all that it reads of a token, side by side
+    (r"\.in_proj(_qkv|_z|_a|_b)?\.weight(_scale|_zero)?$", (_ALL, None)),
+    (r"\.in_proj(_qkv|_z|_a|_b)?\.(bias|weight_scale)$", (_ALL,)),
     (r"\.q_norm\.(weight|bias)$", (_ALL, None)),
     (r"\.k_norm\.(weight|bias)$", (_HEADS, None)),
     (r"\.dense_h_to_4h\.(bias|weight_scale)$", (_ALL,)),

@@ -14,11 +14,13 @@ import numpy as np
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
+from mmjax.cache.state_slots import StateSlots
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import SchedulerOutput
 from mmjax.engine.scheduling.request import Request
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import RequestValueError
+from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.dense import Answer, DenseOracle
 from tests.engine.tiny import EOS, drain, tokens_of
@@ -73,6 +75,8 @@ class Bench:
         self.oracle = DenseOracle(model)
         self.has_spans = model.paged.sees != "past"
         self.num_states = self.core._scheduler._max_num_encoder_states
+        slots = self.core._scheduler.state_slots
+        self.num_state_slots = 0 if slots is None else slots.num_slots
         self.num_prompts = num_prompts
         self.min_gap = min_gap
         self.block_hasher = self.core._requests.block_hasher
@@ -145,7 +149,7 @@ class Bench:
         encoder_rows = rng.choice([largest * 2 // 3, largest, 2 * largest, 4 * largest])
         max_num_seqs = rng.choice([n for n in (1, 2, 3, 5, 8) if n <= self.max_num_seqs])
         sizes = [n for n in (4, 5, 7, 13, 16, 21, 40, 64, 96) if n <= self.max_tokens]
-        max_tokens = rng.choice(sizes)
+        max_tokens = max(rng.choice(sizes), CHUNK if self.num_state_slots else 0)
         budget = rng.choice([largest * 2 // 3, largest, self.most_encoded])
         core._requests.block_hasher = self.block_hasher if rng.random() < 0.7 else None
         self._limit(
@@ -184,6 +188,7 @@ class Bench:
             max_num_encoder_input_tokens=budget,
             max_num_encoder_states=self.num_states,
             keeps_runs_whole=not is_causal,
+            state_slots=StateSlots(self.num_state_slots) if self.num_state_slots else None,
         )
         core._requests.limits = replace(
             self.limits,

@@ -120,6 +120,19 @@ def test_beside_others_and_in_chunks(
         assert engine.compilations == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("max_num_batched_tokens", [100, 128, 512, 2048])
+def test_in_chunks_of_any_size(alone: list[Answer], max_num_batched_tokens: int) -> None:
+    """An engine for each takes half a minute."""
+    for is_async in (False, True):
+        engine = recurrent_engine(
+            max_num_batched_tokens=max_num_batched_tokens, async_scheduling=is_async
+        )
+        requests = [ask(f"{number}", parts) for number, parts in enumerate(PROMPTS)]
+        assert serve(engine, requests) == alone
+        engine.close()
+
+
 def test_a_second_turn_begins_at_the_snapshot(roomy: EngineCore) -> None:
     first = [words(20, 200)]
     second = [words(20, 200), words(21, 30)]
@@ -185,6 +198,18 @@ def test_preempted_at_any_step(roomy: EngineCore, after: int) -> None:
         roomy._scheduler._preempt(request)
     news += drain(roomy).get("preempted", [])
     assert answer_of(news) == expected
+
+
+@pytest.mark.parametrize("num_known", [1, 5, 9])
+def test_begun_in_an_engine_that_died(roomy: EngineCore, num_known: int) -> None:
+    """What was generated is sent along, and computed as it was."""
+    parts = [words(70, 100)]
+    roomy.reset_prefix_cache()
+    (expected,) = serve(roomy, [ask("whole", parts, max_tokens=12)])
+    roomy.reset_prefix_cache()
+    known = [token for token, _ in expected[:num_known]]
+    begun = msgspec.structs.replace(ask("begun", parts, max_tokens=12), output_token_ids=known)
+    assert serve(roomy, [begun]) == [expected[num_known:]]
 
 
 def test_too_few_blocks_preempt(cramped: EngineCore, alone: list[Answer]) -> None:

@@ -18,6 +18,7 @@ from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
+from tests.families.lfm2_vl import LFM2_VL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
@@ -53,6 +54,7 @@ _ROWS = (
     INTERNVL,
     INTERNVL_GPT_OSS,
     INTERNVL_ORIGINAL,
+    LFM2_VL,
     LLAVA,
     LLAVA_SIGLIP,
     LIGHTON_OCR,

@@ -132,7 +132,8 @@ class TinyFamily:
     max_items: int = 3
     """In a prompt."""
     longest_run: int = 0
-    """Of embeddings that see each other both ways, where a step must have room for more than 7."""
+    """Of tokens that are computed in one step, where it must have room for more than 7: embeddings
+    that see each other both ways, or a recurrent layer's chunk."""
     max_model_len: int = 80
     """Of engines."""
     fill: Callable[[Any], None] = fill_with_unit_norms

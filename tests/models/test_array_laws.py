@@ -149,7 +149,8 @@ def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
     assert serve(core, batch) == expected
     for request, answer in zip(batch, expected, strict=True):
         assert serve(core, [request]) == [answer], "its beginning is in the cache"
-    has_prefixes = not model.paged.max_encoder_len
+    # Prompts here are too short for a recurrent layer's states to be found again.
+    has_prefixes = not model.paged.max_encoder_len and not model.paged.cache_spec.states
     assert (core.stats().prefix_cache_hits > 0) == has_prefixes
     assert (core.num_preemptions > 0) == is_cramped
     assert core.encoder_usage() == 0

@@ -170,7 +170,7 @@ def test_one_batch_has_pefts_answers_of_four_adapters_and_of_none(
     assert serve(core, batch) == expected, "out of the cache"
     if engine == "chunked, preempted":  # in so few blocks that none keeps a prefix
         assert core.stats().num_preemptions > 0
-    else:
+    elif core._scheduler.state_slots is None:  # else prompts are too short for states to be kept
         assert core.stats().prefix_cache_hits > 0
     assert core._scheduler.adapter_slots.num_running == 0
     core.close()

@@ -6,7 +6,7 @@ import pytest
 from httpx2 import Request
 
 from mmjax.errors import RequestError
-from mmjax.server.openai.transcripts.form import MAX_FIELD_BYTES, MAX_PARTS, parse_form
+from mmjax.server.openai.transcripts.form import MAX_FIELD_BYTES, MAX_FORM_PARTS, parse_form
 
 FORM = 'multipart/form-data; boundary="mark"'
 
@@ -49,7 +49,7 @@ REFUSED = {
     "no header": (b"--mark\r\n1\r\n--mark--", FORM, "cut off"),
     "a long header": (write_part("a" * 5000, b"1") + b"--mark--", FORM, "cut off"),
     "no name": (write_part("", b"1") + b"--mark--", FORM, "no `Content-Disposition"),
-    "many parts": (write_part("a", b"") * (MAX_PARTS + 1) + b"--mark--", FORM, "more than 64"),
+    "many parts": (write_part("a", b"") * (MAX_FORM_PARTS + 1) + b"--mark--", FORM, "more than 64"),
     "a long field": (
         write_part("prompt", b"x" * (MAX_FIELD_BYTES + 1)) + b"--mark--",
         FORM,

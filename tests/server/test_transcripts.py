@@ -3,6 +3,7 @@
 The engine is scripted: `tests/models/test_whisper_transcripts.py` has what a model says.
 """
 
+import asyncio
 import io
 import json
 import re
@@ -15,6 +16,8 @@ import pytest
 
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
+from mmjax.server.openai.transcripts import service
+from mmjax.server.openai.transcripts.room import Room
 from tests.families.whisper import RATE, WHISPER
 from tests.server.conftest import MakeServer, Server, servers
 
@@ -267,3 +270,45 @@ def test_an_upload_that_is_too_large(make_whisper: MakeServer):
     response = post(server)
     assert response.status_code == 413
     assert not server.supervisor.engine.added
+
+
+def test_clips_wait_for_room():
+    async def run() -> None:
+        room = Room(100.0)
+        first, second = await room.take(60.0), asyncio.create_task(room.take(50.0))
+        third = asyncio.create_task(room.take(1000.0))
+        await asyncio.sleep(0)
+        assert not second.done()
+        first.close()
+        first.close()
+        hold = await asyncio.wait_for(second, 5)
+        await asyncio.sleep(0)
+        assert not third.done()
+        hold.close()
+        (await asyncio.wait_for(third, 5)).close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": "true"}, {"language": "no"}])
+def test_room_is_given_back(
+    make_whisper: MakeServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+):
+    monkeypatch.setattr(service, "MAX_SECONDS_AT_ONCE", 31)
+    server = make_whisper()
+    server.will_say("<|0.00|> red<|0.40|>")
+    statuses = {post(server, **fields).status_code for _ in range(3)}
+    assert statuses == {400 if "language" in fields else 200}
+
+
+def test_keys_share_no_cache_of_clips(make_whisper: MakeServer):
+    server = make_whisper(api_keys=("one", "two"))
+    server.will_say("<|0.00|> red<|0.40|>")
+    files = {"file": ("clip.wav", WAV)}
+    for key in ("one", "two"):
+        headers = {"Authorization": f"Bearer {key}"}
+        response = server.http.post(ROUTE, data={"language": "en"}, files=files, headers=headers)
+        assert response.status_code == 200, response.text
+    first, second = server.supervisor.engine.added
+    assert first.cache_salt != second.cache_salt
+    assert first.mm_features[0].identifier != second.mm_features[0].identifier

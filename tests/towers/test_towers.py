@@ -20,6 +20,8 @@ from transformers import (
     InternVLVisionModel,
     PixtralVisionConfig,
     PixtralVisionModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
@@ -29,6 +31,8 @@ from transformers.models.florence2.modeling_florence2 import Florence2VisionBack
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.internvl.model import count_blocks, rename_tower
+from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
+from mmjax.models.lfm2_vl.model import Lfm2VlForConditionalGeneration
 from mmjax.models.pixtral.host_inputs import cut_patches
 from mmjax.models.pixtral.model import PixtralForConditionalGeneration
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
@@ -47,6 +51,10 @@ TINY: dict[str, Any] = {
 PIXTRAL: dict[str, Any] = {
     **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "image_size": 64, "patch_size": 4, "hidden_act": "silu"},
+}
+SIGLIP2: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_patches": 16, "patch_size": 4, "vision_use_head": False},
 }
 SIZES = [(12, 40), (4, 4), (20, 16)]
 """Heights and widths of Pixtral's pictures."""
@@ -242,6 +250,68 @@ def test_pixtrals_states_of_packed_pictures_are_hfs(changes: dict[str, Any]):
     assert_close(ours, states_of(expected), atol=5e-6)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"num_patches": 4, "hidden_act": "gelu", "layer_norm_eps": 1e-2},
+            id="fewer positions than rows and columns, gelu, coarse eps",
+        ),
+        pytest.param({"num_patches": 225}, id="more positions than patches"),
+    ],
+)
+def test_siglip_2s_states_of_packed_pictures_are_hfs(changes: dict[str, Any]):
+    config = Siglip2VisionConfig(**{**SIGLIP2, **changes})
+    reference = Siglip2VisionModel(config).eval()
+    fill_with_unit_norms(reference)
+    shapes = np.array([(3, 10), (4, 4), (12, 2), (1, 5)])
+    counts = shapes.prod(-1)
+    pixels = np.random.default_rng(0).normal(size=(counts.sum(), 48)).astype(np.float32)
+    pictures = np.split(pixels, np.cumsum(counts)[:-1])
+    padded = np.stack([np.pad(one, ((0, counts.max() - len(one)), (0, 0))) for one in pictures])
+    with torch.no_grad():
+        outputs = reference(
+            torch.tensor(padded),
+            pixel_attention_mask=torch.tensor(np.arange(counts.max()) < counts[:, None]).int(),
+            spatial_shapes=torch.tensor(shapes),
+            output_hidden_states=True,
+        )
+    expected = {
+        name: np.concatenate([one[:count] for one, count in zip(state, counts, strict=True)])
+        for name, state in states_of(outputs).items()
+    }
+
+    graphdef, abstract = build_abstract(
+        PackedViT, PackedViTConfig.from_hf(config), dtype=jnp.float32
+    )
+    rules = Lfm2VlForConditionalGeneration.rules(SimpleNamespace(get_text_config=lambda: config))
+    whole = torch.nn.ModuleDict({"vision_tower": reference})
+    params = params_of(whole, {"vision_tower": abstract}, rules)["vision_tower"]
+    host_inputs = Lfm2VLHostInputs(SimpleNamespace(vision_config=config, downsample_factor=1))
+    units = host_inputs.units({"pixel_values": pixels, "spatial_shapes": shapes})
+    weights = units["row_weights"], units["column_weights"]
+    pad = ((0, NUM_PADDING), (0, 0))
+    ids = np.repeat(np.arange(len(shapes), dtype=np.int32), counts)
+    last, states = jax.jit(
+        lambda params, pixels, ids, weights: bind(graphdef, params)(
+            pixels,
+            segment_ids=ids,
+            axis_weights=weights,
+            feature_layers=range(config.num_hidden_layers + 1),
+        )
+    )(
+        params,
+        np.pad(pixels, pad, constant_values=3),
+        np.append(ids, np.full(NUM_PADDING, -1, np.int32)),
+        tuple(np.pad(one, pad) for one in weights),
+    )
+    assert np.isfinite(last).all()
+    ours = {"last": last, **{str(number): state for number, state in enumerate(states)}}
+    cut = {name: np.asarray(state)[:-NUM_PADDING] for name, state in ours.items()}
+    assert_close(cut, expected, atol=5e-6)
+
+
 @pytest.mark.parametrize(("height", "width"), [(24, 24), (21, 39)])
 def test_davits_grids_that_fill_no_window_are_hfs(height: int, width: int):
     settings: dict[str, Any] = {**DAVIT, "depths": [1, 2]}
@@ -276,6 +346,12 @@ def test_davits_grids_that_fill_no_window_are_hfs(height: int, width: int):
             PixtralVisionConfig(**PIXTRAL),
             {"patch_size": [16, 14]},
             r"`vision_config.patch_size` is \[16, 14\]; .* one number",
+        ),
+        (
+            PackedViTConfig.from_hf,
+            Siglip2VisionConfig(**SIGLIP2),
+            {"num_patches": 15},
+            r"`vision_config.num_patches` is 15; .* square grid",
         ),
         (
             DavitConfig.from_hf,

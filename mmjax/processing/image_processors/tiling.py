@@ -107,7 +107,8 @@ def find_largest_picture(cutter: TileCutter, kwargs: Mapping[str, Any]) -> tuple
     return sizes[counts.index(most)], most
 
 
-def _check_limits(fewest: Any, most: Any, names: tuple[str, str]) -> tuple[int, int]:
+def check_limits(fewest: Any, most: Any, names: tuple[str, str]) -> tuple[int, int]:
+    """Return two numbers of tiles; `RequestValueError` for others than 1 to `MAX_TILES`."""
     for value, name in zip((fewest, most), names, strict=True):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TILES:
             raise RequestValueError(
@@ -161,7 +162,7 @@ class OriginalTileCutter:
         given = {key: value for key, value in kwargs.items() if value is not None}
         values = {**self.defaults, **given}
         names = ("min_dynamic_patch", "max_dynamic_patch")
-        limits = _check_limits(values[names[0]], values[names[1]], names)
+        limits = check_limits(values[names[0]], values[names[1]], names)
         is_dynamic = values["dynamic_image_size"]
         if not isinstance(is_dynamic, bool):
             raise RequestValueError(
@@ -243,7 +244,7 @@ class CanvasCutter:
         given = {key: value for key, value in kwargs.items() if value is not None}
         values = {**self.defaults, **given}
         names = ("min_patches", "max_patches")
-        _, most = _check_limits(values[names[0]], values[names[1]], names)
+        _, most = check_limits(values[names[0]], values[names[1]], names)
         return (1, most) if values["crop_to_patches"] else (1, 1)
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
@@ -311,7 +312,7 @@ class HFTileCutter:
         given = {key: value for key, value in kwargs.items() if value is not None}
         names = ("min_patches", "max_patches")
         fewest, most = (given.get(name, getattr(self.hf, name)) for name in names)
-        limits = _check_limits(fewest, most, names)
+        limits = check_limits(fewest, most, names)
         return limits if given.get("crop_to_patches", self.hf.crop_to_patches) else (1, 1)
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:

@@ -29,6 +29,8 @@ from mmjax.server.openai.continuation import new_hex
 _MARKS: Mapping[str, str] = {
     "<arg_key>": "glm45",
     "<|tool_call>": "gemma4",
+    "<|tool_call_start|>": "lfm2",
+    "<function=": "qwen3_coder",
     "<tool_call>": "hermes",
     "[TOOL_CALLS]": "mistral",
     "<|plugin|>": "internlm",

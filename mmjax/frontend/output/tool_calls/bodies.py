@@ -1,6 +1,7 @@
 r"""Tool calls between two marks, each read as one when its closing mark is there.
 
-GLM-4.5's `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`, and
+GLM-4.5's `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`; Qwen3.5's
+`<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>`; and
 Gemma 4's `<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>`.
 """
 
@@ -126,8 +127,7 @@ def read_glm_call(body: str, functions: Functions) -> Call:
     """Read GLM-4.5's; a value is JSON, unless its function says that it is a text."""
     head, *parts = body.split(_KEY)
     name = _check_name(head.strip(_SPACES))
-    parameters = functions.get(name, {}).get("parameters") or {}
-    properties = parameters.get("properties") or {}
+    properties = _find_properties(name, functions)
     arguments: dict[str, Any] = {}
     for part in parts:
         key, mark, rest = part.partition(_KEY_END)
@@ -140,6 +140,12 @@ def read_glm_call(body: str, functions: Functions) -> Call:
     return name, arguments
 
 
+def _find_properties(name: str, functions: Functions) -> Mapping[str, Any]:
+    """Return the schemas of a function's arguments."""
+    parameters = functions.get(name, {}).get("parameters") or {}
+    return parameters.get("properties") or {}
+
+
 def _read_value(text: str, schema: Any) -> Any:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
@@ -147,6 +153,40 @@ def _read_value(text: str, schema: Any) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+# ---- Qwen3.5 -------------------------------------------------------------------------------------
+
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+
+def read_qwen_call(body: str, functions: Functions) -> Call:
+    """Read Qwen3.5's; a value is JSON, unless its function says that it is a text."""
+    begun = body.strip(_SPACES)
+    if not begun.startswith(_FUNCTION) or not begun.endswith(_FUNCTION_END):
+        raise ValueError("no call")
+    inside = begun.removeprefix(_FUNCTION).removesuffix(_FUNCTION_END)
+    head, bracket, rest = inside.partition(">")
+    if not bracket:
+        raise ValueError("a name without its end")
+    name = _check_name(head.strip(_SPACES))
+    properties = _find_properties(name, functions)
+    spaces, *parts = rest.split(_PARAMETER)
+    arguments: dict[str, Any] = {}
+    for part in parts:
+        key, mark, text = part.partition(">")
+        value, end, behind = text.rpartition(_PARAMETER_END)
+        if not mark or not end or behind.strip(_SPACES):
+            raise ValueError("an argument without its value")
+        key = key.strip(_SPACES)
+        # The line breaks around a value are none of it.
+        arguments[key] = _read_value(
+            value.removeprefix("\n").removesuffix("\n"), properties.get(key)
+        )
+    if spaces.strip(_SPACES):
+        raise ValueError("text before the arguments")
+    return name, arguments
 
 
 # ---- Gemma 4 -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ take the same way as streams. No regular expressions: a model's text may be a us
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -16,6 +16,7 @@ from mmjax.frontend.output.tool_calls.bodies import (
     Functions,
     read_gemma_call,
     read_glm_call,
+    read_qwen_call,
 )
 from mmjax.frontend.output.tool_calls.deltas import AnswerDelta
 from mmjax.frontend.output.tool_calls.json_scanner import (
@@ -241,10 +242,16 @@ class PythonCallParser:
     Also within a fence: "```tool_code". A call comes out when its closing bracket is there.
     """
 
-    _FENCES = ("```tool_code", "```python", "<|python_start|>", "[")
-
-    def __init__(self, *, tool_names: Collection[str]) -> None:
+    def __init__(
+        self,
+        *,
+        tool_names: Collection[str],
+        starts: Sequence[str] = ("```tool_code", "```python", "<|python_start|>", "["),
+        end: str = _FENCE,
+    ) -> None:
+        """`starts`: what calls begin with, one of them; `end`: what may close them."""
         self._tool_names = tool_names
+        self._starts, self._end = starts, end
         self._state = "beginning"
         self._held = ""
         self._opening = ""
@@ -285,7 +292,7 @@ class PythonCallParser:
 
     def _read_beginning(self, text: str, place: int) -> int:
         begun = text[place:].lstrip(_SPACES)
-        for mark in self._FENCES:
+        for mark in self._starts:
             if begun.startswith(mark):
                 return self._read_first_name(text, len(text) - len(begun) + len(mark))
             if mark.startswith(begun) and len(text) <= _MAX_HELD_CHARS:
@@ -318,13 +325,13 @@ class PythonCallParser:
             self._name, self._state = name.strip(_SPACES), "arguments"
             self._scanner, self._arguments, self._num_chars = CallScanner(), [], 0
             return len(text) - len(begun) + len(name) + 1
-        beginnings = (*self._tool_names, _FENCE)
+        beginnings = (*self._tool_names, self._end)
         is_open = not bracket and len(rest) <= _MAX_HELD_CHARS
         if is_open and any(one != name and one.startswith(name) for one in beginnings):
             self._held = begun
             return len(text)
         self._state = "text"
-        self._delta.add_text(begun.removeprefix(_FENCE))
+        self._delta.add_text(begun.removeprefix(self._end))
         return len(text)
 
     def _read_arguments(self, text: str, place: int) -> int:
@@ -396,6 +403,12 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         ),
         keeps_special_tokens=True,
     ),
+    "lfm2": ToolCallFormat(
+        make=lambda functions: PythonCallParser(
+            tool_names=functions.keys(), starts=("<|tool_call_start|>",), end="<|tool_call_end|>"
+        ),
+        keeps_special_tokens=True,
+    ),
     "llama3_json": ToolCallFormat(
         make=lambda functions: JsonCallParser(
             start="<|python_tag|>", end=_FENCE, unmarked=True, tool_names=functions.keys()
@@ -409,6 +422,13 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     ),
     "pythonic": ToolCallFormat(
         make=lambda functions: PythonCallParser(tool_names=functions.keys())
+    ),
+    "qwen3_coder": ToolCallFormat(
+        make=lambda functions: BodyCallParser(
+            start="<tool_call>",
+            end="</tool_call>",
+            read=partial(read_qwen_call, functions=functions),
+        ),
     ),
 }
 """By vLLM's name of the parser."""

@@ -11,13 +11,13 @@ from email.parser import BytesHeaderParser
 
 from mmjax.errors import RequestValueError
 
-MAX_PARTS = 64
+MAX_FORM_PARTS = 64
 MAX_HEADER_BYTES = 4096
 """Of one part."""
 MAX_FIELD_BYTES = 64 * 2**10
 _MAX_BOUNDARY_CHARS = 70
 """As RFC 2046 has it."""
-_MAX_NAME_CHARS = 64
+_MAX_SHOWN_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def _split(body: bytes | bytearray, mark: bytes) -> Iterator[tuple[bytes, memory
     if start < 0:
         raise _cut_off()
     start += len(mark)
-    for _ in range(MAX_PARTS + 1):
+    for _ in range(MAX_FORM_PARTS + 1):
         if body[start : start + 2] == b"--":
             return
         header_end = body.find(b"\r\n\r\n", start, start + MAX_HEADER_BYTES)
@@ -63,7 +63,7 @@ def _split(body: bytes | bytearray, mark: bytes) -> Iterator[tuple[bytes, memory
             raise _cut_off()
         yield bytes(body[start + 2 : header_end + 2]), memoryview(body)[header_end + 4 : end]
         start = end + 2 + len(mark)
-    raise RequestValueError(f"the form has more than {MAX_PARTS} parts; send fewer")
+    raise RequestValueError(f"the form has more than {MAX_FORM_PARTS} parts; send fewer")
 
 
 def _add(form: Form, header: bytes, content: memoryview) -> None:
@@ -74,7 +74,7 @@ def _add(form: Form, header: bytes, content: memoryview) -> None:
         raise RequestValueError(
             "a part of the form has no `Content-Disposition: form-data; name=...`; name each"
         )
-    shown = name[:_MAX_NAME_CHARS]
+    shown = name[:_MAX_SHOWN_NAME]
     is_file = headers.get_param("filename", header="content-disposition") is not None
     if is_file:
         if name in form.files:

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from mmjax.errors import RequestValueError
 from mmjax.params.sampling_params import SamplingParams
@@ -40,6 +42,17 @@ class TranslationRequest(Strict):
     presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
     repetition_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
     seed: Annotated[int, bounded("seed")] | None = None
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        fields = handler.resolve_ref_schema(schema)
+        file = {"type": "string", "format": "binary"}
+        fields["properties"] = {_FILE: file, **fields["properties"]}
+        fields["required"] = [_FILE]
+        return schema
 
     @property
     def has_segments(self) -> bool:

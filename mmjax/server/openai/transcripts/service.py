@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,7 +27,7 @@ from mmjax.processing.transcripts import (
 )
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import json_response
-from mmjax.server.openai.generation import GenerationService
+from mmjax.server.openai.generation import GenerationService, with_extras
 from mmjax.server.openai.protocol import GenerationRequest
 from mmjax.server.openai.request_body import RequestReader, validated
 from mmjax.server.openai.streaming import merge, while_connected
@@ -43,6 +42,13 @@ from mmjax.server.openai.transcripts.protocol import (
     Usage,
     read_form,
 )
+from mmjax.server.openai.transcripts.room import Room
+
+MAX_SECONDS_AT_ONCE = 2 * 3600
+"""Of all clips that are held decoded, with their spectrograms: less than a gigabyte; others
+wait."""
+_LEAST_SECONDS = 30.0
+"""A shorter clip has silence behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,7 @@ class TranscriptService:
         self._client = client
         self._generation = generation
         self._reader = reader
+        self._room = Room(MAX_SECONDS_AT_ONCE)
 
     async def transcriptions(self, request: Request) -> Response:
         """Serve POST /v1/audio/transcriptions."""
@@ -91,27 +98,46 @@ class TranscriptService:
         body.check_supported()
         generation = body.to_generation()
         self._generation.check(request, generation)
-        begin = partial(self._begin, transcriber, body, task, file)
-        transcription, transcript = await while_connected(request, asyncio.to_thread(begin))
-        job = _Job(
-            request=request,
-            body=body,
-            generation=generation,
-            task=task,
-            answer_id=f"transcript-{new_hex()}",
-            transcription=transcription,
-            transcript=transcript,
-            streams=[],
-        )
+        connector = self._client.input_processor.connector
+        clip = cast(EncodedAudio, connector.open_audio_file(file, "file"))
+        header = await while_connected(request, asyncio.to_thread(clip.read_header))
+        seconds = max(header.seconds, _LEAST_SECONDS)
+        hold = await while_connected(request, self._room.take(seconds))
+        try:
+            begin = partial(self._begin, transcriber, body, task, clip)
+            transcription, transcript = await while_connected(request, asyncio.to_thread(begin))
+            job = _Job(
+                request=request,
+                body=body,
+                generation=generation,
+                task=task,
+                answer_id=f"transcript-{new_hex()}",
+                transcription=transcription,
+                transcript=transcript,
+                streams=[],
+            )
+            response = await (self._stream(job) if body.stream else self._answer(job))
+        except BaseException:
+            hold.close()
+            raise
         if body.stream:
-            events = self._events(job)
-            first = await while_connected(request, anext(events))
-            return self._generation.event_stream(_join(first, events), job.streams)
-        await while_connected(request, self._finish(job))
-        return _WRITERS[body.response_format](job)
+            # The response closes all of them, even where the client leaves before the first event.
+            job.streams.append(cast(RequestStream, hold))
+        else:
+            hold.close()
+        return response
+
+    async def _stream(self, job: _Job) -> Response:
+        events = self._events(job)
+        first = await while_connected(job.request, anext(events))
+        return self._generation.event_stream(_join(first, events), job.streams)
+
+    async def _answer(self, job: _Job) -> Response:
+        await while_connected(job.request, self._finish(job))
+        return _WRITERS[job.body.response_format](job)
 
     def _begin(
-        self, transcriber: Transcriber, body: TranslationRequest, task: Task, file: bytes
+        self, transcriber: Transcriber, body: TranslationRequest, task: Task, clip: EncodedAudio
     ) -> tuple[Transcription, Transcript]:
         """Decode the clip, and make its spectrogram; in a thread."""
         processor = self._client.input_processor
@@ -123,17 +149,12 @@ class TranscriptService:
             has_timestamps=body.response_format in WITH_TIMES,
             sampling_params=body.to_sampling_params(SamplingParams(temperature=0.0)),
         )
-        samples = self._decode(file, transcriber.sampling_rate)
-        transcription = transcriber.start(samples, options)
-        return transcription, Transcript.of(transcriber, processor.tokenizer, samples)
-
-    def _decode(self, file: bytes, rate: int) -> np.ndarray:
-        connector = self._client.input_processor.connector
-        clip = cast(EncodedAudio, connector.open_audio_file(file, "file"))
         try:
-            return clip.decode(rate)
+            samples = clip.decode(transcriber.sampling_rate)
         finally:
             clip.drop_pixels()
+        transcription = transcriber.start(samples, options)
+        return transcription, Transcript.of(transcriber, processor.tokenizer, samples)
 
     async def _finish(self, job: _Job) -> None:
         async for _ in self._run(job):
@@ -147,7 +168,7 @@ class TranscriptService:
                 job.request,
                 job.generation,
                 f"{job.answer_id}-{number}",
-                [cast(PromptDict, asked.prompt)],
+                [with_extras(cast(PromptDict, dict(asked.prompt)), job.generation)],
                 asked.sampling_params,
                 continues_prompt=False,
             )

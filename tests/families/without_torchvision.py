@@ -1,0 +1,55 @@
+"""HF's image processors that need torchvision: their own code, for which Pillow resizes.
+
+Their modules cannot be imported without it; all but the base of their classes is theirs.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers.image_processing_backends import PilBackend
+
+
+class PillowBackend(PilBackend):
+    """What a subclass of HF's `TorchvisionBackend` asks of it."""
+
+    def process_image(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.from_numpy(np.ascontiguousarray(super().process_image(*args, **kwargs)))
+
+    def resize(self, image: Any, size: Any, resample: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Resize uint8[..., C, height, width]."""
+        sides = (size.width, size.height)
+        flat = image.reshape(-1, *image.shape[-3:]).permute(0, 2, 3, 1).numpy()
+        found = [np.asarray(Image.fromarray(one).resize(sides, resample)) for one in flat]
+        resized = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)
+        return resized.reshape(*image.shape[:-2], size.height, size.width)
+
+    def rescale_and_normalize(
+        self, images: Any, do_rescale: bool, factor: float, do_normalize: bool, mean: Any, std: Any
+    ) -> Any:
+        mean, std = (torch.tensor(values)[:, None, None] for values in (mean, std))
+        scaled = images.float() * (factor if do_rescale else 1.0)
+        return (scaled - mean) / std if do_normalize else scaled
+
+
+def take_image_processor(folder: str, name: str) -> Any:
+    """Return the class of a name in a folder of HF's models, upon `PillowBackend`."""
+    package = f"transformers.models.{folder}"
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).with_name(f"image_processing_{folder}.py").read_text()
+    found = "from torchvision.transforms.v2 import functional as tvF"
+    assert found in source
+    source = source.replace(found, "tvF = None").replace("(TorchvisionBackend)", "(PillowBackend)")
+    source = source.replace("@auto_docstring\n", "")  # looks for a file that can be imported
+    known: dict[str, Any] = {
+        "__package__": package,
+        "__name__": f"{package}.image_processing_{folder}",
+        "PillowBackend": PillowBackend,
+    }
+    exec(compile(source, folder, "exec"), known)
+    return known[name]
