@@ -9,6 +9,7 @@ import pytest
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.params import sampling_params
 from mmjax.params.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.params.structured_outputs import read_grammar
 
 WRONG = [
     ("n", 1.5),
@@ -170,3 +171,19 @@ def test_a_structure_crosses_to_p1_as_it_is(given: dict[str, Any], kind: str, ma
     assert getattr(params.structured_outputs, kind) == made
     wire = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(wire, type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"json": {"type": "nope"}}, "failed to compile JSON schema: Invalid type: nope"),
+        ({"regex": "(a"}, 'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed'),
+        ({"grammar": 'start: "a" b'}, 'at 1(8): unknown name: "b" 1 | start: "a" b'),
+    ],
+)
+def test_a_wrong_structure_is_told_by_what_the_client_wrote(
+    given: dict[str, Any], error: str
+) -> None:
+    told = msgspec.json.decode(read_grammar(msgspec.json.encode(StructuredOutputsParams(**given))))
+    assert told["error"].startswith(error)
+    assert ("no_forcing" in told["error"]) == ("grammar" in given)

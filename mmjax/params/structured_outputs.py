@@ -6,6 +6,7 @@ stack), or take minutes: the API server reads one in a worker process first
 """
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -132,7 +133,12 @@ def read_grammar(params: bytes) -> bytes:
 
 def _read(params: bytes) -> ReadGrammar:
     try:
-        grammar = make_grammar(msgspec.json.decode(params, type=StructuredOutputsParams))
-        return ReadGrammar(grammar=grammar, error=shorten(find_error(grammar)))
+        given = msgspec.json.decode(params, type=StructuredOutputsParams)
+        grammar = make_grammar(given)
+        error = find_error(grammar)
+        if given.grammar is None:
+            # Around it llguidance shows a place in its grammar, which no client wrote.
+            error = re.sub(r"^at \d+\(\d+\): ", "", error.partition("\n   1 | ")[0])
+        return ReadGrammar(grammar=grammar, error=shorten(error))
     except (ValueError, RecursionError) as error:
         return ReadGrammar(error=shorten(str(error)))

@@ -165,13 +165,13 @@ class Lfm2VLImageProcessor:
         for name, value in (("encoder_patch_size", patch_size), ("downsample_factor", factor)):
             if self.own[name] != value:
                 raise CheckpointError(
-                    f"`{name}` of the image processor is {self.own[name]!r}, but config.json has "
-                    f"{value}; make them equal"
+                    f"`{name}` of preprocessor_config.json is {self.own[name]!r}, but config.json "
+                    f"has {value}; make them equal"
                 )
         tile = self.budget({}).tile_size
         if tile % (patch_size * factor):
             raise CheckpointError(
-                f"`tile_size` of the image processor is {tile}; it must be a multiple of "
+                f"`tile_size` of preprocessor_config.json is {tile}; it must be a multiple of "
                 f"{patch_size * factor}, the pixels of an embedding's side"
             )
         self.resample = Image.Resampling(settings.get("resample", Image.Resampling.BILINEAR))
