@@ -21,6 +21,8 @@ from tests.models.test_clip_laws import audio_part, draw_clip
 from tests.test_serve import Served, message_about
 
 IN_DEFAULT_RUN = {"llava", "qwen2_audio"}
+WITHOUT_CHATS = {"whisper"}
+"""Served by a route of its own: `tests/server/test_transcripts.py`."""
 MAX_TOKENS = 8
 
 
@@ -89,6 +91,7 @@ def served(family: Family, tmp_path: Path) -> Iterator[Any]:
     [
         pytest.param(family, id=name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
         for name, family in ALL_FAMILIES.items()
+        if name not in WITHOUT_CHATS
     ],
 )
 def test_a_family_answers_over_http(family: Family, served: Any):

@@ -60,6 +60,11 @@ class Parity:
         self.config = model_config.hf_config
         self.rules = model_class.rules(self.config)
         self.processor = create_processor(model_config)
+        if self.takes_clips and self.processor.info.max_encoder_len is not None:
+            raise ConfigError(
+                f"parity asks about clips that stand in a prompt, and `{architecture}` has its "
+                "clip in an encoder of its own; its transcripts are compared by mmjax's tests"
+            )
         self.hf_processor = load_reference_processor(
             model_config.path, self.config.model_type, self.processor.info.get_hf_processor()
         )

@@ -118,12 +118,11 @@ async function askElsewhere(text, picture) {
 
 /** Throw where there are more pictures than the model takes. */
 function check(messages) {
-  for (const kind of ["image", "video"]) {
+  for (const [kind, name] of [["image", "pictures"], ["video", "videos"], ["audio", "clips"]]) {
     const all = messages.flatMap((message) => message.pictures ?? []);
     const count = all.filter((medium) => (medium.kind ?? "image") === kind).length;
     const limit = limitOf(kind);
     if (limit === undefined || count <= limit) continue;
-    const name = kind === "image" ? "pictures" : "videos";
     const message = `There are ${count} ${name} to send, and this model takes ${limit} at once.`;
     throw new ServerError(0, { message, code: "too_many_pictures" });
   }

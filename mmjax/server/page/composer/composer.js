@@ -1,9 +1,10 @@
-// The message box: text, pictures and videos of the next question, and the tasks of the model.
+// The message box: text and media of the next question, and the tasks of the model.
 
 import { pictureOf, remember } from "../conversation/kept.js";
 import { announce, byId, el, iconButton } from "../dom.js";
-import { drawExample, readMedia, thumbnail } from "./media.js";
-import { capabilities, takesVideo } from "../server/models.js";
+import { describeTaken, drawExample, readMedia, thumbnail } from "./media.js";
+import { canRecord, startRecorder } from "./recorder.js";
+import { capabilities, takes } from "../server/models.js";
 
 const HINT = "Enter sends, Shift and Enter begins a line";
 const NAME = "mmjax.draft"; // of the text that is being written, for a reload
@@ -34,6 +35,7 @@ export function startComposer(own) {
   byId("stop").addEventListener("click", page.stop);
   startFiles();
   startDropping();
+  startRecorder((file) => addFiles([file]), showProblem);
   writeText(sessionStorage.getItem(NAME) ?? "");
 }
 
@@ -74,7 +76,7 @@ function startDropping() {
   });
 }
 
-/** Return the pictures and videos of the question that is being written. */
+/** Return the media of the question that is being written. */
 export const draftedMedia = () => drafts;
 
 /** Put aside what is written in the conversation `from`, and take up what was written in `to`. */
@@ -88,7 +90,7 @@ export function changeDraft(from, to) {
 }
 
 async function addFiles(files) {
-  const { media, problems } = await readMedia(files, takesVideo());
+  const { media, problems } = await readMedia(files, takes);
   for (const { blob, ...medium } of media) {
     remember({ id: medium.id, blob });
     drafts.push(medium);
@@ -123,16 +125,22 @@ function drawDrafts() {
   page.changed();
 }
 
-/** Offer what the model takes: the tasks of its card, each of which writes its text, and videos. */
+/** Offer what the model takes: the tasks of its card, each of which writes its text, and media. */
 export function showAbilities() {
   const rows = Object.entries(capabilities().tasks ?? {}).map(([name, prompt]) =>
     el("button", { type: "button", title: prompt, click: () => writeTask(prompt) }, name),
   );
   byId("tasks").replaceChildren(...rows);
-  byId("files").accept = takesVideo() ? "image/*,video/*" : "image/*";
-  const name = takesVideo() ? "Add pictures and videos" : "Add pictures";
+  byId("files").accept = ["image", "video", "audio"].filter(takes).map((kind) => `${kind}/*`).join(",");
+  const name = `Add ${describeTaken(takes)}`;
   byId("attach").ariaLabel = name;
   byId("attach").title = name;
+  byId("record").hidden = !takes("audio") || !canRecord();
+  if (takes("image")) return;
+  byId("example").hidden = true;
+  byId("empty").querySelector("h2").textContent = "Ask about a clip";
+  byId("empty").querySelector("p").textContent = "Record, drop or pick one clip or several, and ask.";
+  byId("question").placeholder = "Ask about what is heard";
 }
 
 function writeTask(prompt) {

@@ -1,22 +1,35 @@
-// Pictures and videos from files: checked, measured, and as the server takes them.
+// Pictures, videos and clips from files: checked, measured, and as the server takes them.
 
 import { el } from "../dom.js";
 import { randomId } from "../conversation/tree.js";
 
 const TAKEN = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
 
+const KINDS = {
+  image: { one: "a picture", many: "pictures", read: readPicture },
+  video: { one: "a video", many: "videos", read: readVideo },
+  audio: { one: "a clip", many: "sound", read: readAudio },
+};
+
+/** Return what a model takes, in words: "pictures and videos"; `takes`: whether it takes a kind. */
+export function describeTaken(takes) {
+  const names = Object.entries(KINDS).flatMap(([kind, { many }]) => (takes(kind) ? [many] : []));
+  return new Intl.ListFormat("en").format(names);
+}
+
 /** Return `{media, problems}`: `{id, blob, name, width, height, kind}` of each file, or why not. */
-export async function readMedia(files, takesVideo) {
+export async function readMedia(files, takes) {
   const [media, problems] = [[], []];
   for (const file of files) {
     const name = file.name || "This file";
-    const isVideo = file.type.startsWith("video/");
-    if (isVideo && !takesVideo) {
-      problems.push(`${name} is a video, and this model takes pictures alone.`);
+    const [type] = file.type.split("/");
+    const kind = KINDS[type] ? type : "image";
+    if (!takes(kind)) {
+      problems.push(`${name} is ${KINDS[kind].one}, and this model takes ${describeTaken(takes)} alone.`);
       continue;
     }
     try {
-      media.push(await (isVideo ? readVideo(file) : readPicture(file)));
+      media.push(await KINDS[kind].read(file));
     } catch {
       problems.push(`${name} is no picture that this browser can read.`);
     }
@@ -53,8 +66,14 @@ function readVideo(file) {
   });
 }
 
-/** Return a small picture of a medium, or of a video its first frame. */
+/** Return a clip; whether it is one, the server will say. */
+function readAudio(file) {
+  return { id: randomId(), blob: file, name: file.name || "clip", width: 0, height: 0, kind: "audio" };
+}
+
+/** Return a small picture of a medium, of a video its first frame, or what plays a clip. */
 export function thumbnail({ name, kind }, address, properties = {}) {
+  if (kind === "audio") return el("audio", { src: address, controls: true, preload: "metadata", "aria-label": name });
   if (kind !== "video") return el("img", { src: address, alt: name, ...properties });
   const own = { src: address, preload: "metadata", muted: true, tabindex: "-1", "aria-label": name };
   return el("video", { ...own, ...properties });

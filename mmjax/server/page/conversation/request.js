@@ -17,6 +17,7 @@ export async function requestMessages(messages, system, dataUrlOf) {
 
 async function part({ id, kind }, dataUrlOf) {
   const url = await dataUrlOf(id);
+  if (kind === "audio") return { type: "audio_url", audio_url: { url } };
   return kind === "video"
     ? { type: "video_url", video_url: { url } }
     : { type: "image_url", image_url: { url } };

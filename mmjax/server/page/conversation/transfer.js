@@ -6,7 +6,7 @@ import { asTree, randomId } from "./tree.js";
 
 const FORMAT = "mmjax conversations";
 const VERSION = 1;
-const DATA = /^data:((?:image|video)\/[\w.+-]+);base64,([A-Za-z0-9+/]*={0,2})$/;
+const DATA = /^data:((?:image|video|audio)\/[\w.+-]+);base64,([A-Za-z0-9+/]*={0,2})$/;
 const STATES = ["done", "stopped", "failed", "running"];
 
 /** Return conversations, with their pictures, as a file. */
@@ -106,6 +106,7 @@ function readPicture(data, files, pictures) {
   const bytes = Uint8Array.from(atob(found[2]), (character) => character.charCodeAt(0));
   const id = randomId();
   pictures.push({ id, blob: new Blob([bytes], { type: found[1] }) });
-  const kind = found[1].startsWith("video/") ? { kind: "video" } : {};
+  const [type] = found[1].split("/");
+  const kind = type === "image" ? {} : { kind: type };
   return { id, name: string(data.name, "picture"), width: number(data.width), height: number(data.height), ...kind };
 }

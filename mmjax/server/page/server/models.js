@@ -46,7 +46,12 @@ export const capabilities = () => card()?.capabilities ?? {};
 /** Return how many items of a kind one prompt may hold; undefined where that is not known. */
 export const limitOf = (kind) => capabilities().limit_mm_per_prompt?.[kind];
 
-export const takesVideo = () => limitOf("video") > 0;
+/** Whether a prompt may hold items of a kind; pictures, until it is known. */
+export const takes = (kind) => {
+  const limits = capabilities().limit_mm_per_prompt;
+  if (kind === "image") return !limits || "image" in limits;
+  return limits?.[kind] > 0;
+};
 
 /** Show what of the model's context the last answer fills, and how many pictures may still come. */
 export function showLeft(messages, drafts) {
@@ -56,7 +61,7 @@ export function showLeft(messages, drafts) {
   if (usage && whole) showContext(usage.prompt_tokens + usage.completion_tokens, whole);
   const pictures = [...messages.flatMap((message) => message.pictures ?? []), ...drafts];
   const limit = limitOf("image");
-  const left = limit - pictures.filter(({ kind }) => kind !== "video").length;
+  const left = limit - pictures.filter(({ kind }) => !kind).length;
   byId("pictures-left").hidden = limit === undefined;
   byId("pictures-left").classList.toggle("problem", left < 0);
   byId("pictures-left").textContent = left < 0 ? `${plural(-left)} too many` : `${plural(left)} left`;

@@ -7,13 +7,12 @@ import { copy, drawVersions } from "./versions.js";
 /** Draw a question; `thread` has what it needs of the conversation. */
 export function drawQuestion(message, thread) {
   const row = el("li", { class: "user", "data-id": message.id }, el("h2", { class: "hidden" }, "You"));
-  const shown = message.pictures.map((medium) =>
-    el(
-      "button",
-      { type: "button", class: "thumbnail", "aria-label": `Show ${medium.name}`, click: () => thread.view(medium) },
-      thumbnail(medium, thread.addressOf(medium.id)),
-    ),
-  );
+  const shown = message.pictures.map((medium) => {
+    const small = thumbnail(medium, thread.addressOf(medium.id));
+    if (medium.kind === "audio") return small; // a clip is played where it stands
+    const properties = { type: "button", class: "thumbnail", "aria-label": `Show ${medium.name}` };
+    return el("button", { ...properties, click: () => thread.view(medium) }, small);
+  });
   if (shown.length) row.append(el("div", { class: "thumbnails" }, shown));
   if (message.text) row.append(el("p", { class: "bubble" }, message.text));
   row.append(

@@ -150,7 +150,7 @@ function pictureCell(item, metrics, thumbnails) {
       {},
       el("b", {}, `${name}: ${item.length} tokens`),
       el("span", {}, `embeddings: ${encoding}`),
-      el("span", {}, `pixels: ${processing}`),
+      el("span", {}, `${item.modality === "audio" ? "spectrogram" : "pixels"}: ${processing}`),
     ),
   );
 }

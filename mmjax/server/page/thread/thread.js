@@ -83,7 +83,7 @@ function drawOne(message, isCompared = false) {
     models: modelIds,
     compare: (other, fields) => compare(message, other, fields),
     show: page.show,
-    pictures: () => asked().flatMap((one) => one.pictures ?? []).filter(({ kind }) => kind !== "video"),
+    pictures: () => asked().flatMap((one) => one.pictures ?? []).filter(({ kind }) => !kind),
     prompt: () => promptOf(conversation, message),
     boxUnit: () => capabilities().box_unit,
     edit: (text, kept) => page.edit(message, text, kept),
