@@ -18,7 +18,7 @@ from tests.test_serve import FEW, Served, ask_about
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mmjax"
-MAX_MODULES, MAX_FILES_OF_A_PICTURE = 12, 96
+MAX_MODULES, MAX_FILES_OF_A_PICTURE = 12, 98
 ENCODER_IS_CALLED = ("engine/device/compilation.py", "__call__")
 """The first program that a picture's request runs is its encoder."""
 BY_THE_CLOCK = {"engine/device/threads.py", "frontend/engine_client/liveness.py"}
@@ -51,6 +51,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow  # a server of its own, and one file more or less by what P0 goes on with meanwhile
 def test_a_picture_passes_few_files_from_http_to_the_tower(trace: Path):
     """All that run meanwhile are counted, whether or not the picture is in their hands."""
     # Without a second engine process, which else loads while the picture is on its way.
