@@ -51,7 +51,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow  # a server of its own, and one file more or less by what P0 goes on with meanwhile
+@pytest.mark.slow  # a file more or less by what P0 goes on with meanwhile
 def test_a_picture_passes_few_files_from_http_to_the_tower(trace: Path):
     """All that run meanwhile are counted, whether or not the picture is in their hands."""
     # Without a second engine process, which else loads while the picture is on its way.
