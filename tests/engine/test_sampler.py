@@ -73,6 +73,7 @@ def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> Sam
             for name in ("repetition", "presence", "frequency")
         },
         "reports_masked": np.array([row["grammar"] for row in rows], np.int32),
+        "timestamps_from": np.zeros(len(rows), np.int32),
         "reported": np.array([row["reported"] + 1 for row in rows], np.int32),
         "has_filters": np.int32(filters),
         "has_logprobs": np.int32(has_logprobs),

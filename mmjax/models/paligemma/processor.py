@@ -60,12 +60,17 @@ class PaliGemmaProcessingInfo(FamilyInfo):
             source=source,
         )
         self.check_token(IMAGE_TOKEN)
-        if self.get_tokenizer().bos_token_id is None:
+        self._find_bos()
+        return processor
+
+    def _find_bos(self) -> int:
+        bos: int | None = self.get_tokenizer().bos_token_id
+        if bos is None:
             raise CheckpointError(
                 "the tokenizer has no BOS token, which PaliGemma's prompts have behind images; "
                 "name it in tokenizer_config.json"
             )
-        return processor
+        return bos
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Require one row for each patch."""
@@ -81,7 +86,7 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         A prompt with BOS there and a newline at its end is one already.
         """
         tokenizer, image = self.get_tokenizer(), self.get_embed_token_id("image")
-        bos, end = tokenizer.bos_token_id, tokenizer.decode(token_ids[-1:])
+        bos, end = self._find_bos(), tokenizer.decode(token_ids[-1:])
         start = len(token_ids) - token_ids[::-1].index(image) if image in token_ids else 0
         if token_ids[start : start + 1] == [bos] and end.endswith("\n"):
             return token_ids
