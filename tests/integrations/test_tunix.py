@@ -18,7 +18,11 @@ from tests.kit import IMAGE_START, draw, gemma_tokenizer, tiny_gemma3_config
 
 pytest.importorskip("tunix", reason="needs `pip install 'mmjax[tunix]'`")
 # Each of them opens an engine, and compiles Tunix's model.
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Of JAX, for how Tunix calls it.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 SETTINGS: dict[str, Any] = {
     "max_model_len": 128,
