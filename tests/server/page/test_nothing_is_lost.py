@@ -50,6 +50,21 @@ def test_an_edited_question_stands_beside_the_old_one(playground: Playground) ->
     assert sent == [2, 2, 1, 1], "each question goes with those that are shown above it"
 
 
+def test_a_page_left_in_the_moment_of_a_choice_keeps_it(playground: Playground) -> None:
+    page = playground.page
+    playground.add("red", "blue")
+    playground.ask("a star")
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.get_by_role("group", name="Versions")).to_have_text("2/2")
+    playground.wait_for_answers(1)
+    page.evaluate(
+        "document.querySelector('[aria-label=\"Previous version\"]').click(); location.reload()"
+    )
+    expect(page.locator("body[data-started]")).to_be_attached()
+    expect(page.get_by_role("group", name="Versions")).to_have_text("1/2")
+    expect(page.locator(".user img")).to_have_count(2)
+
+
 def test_another_answer_stands_beside_the_old_one(playground: Playground) -> None:
     page = playground.page
     playground.ask("a star")
@@ -300,7 +315,7 @@ def test_lists_of_earlier_pages_are_read(playground: Playground) -> None:
             {role: "user", text: "old question", pictures: []},
             {role: "assistant", text: "old answer", state: "done"},
           ];
-          await writeConversation({id: "1", title: "old", updated: 1, messages});
+          await writeConversation({id: "1", title: "old", updated: 1, messages}, []);
         }"""
     )
     playground.open()

@@ -5,6 +5,7 @@ import { shownPath, asTree, newConversation, randomId } from "./tree.js";
 import * as store from "./store.js";
 
 const pictures = new Map(); // id -> {id, blob, address}
+const written = new Set(); // ids of the pictures that the browser keeps
 const opened = new Set(); // ids of the conversations whose pictures are in it
 let list = [];
 let isKept = true;
@@ -48,7 +49,10 @@ export async function readPicturesOf(conversation) {
   if (opened.has(conversation.id)) return;
   opened.add(conversation.id);
   await keep(async () => {
-    for (const picture of await store.readPictures(conversation.id)) remember(picture);
+    for (const picture of await store.readPictures(conversation.id)) {
+      remember(picture);
+      written.add(picture.id);
+    }
   });
 }
 
@@ -64,10 +68,10 @@ export async function save(conversation) {
 export async function writeDown(conversation) {
   if (!list.includes(conversation)) return; // deleted, while it was answered
   const ids = conversation.messages.flatMap((message) => message.pictures ?? []).map(({ id }) => id);
-  const held = ids.filter((id) => pictures.has(id)).map((id) => ({ id, blob: pictures.get(id).blob }));
+  const unwritten = ids.filter((id) => pictures.has(id) && !written.has(id));
   await keep(async () => {
-    await store.writePictures(conversation.id, held);
-    await store.writeConversation(conversation);
+    await store.writeConversation(conversation, unwritten.map((id) => pictures.get(id)));
+    for (const id of unwritten) written.add(id);
   });
 }
 

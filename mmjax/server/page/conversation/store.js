@@ -36,11 +36,19 @@ export async function listConversations() {
   return all.sort((one, other) => other.updated - one.updated);
 }
 
-/** Write a conversation, and drop the pictures that it no longer has. */
-export function writeConversation(conversation) {
-  const kept = new Set(conversation.messages.flatMap((m) => (m.pictures ?? []).map((p) => p.id)));
-  return transact("readwrite", (conversations, pictures) => {
+/** Write a conversation with new pictures, `{id, blob}` each; drop those that it no longer has. */
+export async function writeConversation(conversation, newPictures) {
+  const isWritten = transact("readwrite", (conversations, pictures) => {
     conversations.put(conversation);
+    for (const { id, blob } of newPictures) pictures.put({ id, conversation: conversation.id, blob });
+    conversations.transaction.commit(); // needs no page any more, which may be left in this moment
+  });
+  await Promise.all([isWritten, dropPictures(conversation)]);
+}
+
+function dropPictures(conversation) {
+  const kept = new Set(conversation.messages.flatMap((m) => (m.pictures ?? []).map((p) => p.id)));
+  return transact("readwrite", (_, pictures) => {
     pictures.index("conversation").openKeyCursor(conversation.id).onsuccess = (event) => {
       const cursor = event.target.result;
       if (!cursor) return;
@@ -52,16 +60,11 @@ export function writeConversation(conversation) {
 
 /** Delete a conversation with its pictures. */
 export function deleteConversation(id) {
-  return writeConversation({ id, messages: [], updated: 0 }).then(() =>
-    transact("readwrite", (conversations) => conversations.delete(id)),
-  );
-}
-
-/** Write pictures, `{id, blob}` each. */
-export function writePictures(conversation, list) {
-  return transact("readwrite", (_, pictures) => {
-    for (const { id, blob } of list) pictures.put({ id, conversation, blob });
+  const isDeleted = transact("readwrite", (conversations) => {
+    conversations.delete(id);
+    conversations.transaction.commit();
   });
+  return Promise.all([isDeleted, dropPictures({ id, messages: [] })]);
 }
 
 /** Return a conversation's pictures, `{id, blob}` each. */
