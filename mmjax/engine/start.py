@@ -51,6 +51,7 @@ from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv
+from mmjax.system.allocator import use_large_pages
 from mmjax.system.logger import get_logger, reporting
 from mmjax.weights.adapter import AdapterReader
 from mmjax.weights.dummy import make_dummy_params
@@ -218,7 +219,15 @@ def _load_model(
         params = quantize_params(params, abstract)
     given = {name: part for name, part in params.items() if name not in left_out}
     placed = placement.place_params(given)
+    if placement.platform == "cpu":
+        _use_large_pages(placed)
     return _Model(model_class, graphdef, placed, placement, adapted, left_out)
+
+
+def _use_large_pages(params: Params) -> None:
+    for leaf in jax.tree.leaves(params):
+        for shard in leaf.addressable_shards:
+            use_large_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
 
 
 def _find_layouts(config: ModelConfig, model_class: Any) -> Layouts | None:

@@ -1,6 +1,6 @@
 """What is not used any more is returned to the system: freed memory, and pages of files.
 
-Without effect on other systems than Linux with glibc.
+What is read again and again may lie in large pages. Without effect on other systems than Linux with glibc.
 """
 
 import ctypes
@@ -12,6 +12,9 @@ from typing import Any
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _MMAP_THRESHOLD_BYTES = 2**20
 _MADV_DONTNEED = 4  # mman.h of Linux
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25  # from Linux 6.1 on; older ones do it in the background
+_LARGE_PAGE_BYTES = 2**21
 
 
 def return_large_blocks() -> bool:
@@ -50,6 +53,22 @@ def return_pages_of_files(folder: Path) -> None:
             continue
         start, end = (int(address, 16) for address in addresses.split("-"))
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def use_large_pages(address: int, num_bytes: int) -> None:
+    """Put memory that was written into pages of 2 MiB, as far as it fills them.
+
+    A processor then reads it in order up to twice as fast: fewer addresses to look up, and it
+    fetches ahead beyond 4 KiB. Takes about 2 s a gigabyte. Where the system refuses, nothing
+    changes.
+    """
+    libc = _glibc()
+    start = -(-address // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES
+    size = (address + num_bytes) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES - start
+    if libc is None or size <= 0:
+        return
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 
 @cache

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <vector>
 
 #include "products.h"
 
@@ -166,46 +167,50 @@ bool check_all_groups(const mmjax::GroupProducts& products, Code code) {
   return check_groups<float>(products.float32, code) & check_groups<bf16>(products.bfloat16, code);
 }
 
-// One token with `heads` heads that share keys, over blocks in reverse order.
+// Queries that share keys and see other parts of them each, over blocks in reverse order.
 template <typename T>
 bool check_attention(const char* name, mmjax::AttendChunk<T> attend) {
   std::mt19937 rng(0);
   bool is_right = true;
-  for (int64_t heads : {1, 3, 4, 9}) {
+  for (int64_t count : {1, 3, 4, 9}) {
     for (int64_t width : {1, 8, 40, 72, 128}) {
-      for (int64_t slots : {16, 32, 48}) {
+      for (int64_t slots : {4, 16, 20, 32, 48}) {
         const int64_t num_blocks = mmjax::kMaxChunkSlots / slots;
-        const auto query = draw_many<T>(rng, heads * width);
+        const auto query = draw_many<T>(rng, count * width);
         const auto keys = draw_many<T>(rng, num_blocks * width * slots);
         const auto values = draw_many<T>(rng, num_blocks * slots * width);
         std::unique_ptr<int32_t[]> table(new int32_t[num_blocks]);
         for (int64_t i = 0; i < num_blocks; ++i) table[i] = static_cast<int32_t>(num_blocks - 1 - i);
-        const std::unique_ptr<float[]> peak(new float[heads]), total(new float[heads]),
-            out(new float[heads * width]);
-        const mmjax::PagedTile<T> tile = {query.get(), keys.get(), values.get(), table.get(), heads,
-                                          width, width, num_blocks, 1, 0, slots, 5.0f};
-        const int64_t begin = slots / 2, end = num_blocks * slots - 3;
-        attend(tile, 0, begin, end, peak.get(), total.get(), out.get());
-        for (int64_t head = 0; head < heads; ++head) {
+        const std::unique_ptr<float[]> out(new float[count * (2 + width)]);
+        const mmjax::PagedHead<T> head = {keys.get(), values.get(), table.get(), width, width,
+                                          num_blocks, 1, 0, slots, 5.0f};
+        std::vector<mmjax::PagedQuery<T>> queries;
+        for (int64_t i = 0; i < count; ++i) {
+          queries.push_back({query.get() + i * width, slots / 2 + 3 * i,
+                             num_blocks * slots - 3 - 7 * (count - i), out.get() + i * (2 + width)});
+        }
+        attend(head, 0, queries.data(), count);
+        for (int64_t i = 0; i < count; ++i) {
+          const float* found = queries[i].out;
           double sum = 0, first_value = 0;
-          for (int64_t slot = begin; slot < end; ++slot) {
+          for (int64_t slot = queries[i].begin; slot < queries[i].end; ++slot) {
             const int64_t block = table[slot / slots], offset = slot % slots;
             double score = 0;
             for (int64_t d = 0; d < width; ++d) {
-              score += static_cast<double>(as_float(query[head * width + d])) *
+              score += static_cast<double>(as_float(query[i * width + d])) *
                        as_float(keys[(block * width + d) * slots + offset]);
             }
-            const double weight = std::exp(5 * std::tanh(score / 5) - peak[head]);
+            const double weight = std::exp(5 * std::tanh(score / 5) - found[0]);
             sum += weight;
             first_value += weight * as_float(values[(block * slots + offset) * width]);
           }
-          if (std::fabs(total[head] - sum) <= 1e-4 * sum &&
-              std::fabs(out[head * width] - first_value) <= 1e-4 * sum) {
+          if (std::fabs(found[1] - sum) <= 1e-4 * sum &&
+              std::fabs(found[2] - first_value) <= 1e-4 * sum) {
             continue;
           }
-          std::printf("attention %s heads=%ld width=%ld slots=%ld: %g, not %g; %g, not %g\n", name,
-                      (long)heads, (long)width, (long)slots, (double)total[head], sum,
-                      (double)out[head * width], first_value);
+          std::printf("attention %s queries=%ld width=%ld slots=%ld: %g, not %g; %g, not %g\n",
+                      name, (long)count, (long)width, (long)slots, (double)found[1], sum,
+                      (double)found[2], first_value);
           is_right = false;
         }
       }

@@ -1,6 +1,6 @@
 """Attention: paged as the formula says, whatever the neighbours; dense as paged."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from mmjax.layers.attention.api import DenseAttentionMetadata, attention, dense_
 from mmjax.layers.attention.dense import CACHED_SCORES, MANY_SCORES
 from mmjax.layers.attention.kv_cache import TransposedCache
 from mmjax.layers.attention.paged import LARGE_BLOCK, SLOTS_AT_ONCE
+from mmjax.layers.cpu import dispatch
 from tests.layers.ragged import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -37,6 +38,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"scale": 0.5, "window": 20, "sinks": np.array([-1.0, 0.5, 2.0, 4.0], np.float32)},
 }
 TOLERANCE = 2e-6
+
+
+@pytest.fixture(params=["kernel", "xla"], scope="module", autouse=True)
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Attend in C++ where it was compiled, and then in XLA."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "xla":
+            patch.setattr(dispatch, "find_kernels", lambda: None)
+        elif dispatch.find_kernels() is None:
+            pytest.skip("the kernels were not compiled: no compiler, or no AVX2")
+        jax.clear_caches()
+        yield request.param
+    jax.clear_caches()
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))

@@ -1,5 +1,6 @@
-"""Attention of one token a request in C++: as the formula says, whatever stands beside it."""
+"""Attention in C++: as the formula says, whatever stands beside a token, in chunks or alone."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmjax.layers.attention.api import attention
 from mmjax.layers.attention.kv_cache import LayerKVSpec, TransposedCache
 from mmjax.layers.attention.metadata import PagedAttentionMetadata
 from mmjax.layers.attention.paged import visible_range, walk_blocks
 from mmjax.layers.cpu import dispatch
 from mmjax.layers.cpu.library import find_kernels
 from mmjax.layers.cpu.storage import storage_dtype, to_storage
+from tests.layers.ragged import Chunk, Heads, draw_causal_chunk, lay_out
 
 pytestmark = pytest.mark.skipif(
     find_kernels() is None, reason="the kernels were not compiled: no compiler, or no AVX2"
@@ -38,6 +41,8 @@ SHAPES = {
     "odd widths, seven heads": Shape(3, 7, 72, 72),
     "a latent": Shape(1, 16, 576, 512),
     "small blocks": Shape(4, 2, 64, 64, 16),
+    "blocks of 4": Shape(2, 2, 16, 16, 4),
+    "blocks of 20": Shape(1, 4, 24, 24, 20),
     "a block of 48": Shape(2, 3, 64, 40, 48),
     "a block a group": Shape(1, 2, 64, 64, 256),
 }
@@ -90,7 +95,7 @@ def take(tokens: Tokens, rows: list[int]) -> Tokens:
     )
 
 
-def lay_out(tokens: Tokens, tile: int) -> PagedAttentionMetadata:
+def lay_out_tokens(tokens: Tokens, tile: int) -> PagedAttentionMetadata:
     """Return the metadata of a step with tiles of `tile` rows, of which each has one token."""
     count = len(tokens.lengths)
     rows = np.arange(count, dtype=np.int32)
@@ -116,7 +121,7 @@ def attend(
         visible = visible_range(metadata, window)
         return walk(query, cache, metadata, metadata.block_tables, visible, sinks)
 
-    arguments = (tokens.query, tokens.cache, lay_out(tokens, tile), tokens.sinks)
+    arguments = (tokens.query, tokens.cache, lay_out_tokens(tokens, tile), tokens.sinks)
     lowered = jax.jit(run).lower(*arguments)
     assert "mmjax_attention_" in lowered.as_text()
     return np.asarray(lowered.compile()(*arguments))
@@ -168,6 +173,27 @@ def test_a_token_has_the_same_bits_beside_any_others(shape: str, dtype: str) -> 
     np.testing.assert_array_equal(attend(tokens, tile=8), whole)
 
 
+@pytest.mark.parametrize("heads", [Heads(4, 2, 40), Heads(3, 3, 16), Heads(8, 1, 72)])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_prompt_has_the_bits_that_its_tokens_have_alone(heads: Heads, window: int | None) -> None:
+    """In tiles of 8 and of 64, and each token in a step of its own."""
+    chunk = draw_causal_chunk(np.random.default_rng(0), 37, 90, heads)
+    whole = attend_to_chunk(chunk, tile=64, window=window)
+    np.testing.assert_array_equal(attend_to_chunk(chunk, tile=8, window=window), whole)
+    for row in (0, 1, 40, 89):
+        until = {name: getattr(chunk, name)[: 38 + row] for name in ("query", "key", "value")}
+        alone = replace(chunk, start=37 + row, span_end=chunk.span_end[: 38 + row], **until)
+        np.testing.assert_array_equal(attend_to_chunk(alone, tile=1, window=window)[0], whole[row])
+
+
+def attend_to_chunk(chunk: Chunk, *, tile: int, window: int | None) -> np.ndarray:
+    """Return what the chunk's tokens attend to, beside no others."""
+    batch = lay_out([chunk], num_tokens=4 if tile == 1 else 128, num_requests=4, tile=tile)
+    arguments = (batch.query, batch.key, batch.value, batch.cache, batch.metadata)
+    out, _ = jax.jit(partial(attention, scale=0.25, window=window))(*arguments)
+    return np.asarray(out)[batch.rows[0]]
+
+
 def test_a_tile_of_padding_gives_zeros() -> None:
     tokens = draw(SHAPES["each its own"], (40, 40), "float32", has_sinks=False)
     out = attend(tokens._replace(lengths=np.asarray([40, 0])))
@@ -175,7 +201,7 @@ def test_a_tile_of_padding_gives_zeros() -> None:
     np.testing.assert_array_equal(out[1], 0)
 
 
-@pytest.mark.parametrize("change", [{"block_size": 8}, {"block_size": 512}, {"width": 1056}])
+@pytest.mark.parametrize("change", [{"block_size": 512}, {"width": 1056}])
 def test_what_the_kernel_has_no_room_for_is_computed_by_xla(change: dict[str, int]) -> None:
     shape = Shape(2, 2, 256, 256)._replace(**change)
     tokens = draw(shape, (40, 70), "float32", has_sinks=False)

@@ -249,7 +249,7 @@ def _within(
     cache: LayerCache,
     metadata: PagedAttentionMetadata,
     block_tables: Int[Array, "R _blocks"],
-    visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    visible: tuple[Int[Array, " T"], Int[Array, " T"]],
     sinks: Float[Array, " N"] | None,
     *,
     scale: float,

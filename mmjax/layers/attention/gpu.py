@@ -28,7 +28,7 @@ from mmjax.layers.attention.gpu_tiles import (
 )
 from mmjax.layers.attention.kv_cache import SlotCache
 from mmjax.layers.attention.metadata import PagedAttentionMetadata
-from mmjax.layers.attention.paged import MASKED
+from mmjax.layers.attention.paged import MASKED, by_tile
 from mmjax.rounding import cdiv
 
 ENOUGH_PROGRAMS = 512
@@ -54,7 +54,7 @@ def gpu_attention(
     cache: SlotCache,
     metadata: PagedAttentionMetadata,
     block_tables: Int[Array, "R _blocks"],
-    visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    visible: tuple[Int[Array, " T"], Int[Array, " T"]],
     sinks: Float[Array, " N"] | None = None,
     *,
     scale: float,
@@ -65,7 +65,8 @@ def gpu_attention(
 
     `sinks` are as in `attention`. `interpret`: run the kernel in XLA, on any platform.
     """
-    queries = Queries(query, metadata.tile_rows, metadata.tile_request, *visible, block_tables)
+    ends = by_tile(visible, metadata)
+    queries = Queries(query, metadata.tile_rows, metadata.tile_request, *ends, block_tables)
     kernel = partial(_attend, scale=scale, soft_cap=soft_cap, interpret=interpret)
     sharding = cache.sharding
     if sharding is None:

@@ -30,7 +30,6 @@ at most 16 columns or a multiple of this; not with 24, 32, 48 or 80, as heads ma
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z _value"]]
 """State of an online softmax: running maximum, sum of weights, weighted values."""
 Attend = Callable[["Tiles"], Float[Array, "W K Z _value"]]
-Walk = Callable[["Tiles", LayerCache], Float[Array, "W K Z _value"]]
 Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
 """Adds some blocks of the tiles to the state."""
 
@@ -42,26 +41,25 @@ def apply_soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Arra
 
 def visible_range(
     metadata: PagedAttentionMetadata, window: int | None
-) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
-    """Return, for the query's own sequence, `Tiles.upper` and `Tiles.lower`."""
+) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """Return, for the query's own sequence, `Tiles.upper` and `Tiles.lower` of each row."""
     end = metadata.token_index + 1
     if metadata.span_end is not None:
         end = jnp.maximum(end, jnp.abs(metadata.span_end))
-    upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
     if window is None:
-        return upper, jnp.full_like(upper, -1)
+        return end, jnp.full_like(end, -1)
     lower = metadata.token_index - window
     if metadata.span_end is not None:
         lower = jnp.where(metadata.span_end < 0, -1, lower)
-    return upper, lower.at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    return end, lower
 
 
 def visible_states(
     metadata: PagedAttentionMetadata, cross: CrossAttentionMetadata
-) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
+) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
     """Return, for all encoder hidden states of the query's request, the same."""
-    is_row = metadata.tile_rows < len(metadata.token_index)
-    upper = jnp.where(is_row, cross.lengths[metadata.tile_request][:, None], 0)
+    tile = metadata.row_slot // metadata.tile_rows.shape[1]
+    upper = cross.lengths[metadata.tile_request[tile]]
     return upper, jnp.full_like(upper, -1)
 
 
@@ -91,7 +89,7 @@ def walk_blocks(
     cache: LayerCache,
     metadata: PagedAttentionMetadata,
     block_tables: Int[Array, "R _blocks"],
-    visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    visible: tuple[Int[Array, " T"], Int[Array, " T"]],
     sinks: Float[Array, " N"] | None = None,
     *,
     scale: float,
@@ -105,11 +103,45 @@ def walk_blocks(
     `has_gaps`: of keys behind a query's own, only to those that `metadata.is_seen_ahead` names.
     """
     scaled = pad_heads(query, cache.head_dim) * scale
-    tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
+    arguments = (scaled, cache, metadata, block_tables, visible, sinks)
+    walk = partial(_walk, soft_cap=soft_cap, distance_bias=distance_bias, has_gaps=has_gaps)
+    if has_gaps or distance_bias is not None or not cpu_kernel_takes(cache, query.dtype):
+        return walk(*arguments)
+    kernel = partial(cpu_attention, soft_cap=soft_cap)
+    return by_platform(*arguments, kernel=kernel, cpu=walk, default=walk)
+
+
+def by_tile(
+    visible: tuple[Int[Array, " T"], Int[Array, " T"]], metadata: PagedAttentionMetadata
+) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
+    """Return `Tiles.upper` and `Tiles.lower` of those of the rows."""
+    upper, lower = visible
+    tile_rows = metadata.tile_rows
+    return (
+        upper.at[tile_rows].get(mode="fill", fill_value=0),
+        lower.at[tile_rows].get(mode="fill", fill_value=-1),
+    )
+
+
+def _walk(
+    query: Float[Array, "T N H"],
+    cache: LayerCache,
+    metadata: PagedAttentionMetadata,
+    block_tables: Int[Array, "R _blocks"],
+    visible: tuple[Int[Array, " T"], Int[Array, " T"]],
+    sinks: Float[Array, " N"] | None,
+    *,
+    soft_cap: float | None,
+    distance_bias: Float[Array, "N _distances"] | None,
+    has_gaps: bool,
+) -> Float[Array, "T N _value"]:
+    """Attend in XLA; the query is scaled."""
+    tiled = _to_tiles(query, cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
     # Before the heads are tiled: with sharded heads, this needs no communication.
-    bounds = _block_range(*visible, cache.block_size)
-    upper, lower = (jnp.tile(end, (1, group)) for end in visible)
+    ends = by_tile(visible, metadata)
+    bounds = _block_range(*ends, cache.block_size)
+    upper, lower = (jnp.tile(end, (1, group)) for end in ends)
     is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
     of_rows = None if sinks is None else _tile_sinks(sinks, tiled)
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds, sinks=of_rows)
@@ -120,29 +152,26 @@ def walk_blocks(
         tiles = _add_gaps(tiles, metadata, group)
     slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
     most = _columns_alike(block_tables.shape[1] * cache.block_size)  # the scores' columns
-    blocks_at_once = cdiv(min(slots, most), cache.block_size)
-    walk = partial(
+    attend = partial(
         _walk_tiles,
-        blocks_at_once=blocks_at_once,
+        cache=cache,
+        blocks_at_once=cdiv(min(slots, most), cache.block_size),
         has_padding=not (is_decoding and is_large),
         soft_cap=soft_cap,
         num_columns=columns,
         distance_bias=distance_bias,
         is_seen=is_seen,
     )
-    attend = attend_with_one = partial(walk, cache=cache)
-    if is_large and distance_bias is None and cpu_kernel_takes(cache, query.dtype):
-        attend_with_one = partial(_attend_by_kernel, cache=cache, walk=walk, soft_cap=soft_cap)
 
     def at_once(tiles: Tiles) -> Float[Array, "T N _value"]:
-        return _from_tiles((attend_with_one if is_decoding else attend)(tiles), metadata)
+        return _from_tiles(attend(tiles), metadata)
 
     def one_by_one(tiles: Tiles) -> Float[Array, "T N _value"]:
         return _from_tiles(_attend_each_tile(tiles, attend, cache.value_dim), metadata)
 
     def beside_single_tokens(tiles: Tiles) -> Float[Array, "T N _value"]:
-        is_single = _has_one_token(visible[0])
-        alone = _attend_single_tokens(tiles, visible, is_single, metadata, attend=attend_with_one)
+        is_single = _has_one_token(ends[0])
+        alone = _attend_single_tokens(tiles, ends, is_single, metadata, attend=attend)
         out = one_by_one(tiles._replace(end=jnp.where(is_single, 0, tiles.end)))
         tile = metadata.row_slot // metadata.tile_rows.shape[1]
         is_alone = is_single[tile][:, None, None]
@@ -160,19 +189,6 @@ def _add_gaps(tiles: Tiles, metadata: PagedAttentionMetadata, group: int) -> Til
     return tiles._replace(
         causal_end=jnp.tile(own + 1, (1, group)), shift=metadata.tile_rows[:, 0] - own[:, 0]
     )
-
-
-def _attend_by_kernel(
-    tiles: Tiles, *, cache: LayerCache, walk: Walk, soft_cap: float | None
-) -> Float[Array, "W K Z _value"]:
-    """Attend with tiles of one token each, in C++ where the platform has the kernel."""
-
-    def kernel(tiles: Tiles, cache: Any) -> Float[Array, "W K Z _value"]:
-        ends = tiles.lower[:, 0], tiles.upper[:, 0]
-        options = {"sinks": tiles.sinks, "soft_cap": soft_cap}
-        return cpu_attention(tiles.query, cache, tiles.tables, ends, **options)
-
-    return by_platform(tiles, cache, kernel=kernel, cpu=walk, default=walk)
 
 
 def _columns_alike(width: int) -> int:

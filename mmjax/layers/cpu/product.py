@@ -17,7 +17,7 @@ MAX_FEW_ROWS = 16
 SHORT_PROMPT_ROWS = 64
 """Rows for which packing the weights takes half of the product's time. Other numbers from 17 on are
 not transposed: they would sum in another order than long prompts (docs/determinism.md)."""
-MIN_WEIGHT_SIZE = 2**18
+MIN_WEIGHT_SIZE = 2**17
 """Smaller weights fit into the CPU's caches, and are computed equally for any number of rows."""
 LONG_ROW = 1024
 """Floats in 4 KiB: the CPU's prefetcher stops at the end of a page."""

@@ -1,5 +1,4 @@
-// Attention of one token a request over the paged cache, in the vectors of whatever instruction set
-// this is compiled for. Everything here is in an unnamed namespace, as in tiles.h.
+// Attention over the paged cache, in the vectors of whatever instruction set this is compiled for. Everything here is in an unnamed namespace, as in tiles.h.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +11,12 @@ namespace {
 
 #ifdef __AVX512F__
 constexpr int kLanes = 16;
-constexpr int kValueVectors = 4;  // of sums that stay in registers, for each of kHeads heads
+constexpr int kValueVectors = 4;  // of sums that stay in registers, for each of kQueries queries
 #else
 constexpr int kLanes = 8;
 constexpr int kValueVectors = 2;
 #endif
-constexpr int kHeads = 4;
+constexpr int kQueries = 4;
 
 using Floats = float __attribute__((vector_size(kLanes * 4)));
 using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
@@ -84,32 +83,32 @@ inline float sum_of_lanes(Floats x) {
 }
 
 template <typename T>
-inline int64_t block_of(const PagedTile<T>& tile, int64_t index) {
-  const int64_t id = tile.table[index];
-  return id < 0 ? 0 : id < tile.num_blocks ? id : tile.num_blocks - 1;
+inline int64_t block_of(const PagedHead<T>& head, int64_t index) {
+  const int64_t id = head.table[index];
+  return id < 0 ? 0 : id < head.num_blocks ? id : head.num_blocks - 1;
 }
 
 template <typename T>
-inline const T* keys_of(const PagedTile<T>& tile, int64_t index) {
-  const int64_t place = block_of(tile, index) * tile.num_kv_heads + tile.kv_head;
-  return tile.keys + place * tile.head_dim * tile.block_size;
+inline const T* keys_of(const PagedHead<T>& head, int64_t index) {
+  const int64_t place = block_of(head, index) * head.num_kv_heads + head.kv_head;
+  return head.keys + place * head.head_dim * head.block_size;
 }
 template <typename T>
-inline const T* values_of(const PagedTile<T>& tile, int64_t index) {
-  const int64_t place = block_of(tile, index) * tile.num_kv_heads + tile.kv_head;
-  return tile.values + place * tile.block_size * tile.value_dim;
+inline const T* values_of(const PagedHead<T>& head, int64_t index) {
+  const int64_t place = block_of(head, index) * head.num_kv_heads + head.kv_head;
+  return head.values + place * head.block_size * head.value_dim;
 }
 
-// Scores of one block's keys with kCount heads: scores[head][offset + slot].
+// Scores of one block's keys with kCount queries: scores[query][offset + slot].
 template <typename T, int kCount>
-inline void score_block(const PagedTile<T>& tile, const T* keys, const T* next,
+inline void score_block(const PagedHead<T>& head, const T* keys, const T* next,
                         const float (*query)[kMaxHeadDim], float (*scores)[kMaxChunkSlots],
                         int64_t offset) {
-  const int64_t slots = tile.block_size;
+  const int64_t slots = head.block_size;
   int64_t slot = 0;
   for (; slot + 2 * kLanes <= slots; slot += 2 * kLanes) {
     Floats sums[kCount][2] = {};
-    for (int64_t d = 0; d < tile.head_dim; ++d) {
+    for (int64_t d = 0; d < head.head_dim; ++d) {
       const Floats first = load(keys + d * slots + slot);
       const Floats second = load(keys + d * slots + slot + kLanes);
       __builtin_prefetch(next + d * slots + slot);
@@ -124,12 +123,14 @@ inline void score_block(const PagedTile<T>& tile, const T* keys, const T* next,
     }
   }
   for (; slot < slots; slot += kLanes) {
+    const int64_t count = slots - slot < kLanes ? slots - slot : kLanes;
     Floats sums[kCount] = {};
-    for (int64_t d = 0; d < tile.head_dim; ++d) {
-      const Floats key = load(keys + d * slots + slot);
+    for (int64_t d = 0; d < head.head_dim; ++d) {
+      const T* from = keys + d * slots + slot;
+      const Floats key = count == kLanes ? load(from) : load(from, count);
       for (int z = 0; z < kCount; ++z) sums[z] += key * query[z][d];
     }
-    for (int z = 0; z < kCount; ++z) store(sums[z], scores[z] + offset + slot);
+    for (int z = 0; z < kCount; ++z) store(sums[z], scores[z] + offset + slot, count);
   }
 }
 
@@ -159,19 +160,19 @@ inline float weigh(float* scores, int64_t num_slots, int64_t begin, int64_t end,
   return peak;
 }
 
-// Sums of kVectors vectors of the values, weighted for kCount heads; the last has `last` lanes.
+// Sums of kVectors vectors of the values, weighted for kCount queries; the last has `last` lanes.
 template <typename T, int kCount, int kVectors>
-inline void add_values(const PagedTile<T>& tile, int64_t first_block, int64_t begin, int64_t end,
+inline void add_values(const PagedHead<T>& head, int64_t first_block, int64_t begin, int64_t end,
                        const float (*weights)[kMaxChunkSlots], int64_t column, int64_t last,
-                       float* out) {
+                       const PagedQuery<T>* queries) {
   Floats sums[kCount][kVectors] = {};
-  const int64_t slots = tile.block_size;
+  const int64_t slots = head.block_size;
   for (int64_t slot = begin; slot < end;) {
     const int64_t index = slot / slots;
     const int64_t stop = end < (index + 1) * slots ? end : (index + 1) * slots;
-    const T* values = values_of(tile, first_block + index);
+    const T* values = values_of(head, first_block + index);
     for (; slot < stop; ++slot) {
-      const T* value = values + (slot - index * slots) * tile.value_dim + column;
+      const T* value = values + (slot - index * slots) * head.value_dim + column;
       for (int v = 0; v < kVectors; ++v) {
         const Floats x = v + 1 < kVectors || last == kLanes ? load(value + v * kLanes)
                                                             : load(value + v * kLanes, last);
@@ -181,58 +182,57 @@ inline void add_values(const PagedTile<T>& tile, int64_t first_block, int64_t be
   }
   for (int z = 0; z < kCount; ++z) {
     for (int v = 0; v < kVectors; ++v) {
-      store(sums[z][v], out + z * tile.value_dim + column + v * kLanes,
-            v + 1 < kVectors ? kLanes : last);
+      store(sums[z][v], queries[z].out + 2 + column + v * kLanes, v + 1 < kVectors ? kLanes : last);
     }
   }
 }
 
+// Queries that stand beside each other see all that one of them sees; what a query does not see has
+// the weight 0 there, and adds nothing: its sums are those that it has alone.
 template <typename T, int kCount>
-inline void attend_heads(const PagedTile<T>& tile, int64_t head, int64_t first_block,
-                         int64_t begin, int64_t end, float* peak, float* total, float* out) {
+inline void attend_queries(const PagedHead<T>& head, int64_t first_block,
+                           const PagedQuery<T>* queries) {
   float query[kCount][kMaxHeadDim];
   float scores[kCount][kMaxChunkSlots];
-  const int64_t slots = tile.block_size;
+  const int64_t slots = head.block_size;
+  int64_t begin = queries[0].begin, end = queries[0].end;
   for (int z = 0; z < kCount; ++z) {
-    const T* from = tile.query + (head + z) * tile.head_dim;
-    for (int64_t d = 0; d < tile.head_dim; ++d) query[z][d] = load(from + d, 1)[0];
+    begin = queries[z].begin < begin ? queries[z].begin : begin;
+    end = queries[z].end > end ? queries[z].end : end;
+    for (int64_t d = 0; d < head.head_dim; ++d) query[z][d] = load(queries[z].query + d, 1)[0];
   }
   for (int64_t index = begin / slots; index * slots < end; ++index) {
     const bool is_last = (index + 1) * slots >= end;
-    const T* keys = keys_of(tile, first_block + index);
-    const T* next = is_last ? keys : keys_of(tile, first_block + index + 1);
-    score_block<T, kCount>(tile, keys, next, query, scores, index * slots);
+    const T* keys = keys_of(head, first_block + index);
+    const T* next = is_last ? keys : keys_of(head, first_block + index + 1);
+    score_block<T, kCount>(head, keys, next, query, scores, index * slots);
   }
-  const int64_t from = begin / slots * slots, to = (end + slots - 1) / slots * slots;
+  const int64_t from = begin / kLanes * kLanes, to = (end + kLanes - 1) / kLanes * kLanes;
   for (int z = 0; z < kCount; ++z) {
-    peak[head + z] = weigh(scores[z] + from, to - from, begin - from, end - from, tile.soft_cap,
-                           total + head + z);
+    const int64_t first = queries[z].begin - from, last = queries[z].end - from;
+    queries[z].out[0] = weigh(scores[z] + from, to - from, first, last, head.soft_cap,
+                              queries[z].out + 1);
   }
-  float* rows = out + head * tile.value_dim;
   int64_t column = 0;
-  for (; column + kValueVectors * kLanes <= tile.value_dim; column += kValueVectors * kLanes) {
-    add_values<T, kCount, kValueVectors>(tile, first_block, begin, end, scores, column, kLanes,
-                                         rows);
+  for (; column + kValueVectors * kLanes <= head.value_dim; column += kValueVectors * kLanes) {
+    add_values<T, kCount, kValueVectors>(head, first_block, begin, end, scores, column, kLanes,
+                                         queries);
   }
-  for (; column < tile.value_dim; column += kLanes) {
-    const int64_t left = tile.value_dim - column;
-    add_values<T, kCount, 1>(tile, first_block, begin, end, scores, column,
-                             left < kLanes ? left : kLanes, rows);
+  for (; column < head.value_dim; column += kLanes) {
+    const int64_t left = head.value_dim - column;
+    add_values<T, kCount, 1>(head, first_block, begin, end, scores, column,
+                             left < kLanes ? left : kLanes, queries);
   }
 }
 
-// A head's sums depend on nothing but its query and the keys that it sees: not on the heads beside
-// it, for each has its own lanes, nor on what other requests there are.
 template <typename T>
-void attend_chunk(const PagedTile<T>& tile, int64_t first_block, int64_t begin, int64_t end,
-                  float* peak, float* total, float* out) {
-  int64_t head = 0;
-  for (; head + kHeads <= tile.num_heads; head += kHeads) {
-    attend_heads<T, kHeads>(tile, head, first_block, begin, end, peak, total, out);
+void attend_chunk(const PagedHead<T>& head, int64_t first_block, const PagedQuery<T>* queries,
+                  int64_t num_queries) {
+  int64_t q = 0;
+  for (; q + kQueries <= num_queries; q += kQueries) {
+    attend_queries<T, kQueries>(head, first_block, queries + q);
   }
-  for (; head < tile.num_heads; ++head) {
-    attend_heads<T, 1>(tile, head, first_block, begin, end, peak, total, out);
-  }
+  for (; q < num_queries; ++q) attend_queries<T, 1>(head, first_block, queries + q);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Products of few rows with weights [out, in], and attention of one token a request: what an
+// Products of few rows with weights [out, in], and attention over the paged cache: what an
 // instruction set offers, and which one runs.
 #pragma once
 
@@ -19,23 +19,30 @@ using bf16 = uint16_t;
 constexpr int64_t kMaxHeadDim = 1024;
 constexpr int64_t kMaxChunkSlots = 256;
 
-// One token's queries that share a key-value head, and where its keys and values lie.
+// Where the keys and values of a request lie that share a head.
 template <typename T>
-struct PagedTile {
-  const T* query;          // [num_heads, head_dim]
+struct PagedHead {
   const T* keys;           // [num_blocks, num_kv_heads, head_dim, block_size]
   const T* values;         // [num_blocks, num_kv_heads, block_size, value_dim]
   const int32_t* table;    // the request's blocks, in order
-  int64_t num_heads, head_dim, value_dim, num_blocks, num_kv_heads, kv_head, block_size;
+  int64_t head_dim, value_dim, num_blocks, num_kv_heads, kv_head, block_size;
   float soft_cap;          // 0: none
 };
 
-// Attend to slots [begin, end) of the blocks from `first_block` on: at most kMaxChunkSlots of them.
-// Writes each head's largest score, its sum of weights, and its weighted values, which are
-// to be scaled by the former and divided by the latter.
+// A query, and what it sees of a chunk of blocks: slots [begin, end), at most kMaxChunkSlots.
 template <typename T>
-using AttendChunk = void (*)(const PagedTile<T>& tile, int64_t first_block, int64_t begin,
-                             int64_t end, float* peak, float* total, float* out);
+struct PagedQuery {
+  const T* query;  // [head_dim]
+  int64_t begin, end;
+  float* out;      // [2 + value_dim]
+};
+
+// Attend with queries of one request to the blocks from `first_block` on, each to what it sees.
+// Writes its largest score, its sum of weights, and its weighted values, which are to be scaled by
+// the former and divided by the latter.
+template <typename T>
+using AttendChunk = void (*)(const PagedHead<T>& head, int64_t first_block,
+                             const PagedQuery<T>* queries, int64_t num_queries);
 
 // Weights in groups of inputs: a number is `(code - zero) * scale`, with a scale, and maybe a zero,
 // for each feature and group. Groups are of a multiple of 32 inputs, or there is one alone.

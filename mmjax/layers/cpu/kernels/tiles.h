@@ -10,8 +10,9 @@ namespace {
 
 // `Lanes` multiplies `Lanes::kWidth` numbers at a time: a `Sum` holds the sums of one row with one
 // feature, in lanes. Every output is summed in the same order whatever the tile, the rows beside it
-// and the thread are, so that a row has the same bits in any batch.
-template <typename Lanes, int kRows, int kFeatures>
+// and the thread are, so that a row has the same bits in any batch. `kFetches`: ask for the weights
+// of the next tile meanwhile.
+template <typename Lanes, int kRows, int kFeatures, bool kFetches>
 inline void multiply_tile(const typename Lanes::X* x, const typename Lanes::W* weight,
                           typename Lanes::Out* out, int64_t width, int64_t features) {
   typename Lanes::Sum sums[kRows][kFeatures];
@@ -24,7 +25,7 @@ inline void multiply_tile(const typename Lanes::X* x, const typename Lanes::W* w
   for (; d + Lanes::kWidth <= width; d += Lanes::kWidth) {
     typename Lanes::Weights weights[kFeatures];
     for (int f = 0; f < kFeatures; ++f) {
-      __builtin_prefetch(weight + (kFeatures + f) * width + d);
+      if (kFetches) __builtin_prefetch(weight + (kFeatures + f) * width + d);
       weights[f] = Lanes::load_weights(weight + f * width + d);
       Lanes::correct(corrections[f], weights[f]);
     }
@@ -55,33 +56,44 @@ inline void multiply_tile(const typename Lanes::X* x, const typename Lanes::W* w
   }
 }
 
-template <typename Lanes, int kFeatures>
+template <typename Lanes, int kFeatures, bool kFetches>
 inline void multiply_rows(const typename Lanes::X* x, const typename Lanes::W* weight,
                           typename Lanes::Out* out, int64_t rows, int64_t width,
                           int64_t features) {
+  auto tile = [=](auto multiply_some, int64_t r) {
+    multiply_some(x + r * width, weight, out + r * features, width, features);
+  };
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    multiply_tile<Lanes, 4, kFeatures>(x + r * width, weight, out + r * features, width, features);
-  }
-  for (; r + 2 <= rows; r += 2) {
-    multiply_tile<Lanes, 2, kFeatures>(x + r * width, weight, out + r * features, width, features);
-  }
-  if (r < rows) {
-    multiply_tile<Lanes, 1, kFeatures>(x + r * width, weight, out + r * features, width, features);
-  }
+  for (; r + 4 <= rows; r += 4) tile(multiply_tile<Lanes, 4, kFeatures, kFetches>, r);
+  for (; r + 2 <= rows; r += 2) tile(multiply_tile<Lanes, 2, kFeatures, kFetches>, r);
+  if (r < rows) tile(multiply_tile<Lanes, 1, kFeatures, kFetches>, r);
 }
 
-// Four features at a time stay in the first cache while all rows pass over them.
+// Up to so many rows, a feature is read after the other: the processor then fetches ahead by itself.
+// Four features side by side, which are too many short streams for that, took up to twice as long.
+constexpr int64_t kRowsInOrder = 4;
+// Rows of weights up to this length are such short streams.
+constexpr int64_t kShortBytes = 2048;
+
+// With more rows, four features stay in the first cache while all rows pass over them.
 template <typename Lanes>
 void multiply(const typename Lanes::X* x, const typename Lanes::W* weight,
               typename Lanes::Out* out, int64_t rows, int64_t width, int64_t features,
               int64_t begin, int64_t end) {
+  const int64_t row_bytes = width * static_cast<int64_t>(sizeof *weight);
   int64_t f = begin;
-  for (; f + 4 <= end; f += 4) {
-    multiply_rows<Lanes, 4>(x, weight + f * width, out + f, rows, width, features);
+  for (; rows > kRowsInOrder && f + 4 <= end; f += 4) {
+    const typename Lanes::W* const four = weight + f * width;
+    if (row_bytes > kShortBytes) {
+      multiply_rows<Lanes, 4, true>(x, four, out + f, rows, width, features);
+      continue;
+    }
+    const char* const next = reinterpret_cast<const char*>(four + 4 * width);
+    for (int64_t byte = 0; byte < 4 * row_bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+    multiply_rows<Lanes, 4, false>(x, four, out + f, rows, width, features);
   }
   for (; f < end; ++f) {
-    multiply_rows<Lanes, 1>(x, weight + f * width, out + f, rows, width, features);
+    multiply_rows<Lanes, 1, false>(x, weight + f * width, out + f, rows, width, features);
   }
 }
 
@@ -112,7 +124,9 @@ inline int64_t multiply_short_groups(const typename Lanes::X* x, const Groups& w
   for (int64_t group = 0; d + Lanes::kWidth <= weight.width; ++group, d += Lanes::kWidth) {
     for (int f = 0; f < kFeatures; ++f) {
       const int64_t at = (feature + f) * weight.num_groups + group;
-      __builtin_prefetch(codes + (kFeatures + f) * weight.row_bytes + Lanes::byte_of(d));
+      if (kFeatures > 1) {
+        __builtin_prefetch(codes + (kFeatures + f) * weight.row_bytes + Lanes::byte_of(d));
+      }
       if (weight.zero != nullptr) zero = Lanes::make_zero(weight.zero[at]);
       const auto numbers = Lanes::decode(codes + f * weight.row_bytes, d, zero);
       const float scale = scale_of(weight, at);
@@ -153,7 +167,9 @@ inline void multiply_group_tile(const typename Lanes::X* x, const Groups& weight
     for (; d + Lanes::kWidth <= end; d += Lanes::kWidth) {
       typename Lanes::Weights weights[kFeatures];
       for (int f = 0; f < kFeatures; ++f) {
+        if (kFeatures > 1) {
         __builtin_prefetch(codes + (kFeatures + f) * weight.row_bytes + Lanes::byte_of(d));
+      }
         weights[f] = Lanes::decode(codes + f * weight.row_bytes, d, zeros[f]);
       }
       for (int r = 0; r < kRows; ++r) {
@@ -183,12 +199,13 @@ inline void multiply_group_tile(const typename Lanes::X* x, const Groups& weight
 }
 
 // Four rows share what is decoded of two features, whose sums are then as many as registers hold.
+// Up to two rows read a feature after the other, as in `multiply`.
 template <typename Lanes>
 void multiply_groups(const typename Lanes::X* x, const Groups& weight, float* out, int64_t rows,
                      int64_t features, int64_t begin, int64_t end) {
   auto at = [=](int64_t r) { return x + r * weight.width; };
   int64_t f = begin;
-  for (; f + 4 <= end; f += 4) {
+  for (; rows > 2 && f + 4 <= end; f += 4) {
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) {
       multiply_group_tile<Lanes, 4, 2>(at(r), weight, out + r * features, f, features);
@@ -202,9 +219,11 @@ void multiply_groups(const typename Lanes::X* x, const Groups& weight, float* ou
     }
   }
   for (; f < end; ++f) {
-    for (int64_t r = 0; r < rows; ++r) {
-      multiply_group_tile<Lanes, 1, 1>(at(r), weight, out + r * features, f, features);
+    int64_t r = 0;
+    for (; r + 2 <= rows; r += 2) {
+      multiply_group_tile<Lanes, 2, 1>(at(r), weight, out + r * features, f, features);
     }
+    if (r < rows) multiply_group_tile<Lanes, 1, 1>(at(r), weight, out + r * features, f, features);
   }
 }
 
