@@ -12,11 +12,14 @@ each head; its larger ones have experts, and neither of both; arXiv 2507.01006),
 longer prompts than the trained ones have of their own; arXiv 2404.14219), InternLM3 (Llama's by
 another name), gpt-oss (sinks, and experts with biases and a gate of their own; arXiv 2508.10925),
 Command R and R7B (attention and MLP side by side behind one layer norm, neighbours rotated as
-pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795).
+pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795),
+Persimmon, which is Fuyu's (Adept, 2023: layer norms, a part of each head turns, an MLP without a
+gate, of squared ReLU: Primer, arXiv 2109.08668).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -37,7 +40,7 @@ from mmjax.layers.decoder import (
     RotaryDecoder,
     SandwichNormLayer,
 )
-from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.moe import ClampedGate, MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import LayerNorm, RMSNorm
 from mmjax.layers.rope import text_angles
@@ -76,8 +79,9 @@ class LlamaConfig:
     norm_order: Literal["pre", "post", "both", "parallel"] = "pre"
     """Whether what attention and MLP read is normed, what they give, or both; parallel: they read
     the same, normed once."""
-    has_layer_norms: bool = False
-    """Whether the norms take the mean away (`LayerNorm`, without a bias), and are no RMSNorms."""
+    norm_kind: Literal["rms", "layer", "biased layer"] = "rms"
+    """Whether the norms take the mean away (`LayerNorm`), and have a bias."""
+    has_gated_mlp: bool = True
     is_interleaved: bool = False
     """Whether neighbours in a head are a pair that is rotated, and not its halves."""
     windows: tuple[int | None, ...]
@@ -320,7 +324,7 @@ def _read_cohere(hf_config: Any) -> dict[str, Any]:
         "intermediate_size": hf_config.intermediate_size,
         "hidden_act": hf_config.hidden_act,
         "rms_norm_eps": hf_config.layer_norm_eps,
-        "has_layer_norms": True,
+        "norm_kind": "layer",
         "has_qkv_bias": hf_config.attention_bias,
         "has_output_bias": hf_config.attention_bias,
         "norm_order": "parallel",
@@ -336,6 +340,20 @@ def _read_cohere2(hf_config: Any) -> dict[str, Any]:
     return {**_read_cohere(hf_config), "windows": windows, "unrotated_layers": everywhere}
 
 
+def _read_persimmon(hf_config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": hf_config.vocab_size,
+        "intermediate_size": hf_config.intermediate_size,
+        "hidden_act": hf_config.hidden_act,
+        "rms_norm_eps": hf_config.layer_norm_eps,
+        "norm_kind": "biased layer",
+        "qk_norm": "head" if hf_config.qk_layernorm else None,
+        **dict.fromkeys(("has_qkv_bias", "has_output_bias", "has_mlp_bias"), True),
+        "has_gated_mlp": False,
+        "rope_parameters": dict(hf_config.rope_parameters),
+    }
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "chameleon": _read_chameleon,
@@ -349,6 +367,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "molmo": _read_molmo,
         "molmo2_text": _read_molmo2,
         "paddleocr_vl_text": _read_paddleocr_vl,
+        "persimmon": _read_persimmon,
         "phi3": _read_phi3,
         "qwen3_moe": _read_qwen3_moe,
         "qwen3_vl_moe_text": _read_qwen3_moe,
@@ -397,7 +416,7 @@ class LlamaTextModel(RotaryDecoder):
             config,
             num_kv_heads=config.num_key_value_heads,
             layers=[_build_layer(config, n, dtype=dtype) for n in range(config.num_hidden_layers)],
-            norm=_build_norm(config, dtype=dtype),
+            norm=_build_norm(config, config.hidden_size, dtype=dtype),
             is_tied=is_tied,
             dtype=dtype,
         )
@@ -427,11 +446,11 @@ class LlamaTextModel(RotaryDecoder):
         return [(each, scales) for each in angles]
 
 
-def _build_norm(config: LlamaConfig, *, dtype: Any) -> nnx.Module:
-    width, eps = config.hidden_size, config.rms_norm_eps
-    if config.has_layer_norms:
-        return LayerNorm(width, eps=eps, has_bias=False, dtype=dtype)
-    return RMSNorm(width, eps=eps, dtype=dtype)
+def _build_norm(config: LlamaConfig, width: int, *, dtype: Any) -> nnx.Module:
+    eps = config.rms_norm_eps
+    if config.norm_kind == "rms":
+        return RMSNorm(width, eps=eps, dtype=dtype)
+    return LayerNorm(width, eps=eps, has_bias=config.norm_kind == "biased layer", dtype=dtype)
 
 
 def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:
@@ -440,7 +459,7 @@ def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Mo
     if config.qk_norm == "own":
         return HeadNorm(num_heads, config.head_dim, dtype=dtype)
     width = config.head_dim * (num_heads if config.qk_norm == "wide" else 1)
-    return RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype)
+    return _build_norm(config, width, dtype=dtype)
 
 
 _LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
@@ -466,7 +485,7 @@ def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
             use_bias=config.has_expert_bias,
             dtype=dtype,
         )
-    return GatedMLP(
+    return (GatedMLP if config.has_gated_mlp else MLP)(
         config.hidden_size,
         config.intermediate_size,
         activation=config.hidden_act,
@@ -495,4 +514,5 @@ def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
         dtype=dtype,
     )
     mlp = _build_mlp(config, number, dtype=dtype)
-    return _LAYERS[config.norm_order](attention, mlp, lambda: _build_norm(config, dtype=dtype))
+    make_norm = partial(_build_norm, config, config.hidden_size, dtype=dtype)
+    return _LAYERS[config.norm_order](attention, mlp, make_norm)
