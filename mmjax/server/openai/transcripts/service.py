@@ -17,7 +17,7 @@ from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.frontend.output.transcripts import TextDeltas, Transcript
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.params.sampling_params import SamplingParams
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import EncodedAudio
 from mmjax.processing.transcripts import (
     Segment,
     Task,
