@@ -101,12 +101,10 @@ class DeepseekVLV2ProcessingInfo(FamilyInfo):
         """Return tiles."""
         return {"cropping": True}
 
-    def get_largest_image(self) -> ImageSize:
+    def find_largest_image(self) -> tuple[ImageSize, int]:
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return max(self.get_image_processor().list_canvases(kwargs), key=self.count_tokens)
-
-    def get_max_image_tokens(self) -> int:
-        return self.count_tokens(self.get_largest_image())
+        largest = max(self.get_image_processor().list_canvases(kwargs), key=self.count_tokens)
+        return largest, self.count_tokens(largest)
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of one of the arrangements, those between tiles included."""

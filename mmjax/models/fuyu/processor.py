@@ -147,17 +147,11 @@ class FuyuProcessingInfo(FamilyInfo):
         sizes = (own.size, own.with_kwargs(self.scope_kwargs({})).size)
         return {"size": {side: max(size[side] for size in sizes) for side in ("height", "width")}}
 
-    def get_planned_image_processor(self) -> FuyuImageProcessor:
-        """Return the image processor that memory is planned for."""
+    def find_largest_image(self) -> tuple[ImageSize, int]:
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return self.get_image_processor().with_kwargs(kwargs)
-
-    def get_largest_image(self) -> ImageSize:
-        return ImageSize(**self.get_planned_image_processor().size)
-
-    def get_max_image_tokens(self) -> int:
-        grid = self.get_planned_image_processor().get_grid(self.get_largest_image())
-        return math.prod(grid)
+        planned: FuyuImageProcessor = self.get_image_processor().with_kwargs(kwargs)
+        size = ImageSize(**planned.size)
+        return size, math.prod(planned.get_grid(size))
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = outputs.get("image_grid_hw", np.empty((0, 2), np.int64))

@@ -125,19 +125,15 @@ class Idefics3ProcessingInfo(FamilyInfo):
         most = max(cutter.find_longest(kwargs) for kwargs in ({}, self.scope_kwargs({})))
         return {"do_image_splitting": True, "size": {"longest_edge": most}}
 
-    def get_largest_grid(self) -> tuple[int, int]:
-        """Return the rows and columns of a picture with the most tiles, which is a square."""
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        """Return the size of a picture with the most tiles, a square, and its embeddings."""
         cutter: TileCutter = self.get_hf_processor().image_processor
-        return cutter.find_largest_grid(self.scope_kwargs(self.get_planned_mm_kwargs()))
-
-    def get_largest_image(self) -> ImageSize:
-        unit = super().get_largest_image()
-        rows, columns = self.get_largest_grid()
-        return ImageSize(width=max(columns, 1) * unit.width, height=max(rows, 1) * unit.height)
-
-    def get_max_image_tokens(self) -> int:
-        rows, columns = self.get_largest_grid()
-        return (rows * columns + 1) * self.num_unit_tokens
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        rows, columns = cutter.find_largest_grid(kwargs)
+        unit = self.get_unit_size()
+        assert unit is not None, "tiles of one size"
+        size = ImageSize(width=max(columns, 1) * unit.width, height=max(rows, 1) * unit.height)
+        return size, (rows * columns + 1) * self.num_unit_tokens
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = np.asarray(outputs.get("image_grid", np.empty((0, 2), int)))

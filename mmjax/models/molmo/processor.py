@@ -184,12 +184,6 @@ class MolmoProcessingInfo(FamilyInfo):
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
         return self.get_image_processor().find_largest(kwargs)
 
-    def get_largest_image(self) -> ImageSize:
-        return self.find_largest_image()[0]
-
-    def get_max_image_tokens(self) -> int:
-        return self.find_largest_image()[1]
-
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return item_fields(
             "image",

@@ -5,15 +5,16 @@ Before: `<|image|>what is it`. After: `<bos> <low_res_im_start> (<im_patch>*14 <
 embeddings of the image, too: they see it, and are seen, in both directions.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.molmo2.answers import parse_points
 from mmjax.models.molmo2.host_inputs import (
     MARKS,
@@ -24,8 +25,7 @@ from mmjax.models.molmo2.host_inputs import (
 )
 from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
-from mmjax.processing.prepared import AnswerParser
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 IMAGE, PATCH = "<|image|>", "<im_patch>"
@@ -71,6 +71,7 @@ class Molmo2ProcessingInfo(FamilyInfo):
     host_inputs = Molmo2HostInputs
     placeholders: ClassVar = {"image": IMAGE}
     marks_are_embeds = True
+    max_answer_images = math.inf
 
     @cached_property
     def vocab_size(self) -> int:
@@ -153,12 +154,6 @@ class Molmo2ProcessingInfo(FamilyInfo):
     def get_unit_size(self) -> None:
         """Return nothing: images have any size."""
 
-    def get_largest_image(self) -> ImageSize:
-        return self.find_largest_image()[0]
-
-    def get_max_image_tokens(self) -> int:
-        return self.find_largest_image()[1]
-
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         several = {
             "image_num_crops": "pixel_values",
@@ -194,22 +189,12 @@ class Molmo2ProcessingInfo(FamilyInfo):
         patch, *marks = self._prompt_ids
         return [patch if row >= 0 else marks[-1 - row] for row in size]
 
-
-class Molmo2MultiModalProcessor(FamilyProcessor[Molmo2ProcessingInfo]):
-    def _get_answer_parser(
-        self, prompt: str | list[int], mm_items: MultiModalDataItems
-    ) -> AnswerParser | None:
-        """Return what finds points; None where an image's size is not known."""
-        sizes = self.find_image_sizes(mm_items)
-        if sizes is None:
-            return None
-        return partial(self._parse_answer, image_sizes=sizes)
-
-    def _parse_answer(
+    def parse_answer(
         self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
     ) -> Mapping[str, Any]:
-        text = self.info.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+        """Return an answer's points."""
+        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=True)
         return parse_points(text, image_sizes)
 
 
-FACTORIES = make_factories(Molmo2ProcessingInfo, Molmo2MultiModalProcessor)
+FACTORIES = make_factories(Molmo2ProcessingInfo)
