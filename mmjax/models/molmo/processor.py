@@ -94,9 +94,12 @@ class MolmoProcessingInfo(FamilyInfo):
                     f"`{name}` of the image processor is {settings[name]!r}; it must be {value!r}"
                 )
         names = {one.name for one in fields(MolmoImageProcessor)}
-        image_processor = MolmoImageProcessor(
-            **{name: value for name, value in settings.items() if name in names}
-        )
+        own = {name: value for name, value in settings.items() if name in names}
+        if "base_image_input_size" in settings:  # height and width, which are equal
+            own["crop_side"] = settings["base_image_input_size"][0]
+        if "image_patch_size" in settings:
+            own["patch_size"] = settings["image_patch_size"]
+        image_processor = MolmoImageProcessor(**own)
         self._check_crops(image_processor, settings)
         self._check_tokens()
         return ProcessorOfParts(
