@@ -13,7 +13,6 @@ from typing import Any
 from mmjax.errors import CheckpointError
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
 from mmjax.language.encoder_decoder import BartConfig, BartDecoder, T5Config, T5Decoder
-from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
 from mmjax.language.lfm2 import Lfm2Config, Lfm2TextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
@@ -23,10 +22,11 @@ from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 
 _LLAMAS = (
-    *("chameleon", "cohere", "cohere2", "glm4v_moe_text", "glm4v_text", "glm_ocr_text"),
-    *("gpt_oss", "internlm3", "llama", "ministral3", "mistral", "molmo", "molmo2_text"),
-    *("paddleocr_vl_text", "persimmon", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text"),
-    *("qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text"),
+    *("chameleon", "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4v_moe_text"),
+    *("glm4v_text", "glm_ocr_text", "gpt_oss", "internlm3", "llama", "ministral3", "mistral"),
+    *("molmo", "molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen2"),
+    *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
+    *("qwen3_vl_text"),
 )
 """The `model_type`s that `LlamaConfig` reads."""
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
@@ -35,7 +35,6 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         **dict.fromkeys(("bart", "opt", "whisper"), (BartConfig.from_hf, BartDecoder)),
         "deepseek_ocr2_text": (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), (GemmaConfig.from_hf, GemmaTextModel)),
         **dict.fromkeys(
             ("gemma4_text", "gemma4_unified_text"), (Gemma4Config.from_hf, Gemma4TextModel)
         ),

@@ -40,7 +40,6 @@ from transformers import PersimmonConfig as HFPersimmonConfig
 
 from mmjax.errors import CheckpointError
 from mmjax.language.encoder_decoder import BartConfig, BartDecoder
-from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract
@@ -146,8 +145,8 @@ DECODERS = (
     Decoder(
         name="gemma3",
         hf_classes=(Gemma3TextConfig, Gemma3ForCausalLM),
-        config_class=GemmaConfig,
-        model_class=GemmaTextModel,
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
         tiny=GEMMA,
         fill=fill_by_name,
         configs={
@@ -171,8 +170,8 @@ DECODERS = (
     Decoder(
         name="gemma2",
         hf_classes=(Gemma2Config, Gemma2ForCausalLM),
-        config_class=GemmaConfig,
-        model_class=GemmaTextModel,
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
         tiny=GEMMA,
         fill=fill_by_name,
         configs={
@@ -184,8 +183,8 @@ DECODERS = (
     Decoder(
         name="gemma",
         hf_classes=(HFGemmaConfig, GemmaForCausalLM),
-        config_class=GemmaConfig,
-        model_class=GemmaTextModel,
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
         tiny={**LLAMA, "head_dim": 16},
         fill=fill_by_name,
         configs={
@@ -440,8 +439,8 @@ def test_what_cannot_be_served_is_refused(decoder: Decoder, changes: dict[str, A
 
 
 def test_gemmas_embedding_scale_is_rounded_to_the_dtype():
-    config = GemmaConfig.from_hf(GEMMA3.hf_config({"hidden_size": 40}))
-    graphdef, abstract = build_abstract(GemmaTextModel, config, is_tied=True, dtype=jnp.bfloat16)
+    config = LlamaConfig.from_hf(GEMMA3.hf_config({"hidden_size": 40}))
+    graphdef, abstract = build_abstract(LlamaTextModel, config, is_tied=True, dtype=jnp.bfloat16)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract)
     embeds = bind(graphdef, params).embed_input_ids(jnp.zeros(1, jnp.int32))
     assert float(embeds[0, 0]) == 6.3125  # sqrt(40) = 6.3246 has no bfloat16
