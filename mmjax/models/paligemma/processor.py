@@ -11,8 +11,8 @@ import numpy as np
 
 from mmjax.errors import CheckpointError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, check_settings, make_factories
+from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.paligemma.answers import parse_objects
-from mmjax.models.paligemma.host_inputs import PaliGemmaHostInputs
 from mmjax.processing.items.parse import ImageSize
 from mmjax.processing.prompt_updates.updates import as_ids
 
@@ -44,7 +44,7 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         "Detect": "detect {car}",
         "Segment": "segment {car}",
     }
-    host_inputs = PaliGemmaHostInputs
+    host_inputs = UnitHostInputs
     image_processors: ClassVar = {"Siglip": "siglip"}
     placeholders: ClassVar = {"image": IMAGE_TOKEN}
     max_answer_images = 1
