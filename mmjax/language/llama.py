@@ -31,7 +31,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.decoder import (
     GroupedQueryAttention,
@@ -237,10 +237,7 @@ def _read_chameleon(hf_config: Any) -> dict[str, Any]:
 
 
 def _read_molmo(hf_config: Any) -> dict[str, Any]:
-    for name, value in _MOLMO_REQUIRED.items():
-        found = getattr(hf_config, name, value)
-        if found != value:
-            raise CheckpointError(f"`{name}` is {found!r}; mmjax's Molmo takes {value!r} alone")
+    check_settings(hf_config, _MOLMO_REQUIRED, where="config.json", source="mmjax's Molmo takes")
     return {
         # Rows of the table that have logits; padding makes them even.
         "vocab_size": getattr(hf_config, "embedding_size", None) or hf_config.vocab_size,

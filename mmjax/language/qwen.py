@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import check_settings
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.decoder import Angles, Decoder, PreNormLayer, ScaledQueryAttention
 from mmjax.layers.mlp import GatedMLP
@@ -47,13 +47,8 @@ class QwenConfig:
     @classmethod
     def from_hf(cls, hf_config: Any) -> "QwenConfig":
         """Read config.json; `CheckpointError` for biases or rotary parts that nobody published."""
-        expected = {"no_bias": True, "rotary_pct": 1.0}
-        for name, value in expected.items():
-            if getattr(hf_config, name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` is {getattr(hf_config, name)}; mmjax has Qwen's decoder with "
-                    f"{value} alone"
-                )
+        wanted = {"no_bias": True, "rotary_pct": 1.0}
+        check_settings(hf_config, wanted, where="config.json", source="mmjax's decoder has")
         values = {name: getattr(hf_config, name) for name in cls.__dataclass_fields__}
         # config.json may hold an integer.
         return cls(**{**values, "rotary_emb_base": float(values["rotary_emb_base"])})

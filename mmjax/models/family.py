@@ -299,21 +299,6 @@ class FamilyInfo(BaseProcessingInfo):
         return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))[scope]
 
 
-def check_settings(
-    settings: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    *,
-    source: str = "config.json has",
-) -> None:
-    """Refuse a checkpoint whose files contradict each other; a key that is left out does not."""
-    for name, value in expected.items():
-        if settings.get(name) not in (None, value):
-            raise CheckpointError(
-                f"`{name}` of processor_config.json is {settings[name]!r}, but {source} {value!r}; "
-                "make them equal"
-            )
-
-
 def item_fields(
     modality: str,
     *,

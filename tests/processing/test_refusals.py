@@ -327,11 +327,11 @@ CHECKPOINTS: Mapping[str, list[tuple[dict[str, Any], str]]] = {
         ({"config": {"image_token_id": 5}}, r"`\|SPEAKER\|` is token 997, but .* is 5"),
         (
             {"processor_config": {"image_processor.do_normalize": False}},
-            "`do_normalize` .* is False; it must be True",
+            "`do_normalize` .* is False, but the model takes True",
         ),
         (
             {"processor_config": {"image_processor.padding_mode": "edge"}},
-            "`padding_mode` .* is 'edge'; it must be 'constant'",
+            "`padding_mode` .* is 'edge', but the model takes 'constant'",
         ),
     ],
     "llava": [

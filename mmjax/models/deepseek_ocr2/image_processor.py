@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.deepseek_ocr2.host_inputs import MAX_TILES, Sides
 from mmjax.processing.items.items import ImageSize
 
@@ -22,17 +22,13 @@ class ViewAndTiles:
         """`hf`: a `DeepseekOcr2ImageProcessorPil` whose pixels stay bytes."""
         self.hf, self.sides = hf, sides
         size = {"height": sides.view, "width": sides.view}
-        facts = {"size": size, "tile_size": sides.tile, "crop_to_patches": True}
+        wanted = {"size": size, "tile_size": sides.tile, "crop_to_patches": True}
         found = {
             "size": {"height": hf.size.height, "width": hf.size.width},
             "tile_size": hf.tile_size,
             "crop_to_patches": hf.crop_to_patches,
         }
-        for name, value in facts.items():
-            if found[name] != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {found[name]!r}; the model takes {value!r}"
-                )
+        check_settings(found, wanted, where="the image processor", source="the model takes")
 
     def __call__(
         self, images: Sequence[Any], *, return_tensors: str = "np", **kwargs: Any

@@ -6,6 +6,7 @@ Before: `<image>\nFree OCR.`. After: `<image>*n \nFree OCR.`: 144 a tile, 256, a
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from mmjax.errors import check_settings
 from mmjax.models.deepseek_ocr2.answers import parse_boxes
 from mmjax.models.deepseek_ocr2.host_inputs import (
     MAX_TILES,
@@ -19,7 +20,6 @@ from mmjax.models.deepseek_ocr2.host_inputs import (
 from mmjax.models.deepseek_ocr2.image_processor import ViewAndTiles
 from mmjax.models.family import (
     FamilyInfo,
-    check_settings,
     item_fields,
     make_factories,
 )

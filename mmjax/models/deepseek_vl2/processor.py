@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
+from mmjax.errors import check_settings
 from mmjax.models.deepseek_vl2.host_inputs import (
     DeepseekVLV2HostInputs,
     count_image_tokens,
@@ -19,7 +20,6 @@ from mmjax.models.deepseek_vl2.image_processor import DeepseekVLV2ImageProcessor
 from mmjax.models.family import (
     FamilyInfo,
     FamilyProcessor,
-    check_settings,
     item_fields,
     make_factories,
 )

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.fuyu.host_inputs import FuyuHostInputs
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import fit_within, patchify, to_pixels
-from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
@@ -121,15 +121,9 @@ class FuyuProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: HF's processor needs torch."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.image_processing_base import ImageProcessingMixin
-
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
-        for name, value in _FIXED_SETTINGS.items():
-            if settings.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {settings[name]!r}; it must be {value!r}"
-                )
+        settings = load_image_settings(self.ctx.model_config.path)
+        where, source = "the image processor", "the model takes"
+        check_settings(settings, _FIXED_SETTINGS, where=where, source=source)
         names = settings.keys() & FuyuImageProcessor.__dataclass_fields__
         image_processor = FuyuImageProcessor(**{name: settings[name] for name in names})
         side = self.get_hf_config().patch_size

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import RequestRuntimeError
+from mmjax.errors import RequestRuntimeError, check_settings
 from mmjax.models.family import (
     FamilyInfo,
     FamilyProcessor,
     Target,
-    check_settings,
     item_fields,
     make_factories,
 )

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.family import (
     FamilyInfo,
     FamilyProcessor,
     Target,
-    check_settings,
     item_fields,
     make_factories,
 )

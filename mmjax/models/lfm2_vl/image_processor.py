@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.tiling import (
     check_limits,
@@ -162,12 +162,8 @@ class Lfm2VLImageProcessor:
     def __init__(self, settings: Mapping[str, Any], *, patch_size: int, factor: int) -> None:
         """`settings`: those of the file; what it leaves out is as in HF."""
         self.own = {one.name: settings.get(one.name, one.default) for one in fields(Budget)}
-        for name, value in (("encoder_patch_size", patch_size), ("downsample_factor", factor)):
-            if self.own[name] != value:
-                raise CheckpointError(
-                    f"`{name}` of preprocessor_config.json is {self.own[name]!r}, but config.json "
-                    f"has {value}; make them equal"
-                )
+        wanted = {"encoder_patch_size": patch_size, "downsample_factor": factor}
+        check_settings(self.own, wanted, where="preprocessor_config.json")
         tile = self.budget({}).tile_size
         if tile % (patch_size * factor):
             raise CheckpointError(

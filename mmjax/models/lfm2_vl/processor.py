@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.models.family import FamilyInfo, check_settings, item_fields, make_factories
+from mmjax.errors import check_settings
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.lfm2_vl.image_processor import Budget, Lfm2VLImageProcessor, find_largest
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings

@@ -6,12 +6,11 @@ take embeddings. `message_format="none"` leaves the text as it is.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
@@ -22,7 +21,7 @@ from mmjax.models.molmo.host_inputs import (
     new_token_id,
 )
 from mmjax.models.molmo.image_processor import MolmoImageProcessor
-from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.prompt_updates.updates import PromptIndexTargets, as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -84,17 +83,11 @@ class MolmoProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: the published one is remote code."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.image_processing_base import ImageProcessingMixin
-
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
-        for name, value in _FIXED_SETTINGS.items():
-            if settings.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {settings[name]!r}; it must be {value!r}"
-                )
-        names = {one.name for one in fields(MolmoImageProcessor)}
-        own = {name: value for name, value in settings.items() if name in names}
+        settings = load_image_settings(self.ctx.model_config.path)
+        where, source = "the image processor", "the model takes"
+        check_settings(settings, _FIXED_SETTINGS, where=where, source=source)
+        names = settings.keys() & MolmoImageProcessor.__dataclass_fields__
+        own = {name: settings[name] for name in names}
         if "base_image_input_size" in settings:  # height and width, which are equal
             own["crop_side"] = settings["base_image_input_size"][0]
         if "image_patch_size" in settings:
@@ -117,12 +110,8 @@ class MolmoProcessingInfo(FamilyInfo):
             "image_token_length_h": processor.crop_tokens,
             "image_token_length_w": processor.crop_tokens,
         }
-        for name, value in expected.items():
-            if settings.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {settings[name]}, but the model's "
-                    f"encoder takes {value}; make them equal"
-                )
+        where, source = "the image processor", "the model's encoder takes"
+        check_settings(settings, expected, where=where, source=source)
         margins = list(processor.overlap_margins)
         if any(margin % 2 for margin in margins) or processor.window_patches < 1:
             raise CheckpointError(

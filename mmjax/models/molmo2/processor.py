@@ -7,13 +7,12 @@ embeddings of the image, too: they see it, and are seen, in both directions.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.molmo2.answers import parse_points
 from mmjax.models.molmo2.host_inputs import (
@@ -24,7 +23,7 @@ from mmjax.models.molmo2.host_inputs import (
     read_prompt_ids,
 )
 from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor
-from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
@@ -81,16 +80,11 @@ class Molmo2ProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: HF's needs torchvision."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.image_processing_base import ImageProcessingMixin
-
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
+        settings = load_image_settings(self.ctx.model_config.path)
         size = settings.get("size", {"height": 378, "width": 378})
         settings = {**settings, **self.processor_settings, "crop_side": size["height"]}
-        names = {one.name for one in fields(Molmo2ImageProcessor)}
-        image_processor = Molmo2ImageProcessor(
-            **{name: settings[name] for name in settings.keys() & names}
-        )
+        names = settings.keys() & Molmo2ImageProcessor.__dataclass_fields__
+        image_processor = Molmo2ImageProcessor(**{name: settings[name] for name in names})
         _ = self.encoder_spec  # refuses crops that the tower does not take
         self._check_settings({**settings, "size": size}, image_processor)
         for token, token_id in zip((PATCH, *MARKS), self._prompt_ids, strict=True):
@@ -109,12 +103,7 @@ class Molmo2ProcessingInfo(FamilyInfo):
             "size": {"height": side, "width": side},
             "patch_size": vision.patch_size,
         }
-        for name, value in wanted.items():
-            if found.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {found[name]!r}; the model asks for "
-                    f"{value!r}"
-                )
+        check_settings(found, wanted, where="the image processor", source="the model takes")
         rows, columns = cutter.pooling_size
         if not 1 <= rows * columns <= MAX_POOLED or cutter.window_patches < 1:
             raise CheckpointError(

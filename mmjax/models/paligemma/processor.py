@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, check_settings, make_factories
+from mmjax.errors import CheckpointError, check_settings
+from mmjax.models.family import FamilyInfo, FamilyProcessor, make_factories
 from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.paligemma.answers import parse_objects
 from mmjax.processing.items.parse import ImageSize

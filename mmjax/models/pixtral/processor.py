@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from mmjax.errors import RequestValueError
-from mmjax.models.family import FamilyInfo, check_settings, make_factories
+from mmjax.errors import RequestValueError, check_settings
+from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.pixtral.host_inputs import (
     PixtralHostInputs,
     check_whole_pictures,

@@ -97,8 +97,14 @@ def load_video_settings(path: Path) -> dict[str, Any]:
 
 
 def load_image_settings(path: Path) -> dict[str, Any]:
-    """Return the checkpoint's settings for images, likewise."""
-    return _load_settings(path, "image_processor", ("preprocessor_config.json",))
+    """Return the checkpoint's settings for images, likewise; `CheckpointError` for none."""
+    settings = _load_settings(path, "image_processor", ("preprocessor_config.json",))
+    if not settings:
+        raise CheckpointError(
+            f"`{path}` has no preprocessor_config.json, which says how images are processed; "
+            "download it with the weights"
+        )
+    return settings
 
 
 def load_feature_settings(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.frames import EvenSampling, split_pairs
 from mmjax.processing.image_processors.image import patchify, to_pixels
@@ -53,12 +53,7 @@ class TokenBudgetPatcher:
             name: self.defaults[name] if value is None else value for name, value in given.items()
         }
         sizes = {"patch_size": patch_size, "pooling_kernel_size": pooling_size}
-        for name, value in sizes.items():
-            if settings.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {settings[name]}, but config.json's "
-                    f"`vision_config` has {value}; make them equal"
-                )
+        check_settings(settings, sizes, where="the image processor")
         if settings.get("do_resize") is False:
             raise CheckpointError(
                 "`do_resize` of the image processor is false; images must be resized to squares "
