@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError, check_settings
+from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.fuyu.host_inputs import FuyuHostInputs
 from mmjax.processing.image_processors.affine import make_affine
@@ -127,11 +127,8 @@ class FuyuProcessingInfo(FamilyInfo):
         names = settings.keys() & FuyuImageProcessor.__dataclass_fields__
         image_processor = FuyuImageProcessor(**{name: settings[name] for name in names})
         side = self.get_hf_config().patch_size
-        if dict(image_processor.patch_size) != {"height": side, "width": side}:
-            raise CheckpointError(
-                f"`patch_size` of the image processor is {image_processor.patch_size}, but "
-                f"config.json has {side}; make them equal"
-            )
+        found = {"patch_size": dict(image_processor.patch_size)}
+        check_settings(found, {"patch_size": {"height": side, "width": side}}, where=where)
         self.check_token(IMAGE_TOKEN)
         return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=image_processor)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, check_settings
+from mmjax.errors import check_settings
 from mmjax.models.family import (
     FamilyInfo,
     FamilyProcessor,
@@ -103,11 +103,9 @@ class Idefics3ProcessingInfo(FamilyInfo):
             video_processor=frames,
         )
         for part in (images, *([] if frames is None else [frames.hf])):
-            if part.max_image_size["longest_edge"] != side:
-                raise CheckpointError(
-                    f"`max_image_size` of preprocessor_config.json is {part.max_image_size}, and "
-                    f"`vision_config.image_size` of config.json {side}; make them equal"
-                )
+            found = {"longest_edge": part.max_image_size["longest_edge"]}
+            where, source = "`max_image_size`", "`vision_config.image_size` of config.json is"
+            check_settings(found, {"longest_edge": side}, where=where, source=source)
         return parts
 
     def reference_inputs(

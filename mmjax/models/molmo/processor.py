@@ -94,7 +94,10 @@ class MolmoProcessingInfo(FamilyInfo):
             own["patch_size"] = settings["image_patch_size"]
         image_processor = MolmoImageProcessor(**own)
         self._check_crops(image_processor, settings)
-        self._check_tokens()
+        ids = {token: new_token_id(self.get_hf_config(), token) for token in NEW_TOKENS}
+        found = {token: self.get_token_id(token) for token in ids}
+        source = "`embedding_size` of config.json gives"
+        check_settings(found, ids, where="the tokenizer", source=source)
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=image_processor,
@@ -118,19 +121,6 @@ class MolmoProcessingInfo(FamilyInfo):
                 f"`overlap_margins` of the image processor is {margins}; both must be even, and "
                 f"together less than the {processor.crop_patches} patches of a crop"
             )
-
-    def _check_tokens(self) -> None:
-        tokenizer = self.get_tokenizer()
-        for token in NEW_TOKENS:
-            found, expected = (
-                tokenizer.get_vocab().get(token),
-                new_token_id(self.get_hf_config(), token),
-            )
-            if found != expected:
-                raise CheckpointError(
-                    f"`{token}` is token {found} of the tokenizer, but {expected} by "
-                    "`embedding_size` of config.json; make them agree"
-                )
 
     @property
     def bos_token_id(self) -> int:

@@ -87,12 +87,9 @@ class Molmo2ProcessingInfo(FamilyInfo):
         image_processor = Molmo2ImageProcessor(**{name: settings[name] for name in names})
         _ = self.encoder_spec  # refuses crops that the tower does not take
         self._check_settings({**settings, "size": size}, image_processor)
-        for token, token_id in zip((PATCH, *MARKS), self._prompt_ids, strict=True):
-            if self.get_token_id(token) != token_id:
-                raise CheckpointError(
-                    f"`{token}` is token {self.get_token_id(token)} of the tokenizer, but "
-                    f"{token_id} by config.json; make them agree"
-                )
+        ids = dict(zip((PATCH, *MARKS), self._prompt_ids, strict=True))
+        found = {token: self.get_token_id(token) for token in ids}
+        check_settings(found, ids, where="the tokenizer")
         return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=image_processor)
 
     def _check_settings(self, found: Mapping[str, Any], cutter: Molmo2ImageProcessor) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import keep_bytes, make_affine
 from mmjax.processing.image_processors.image import to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
@@ -202,12 +202,7 @@ class CanvasCutter:
 
     def __init__(self, settings: Mapping[str, Any], tile_size: int) -> None:
         """`settings`: those of the file; what it leaves out is as in HF."""
-        size = settings.get("size", {"height": 512, "width": 512})
-        if (size.get("height"), size.get("width")) != (tile_size, tile_size):
-            raise CheckpointError(
-                f"the image processor makes tiles of {dict(size)} pixels, but the vision tower "
-                f"takes {tile_size}x{tile_size}; make them equal"
-            )
+        _check_size(settings.get("size", {"height": 512, "width": 512}), tile_size)
         self.tile_size = tile_size
         self.resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
         names = {"min_patches": 1, "max_patches": 12, "crop_to_patches": True}
@@ -286,11 +281,7 @@ class HFTileCutter:
         """Load the checkpoint's image processor, which must fit the tower."""
         hf_processor = _got_ocr2().from_pretrained(path)
         size = hf_processor.size
-        if (size.height, size.width) != (tile_size, tile_size):
-            raise CheckpointError(
-                f"the image processor makes tiles of {size.height}x{size.width} pixels, but the "
-                f"vision tower takes {tile_size}x{tile_size}; make them equal"
-            )
+        _check_size({"height": size.height, "width": size.width}, tile_size)
         return cls(hf_processor, tile_size)
 
     @property
@@ -359,6 +350,12 @@ def _got_ocr2() -> Any:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     return keep_bytes(GotOcr2ImageProcessorPil)
+
+
+def _check_size(size: Mapping[str, Any], tile_size: int) -> None:
+    expected = {"size": {"height": tile_size, "width": tile_size}}
+    source = "the vision tower takes"
+    check_settings({"size": size}, expected, where="the image processor", source=source)
 
 
 def _check_tiles(pixel_values: Any, tile_size: int) -> None:
