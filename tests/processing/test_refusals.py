@@ -180,15 +180,15 @@ QWEN_KWARGS: list[tuple[dict[str, Any], str]] = [
     ({"images": []}, "`images`, which the server sets itself"),
 ]
 ORIGINAL_KWARGS: list[tuple[dict[str, Any], str]] = [
-    ({"max_dynamic_patch": 0}, "`max_dynamic_patch` is 0; .* from 1 to 128"),
+    ({"max_dynamic_patch": 0}, "`max_dynamic_patch` is 0 .* from 1 to 128"),
     ({"max_dynamic_patch": 10**9}, "`max_dynamic_patch` is 1000000000"),
     ({"min_dynamic_patch": 2.5}, "`min_dynamic_patch` is 2.5"),
-    ({"min_dynamic_patch": 9}, "`min_dynamic_patch` is 9; .*at most `max_dynamic_patch`.* 6"),
-    ({"dynamic_image_size": "no"}, "`dynamic_image_size` is 'no'; .*true or false"),
+    ({"min_dynamic_patch": 9}, "`min_dynamic_patch` is 9 .*at most `max_dynamic_patch`.* 6"),
+    ({"dynamic_image_size": "no"}, "`dynamic_image_size` is 'no' .*true or false"),
 ]
 INTERNVL_KWARGS: list[tuple[dict[str, Any], str]] = [
-    ({"max_patches": 500}, "`max_patches` is 500; .* from 1 to 128"),
-    ({"min_patches": 7}, "`min_patches` is 7; .*at most `max_patches`, which is 6"),
+    ({"max_patches": 500}, "`max_patches` is 500 .* from 1 to 128"),
+    ({"min_patches": 7}, "`min_patches` is 7 .*at most `max_patches`, which is 6"),
     ({"size": {"height": 28, "width": 28}}, "tiles became 28x28 .*takes 56x56"),
 ]
 GEMMA_KWARGS: list[tuple[dict[str, Any], str]] = [

@@ -7,6 +7,7 @@ import numpy as np
 
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.deepseek_ocr2.host_inputs import MAX_TILES, Sides
+from mmjax.processing.image_processors.tiling import check_limits
 from mmjax.processing.items.items import ImageSize
 
 _LIMITS = {"min_patches": 2, "max_patches": MAX_TILES}
@@ -58,20 +59,10 @@ class ViewAndTiles:
         What preprocessor_config.json says of them has no effect in HF either.
         """
         names = ("min_patches", "max_patches")
-        values = [_LIMITS[name] if kwargs.get(name) is None else kwargs[name] for name in names]
-        for name, value in zip(names, values, strict=True):
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TILES:
-                raise RequestValueError(
-                    f"`{name}` is {value!r}; it must be a number of tiles from 1 to {MAX_TILES}",
-                    param="mm_processor_kwargs",
-                )
-        fewest, most = values
-        if fewest > most:
-            raise RequestValueError(
-                f"`min_patches` is {fewest}; it must be at most `max_patches`, which is {most}",
-                param="mm_processor_kwargs",
-            )
-        return fewest, most
+        fewest, most = (
+            _LIMITS[name] if kwargs.get(name) is None else kwargs[name] for name in names
+        )
+        return check_limits(fewest, most, names, MAX_TILES)
 
     def _check_size(self, size: ImageSize) -> None:
         if round(min(size) / max(size) * self.sides.view) < 1:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar
 
-from mmjax.errors import CheckpointError, RequestValueError, check_settings
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
@@ -21,6 +21,7 @@ from mmjax.models.molmo.host_inputs import (
     new_token_id,
 )
 from mmjax.models.molmo.image_processor import MolmoImageProcessor
+from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.prompt_updates.updates import PromptIndexTargets, as_ids
@@ -57,10 +58,7 @@ def format_prompt(text: str, message_format: str, *, always_start_with_space: bo
     RequestValueError for a format that is none of `role` and `none`.
     """
     if message_format not in ("role", "none"):
-        raise RequestValueError(
-            f"`message_format` is {message_format!r}; it must be `role` or `none`",
-            param="mm_processor_kwargs",
-        )
+        raise bad_kwarg("message_format", message_format, "`role` or `none`")
     if text.startswith(f" {_TURN}"):
         return text
     if message_format == "role" and not text.startswith(_TURN):

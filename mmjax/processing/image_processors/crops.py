@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.errors import RequestValueError
-from mmjax.processing.image_processors.image import patchify
+from mmjax.processing.image_processors.image import check_count, patchify
 from mmjax.processing.items.items import ImageSize
 
 MAX_CROPS = 128
@@ -80,12 +79,7 @@ class OverlappingCrops:
         """Return how many crops a request may have of a tiled image; refuse what is no number."""
         given = kwargs.get("max_crops")
         value = self.max_crops if given is None else given
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_CROPS:
-            raise RequestValueError(
-                f"`max_crops` is {value!r}; it must be a number of crops from 1 to {MAX_CROPS}",
-                param="mm_processor_kwargs",
-            )
-        return value
+        return check_count("max_crops", value, MAX_CROPS, "crops")
 
     def find_most(
         self, kwargs: Mapping[str, Any], count: Callable[[Grid], int]

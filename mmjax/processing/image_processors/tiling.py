@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import keep_bytes, make_affine
-from mmjax.processing.image_processors.image import to_pixels
+from mmjax.processing.image_processors.image import bad_kwarg, check_count, to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.items.items import ImageSize
 
@@ -107,19 +107,14 @@ def find_largest_picture(cutter: TileCutter, kwargs: Mapping[str, Any]) -> tuple
     return sizes[counts.index(most)], most
 
 
-def check_limits(fewest: Any, most: Any, names: tuple[str, str]) -> tuple[int, int]:
-    """Return two numbers of tiles; `RequestValueError` for others than 1 to `MAX_TILES`."""
+def check_limits(
+    fewest: Any, most: Any, names: tuple[str, str], max_tiles: int = MAX_TILES
+) -> tuple[int, int]:
+    """Return two numbers of tiles; `RequestValueError` for others than 1 to `max_tiles`."""
     for value, name in zip((fewest, most), names, strict=True):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TILES:
-            raise RequestValueError(
-                f"`{name}` is {value!r}; it must be a number of tiles from 1 to {MAX_TILES}",
-                param="mm_processor_kwargs",
-            )
+        check_count(name, value, max_tiles, "tiles")
     if fewest > most:
-        raise RequestValueError(
-            f"`{names[0]}` is {fewest}; it must be at most `{names[1]}`, which is {most}",
-            param="mm_processor_kwargs",
-        )
+        raise bad_kwarg(names[0], fewest, f"at most `{names[1]}`, which is {most}")
     return fewest, most
 
 
@@ -165,10 +160,7 @@ class OriginalTileCutter:
         limits = check_limits(values[names[0]], values[names[1]], names)
         is_dynamic = values["dynamic_image_size"]
         if not isinstance(is_dynamic, bool):
-            raise RequestValueError(
-                f"`dynamic_image_size` is {is_dynamic!r}; it must be true or false",
-                param="mm_processor_kwargs",
-            )
+            raise bad_kwarg("dynamic_image_size", is_dynamic, "true or false")
         return limits if is_dynamic else (1, 1)
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:

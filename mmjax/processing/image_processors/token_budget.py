@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError, check_settings
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.frames import EvenSampling, split_pairs
-from mmjax.processing.image_processors.image import patchify, to_pixels
+from mmjax.processing.image_processors.image import bad_kwarg, patchify, to_pixels
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.media.decode import map_in_threads
 
@@ -86,11 +86,8 @@ class TokenBudgetPatcher:
         given = {k: v for k, v in kwargs.items() if k in self.defaults and v is not None}
         settings = {**self.settings, **given}
         if settings["max_soft_tokens"] not in BUDGETS:
-            raise RequestValueError(
-                f"`max_soft_tokens` is {settings['max_soft_tokens']!r} in mm_processor_kwargs; it "
-                f"must be one of {', '.join(map(str, BUDGETS))}",
-                param="mm_processor_kwargs",
-            )
+            known = ", ".join(map(str, BUDGETS))
+            raise bad_kwarg("max_soft_tokens", settings["max_soft_tokens"], f"one of {known}")
         return settings
 
     def find_largest(self, budget: int) -> ImageSize:
