@@ -101,8 +101,7 @@ def load_image_settings(path: Path) -> dict[str, Any]:
     settings = _load_settings(path, "image_processor", ("preprocessor_config.json",))
     if not settings:
         raise CheckpointError(
-            f"`{path}` has no preprocessor_config.json, which says how images are processed; "
-            "download it with the weights"
+            "the checkpoint has no preprocessor_config.json with settings for images; download it"
         )
     return settings
 
