@@ -26,7 +26,7 @@ _LLAMAS = (
     *("glm4v_text", "glm_ocr_text", "gpt_oss", "internlm3", "llama", "ministral3", "mistral"),
     *("molmo", "molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen2"),
     *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
-    *("qwen3_vl_text"),
+    "qwen3_vl_text",
 )
 """The `model_type`s that `LlamaConfig` reads."""
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
