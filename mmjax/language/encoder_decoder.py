@@ -7,7 +7,7 @@ far a key is away.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import jax
@@ -238,7 +238,7 @@ class T5Config:
     @classmethod
     def from_hf(cls, hf_config: Any) -> "T5Config":
         """Read HF's `T5Config`."""
-        return cls(**{name: getattr(hf_config, name) for name in cls.__dataclass_fields__})
+        return cls(**{one.name: getattr(hf_config, one.name) for one in fields(cls)})
 
     def make_norm(self, dtype: Any) -> RMSNorm:
         """Return a norm of hidden states."""
