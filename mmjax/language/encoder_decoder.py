@@ -170,23 +170,22 @@ class BartConfig:
         return MLP(self.d_model, inner, **options, dtype=dtype)
 
 
-def _read_bart(hf_config: Any) -> dict[str, Any]:
+def _read_bart(hf_config: Any, positions: str = "max_position_embeddings") -> dict[str, Any]:
     sizes = ("layers", "ffn_dim", "attention_heads")
     names = [f"{side}_{size}" for side in ("encoder", "decoder") for size in sizes]
     names += ["d_model", "activation_function", "scale_embedding"]
     return {
         **{name: getattr(hf_config, name) for name in names},
         "embed_width": hf_config.d_model,
-        "max_position_embeddings": hf_config.max_position_embeddings,
+        "max_position_embeddings": getattr(hf_config, positions),
         "has_first_norm": True,
     }
 
 
 def _read_whisper(hf_config: Any) -> dict[str, Any]:
     return {
-        **_read_bart(hf_config),
+        **_read_bart(hf_config, "max_target_positions"),
         "scale_embedding": False,  # HF's decoder does not obey it
-        "max_position_embeddings": hf_config.max_target_positions,
         "position_offset": 0,
         "has_key_bias": False,
         **{"is_pre_norm": True, "has_first_norm": False, "has_last_norm": True},
