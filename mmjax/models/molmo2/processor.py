@@ -87,9 +87,8 @@ class Molmo2ProcessingInfo(FamilyInfo):
         image_processor = Molmo2ImageProcessor(**{name: settings[name] for name in names})
         _ = self.encoder_spec  # refuses crops that the tower does not take
         self._check_settings({**settings, "size": size}, image_processor)
-        tokens: tuple[str, ...] = (PATCH, *MARKS)
-        found = {token: self.get_token_id(token) for token in tokens}
-        ids = dict(zip(tokens, self._prompt_ids, strict=True))
+        ids: dict[str, int] = dict(zip((PATCH, *MARKS), self._prompt_ids, strict=True))
+        found = {token: self.get_token_id(token) for token in ids}
         check_settings(found, ids, where="the tokenizer")
         return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=image_processor)
 
