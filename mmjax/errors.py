@@ -3,6 +3,9 @@
 A message says what is wrong, with the value, what was expected, and how to fix it.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class MMJaxError(Exception):
     """Base class of mmjax's exceptions."""
@@ -237,3 +240,32 @@ class SnapshotDamagedError(CheckpointError):
 
 class ConfigError(MMJaxError, ValueError):
     """An invalid setting (a flag, an argument of `LLM`)."""
+
+
+def check_settings(
+    settings: Any,
+    expected: Mapping[str, Any],
+    *,
+    where: str = "processor_config.json",
+    source: str = "config.json has",
+) -> None:
+    """Refuse a checkpoint whose files contradict each other, or a model; a key left out does not.
+
+    Args:
+        settings: A mapping, whose None is a key left out, or a config.
+        expected: The only values that these keys may have.
+        where: Whose settings they are.
+        source: Where the expected ones come from.
+
+    Raises:
+        CheckpointError: With the first that differs.
+    """
+    for name, value in expected.items():
+        if isinstance(settings, Mapping):
+            found = value if settings.get(name) is None else settings[name]
+        else:
+            found = getattr(settings, name, value)
+        if found != value:
+            raise CheckpointError(
+                f"`{name}` of {where} is {found!r}, but {source} {value!r}; make them equal"
+            )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmjax.decoders.limits import MediaLimits, check_audio_bytes, check_image_bytes
+from mmjax.decoders.limits import MediaLimits, check_bytes
 from mmjax.errors import ConfigError, RequestError
 
 _IMAGE_TYPES = {".gif": "gif", ".jpeg": "jpeg", ".jpg": "jpeg", ".png": "png", ".webp": "webp"}
@@ -66,7 +66,7 @@ def _to_audio_url(clip: str, limits: MediaLimits) -> str:
     from mmjax.decoders.audio_file import read_audio_header
 
     try:
-        check_audio_bytes(len(data), limits)
+        check_bytes("audio", len(data), limits, param=None)
         read_audio_header(data, limits)
     except RequestError as error:
         raise ConfigError(f"the clip {clip} cannot be used: {error}") from error
@@ -82,7 +82,7 @@ def _to_image_url(image: str, limits: MediaLimits) -> str:
     from mmjax.decoders.image_file import read_image_header
 
     try:
-        check_image_bytes(len(data), limits)
+        check_bytes("image", len(data), limits, param=None)
         read_image_header(data, limits)
     except RequestError as error:
         raise ConfigError(f"the image {image} cannot be used: {error}") from error

@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.decoders.limits import (
-    MediaLimits,
-    check_audio_bytes,
-    check_audio_size,
-    check_num_samples,
-)
+from mmjax.decoders.limits import MediaLimits, check_audio_size, check_bytes, check_num_samples
 from mmjax.errors import MediaError, RequestValueError
 
 AUDIO_FORMATS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
@@ -112,7 +107,7 @@ def resample(samples: np.ndarray, rate: int, target_rate: int, *, axis: int = 0)
 @contextmanager
 def _opened(data: bytes, limits: MediaLimits, param: str | None) -> Iterator[tuple[Any, Any]]:
     """Yield FFmpeg's container and its first stream of sound; whatever fails is the request's."""
-    check_audio_bytes(len(data), limits, param=param)
+    check_bytes("audio", len(data), limits, param=param)
     try:
         import av
     except ImportError:

@@ -13,12 +13,10 @@ from mmjax.decoders.audio_file import AudioHeader
 from mmjax.decoders.image_file import BYTES_PER_PIXEL, ImageHeader
 from mmjax.decoders.limits import (
     MediaLimits,
-    check_audio_bytes,
     check_audio_size,
-    check_image_bytes,
+    check_bytes,
     check_image_size,
     check_num_samples,
-    check_video_bytes,
     check_video_size,
 )
 from mmjax.decoders.media_jobs import SHARED_MODE
@@ -51,7 +49,6 @@ class DecodeWorkers:
         self, data: bytes, limits: MediaLimits, *, param: str | None
     ) -> tuple[Image.Image, ImageHeader]:
         """Return the first frame and its header."""
-        check_image_bytes(len(data), limits, param=param)
         with self._ask("decode_image", data, limits, param) as (reply, memory):
             header = _checked_header(reply, limits)
             width, height = _integers(reply["size"], 2)
@@ -64,7 +61,6 @@ class DecodeWorkers:
         self, data: bytes, limits: MediaLimits, sampling: VideoSampling, *, param: str | None
     ) -> VideoHeader:
         """Return what is known of a video before a frame is decoded."""
-        check_video_bytes(len(data), limits, param=param)
         with self._ask("read_video_header", data, limits, param, sampling=sampling) as (reply, _):
             return _checked_video_header(reply, limits)
 
@@ -72,7 +68,6 @@ class DecodeWorkers:
         self, data: bytes, limits: MediaLimits, sampling: VideoSampling, *, param: str | None
     ) -> tuple[np.ndarray, VideoHeader, list[int]]:
         """Return a video's sampled frames, its header, and their places in the file."""
-        check_video_bytes(len(data), limits, param=param)
         with self._ask("decode_video", data, limits, param, sampling=sampling) as (reply, memory):
             header = _checked_video_header(reply, limits)
             width, height = _integers(reply["size"], 2)
@@ -86,7 +81,6 @@ class DecodeWorkers:
         self, data: bytes, limits: MediaLimits, *, param: str | None
     ) -> AudioHeader:
         """Return what is known of a clip before a sample is decoded."""
-        check_audio_bytes(len(data), limits, param=param)
         with self._ask("read_audio_header", data, limits, param) as (reply, _):
             return _checked_audio_header(reply, limits)
 
@@ -94,7 +88,6 @@ class DecodeWorkers:
         self, data: bytes, limits: MediaLimits, rate: int, *, param: str | None
     ) -> np.ndarray:
         """Return a clip's samples: one channel, at `rate`."""
-        check_audio_bytes(len(data), limits, param=param)
         with self._ask("decode_audio", data, limits, param, rate=rate) as (reply, memory):
             (num_samples,) = _integers([reply["num_samples"]], 1)
             check_num_samples(num_samples, limits, param=param)
@@ -112,6 +105,8 @@ class DecodeWorkers:
     def _ask(
         self, operation: str, data: bytes, limits: MediaLimits, param: str | None, **options: Any
     ) -> Iterator[tuple[Mapping[str, Any], SharedMemory]]:
+        _, modality, *_ = operation.split("_")
+        check_bytes(modality, len(data), limits, param=param)
         try:
             with self._pool.run(operation, data, **options, **asdict(limits)) as (reply, memory):
                 if (kind := reply.get("error")) is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from mmjax.decoders.limits import MediaLimits, check_image_bytes, check_image_size
+from mmjax.decoders.limits import MediaLimits, check_bytes, check_image_size
 from mmjax.errors import MediaError, RequestValueError
 from mmjax.system.logger import get_logger
 
@@ -63,7 +63,7 @@ def decode_image(
     JPEGs are decoded whole, too: what `Image.draft` gives is scaled by another filter than the
     HF processors', so the pixels would differ.
     """
-    check_image_bytes(len(data), limits, param=param)
+    check_bytes("image", len(data), limits, param=param)
     with _named_faults(len(data), limits, param):
         image, header = _open_image(data, limits, param)
         return convert_to_rgb(image), header

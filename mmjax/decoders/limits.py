@@ -37,12 +37,13 @@ class MediaLimits:
         return int(getattr(self, f"max_{modality}_bytes"))
 
 
-def check_image_bytes(num_bytes: int, limits: MediaLimits, *, param: str | None = "image") -> None:
+def check_bytes(modality: str, num_bytes: int, limits: MediaLimits, *, param: str | None) -> None:
     """Refuse a file that is too large to be looked at."""
-    if num_bytes > limits.max_image_bytes:
+    most = limits.max_bytes(modality)
+    if num_bytes > most:
+        mend = "a smaller file" if modality == "image" else "a shorter or smaller one"
         raise RequestValueError(
-            f"image has {num_bytes} encoded bytes, at most {limits.max_image_bytes} are accepted; "
-            "send a smaller file",
+            f"{modality} has {num_bytes} encoded bytes, at most {most} are accepted; send {mend}",
             param=param,
         )
 
@@ -60,16 +61,6 @@ def check_image_size(
         raise RequestValueError(
             f"image is {width}x{height} = {width * height} pixels, at most "
             f"{limits.max_image_pixels} are accepted; scale it down",
-            param=param,
-        )
-
-
-def check_video_bytes(num_bytes: int, limits: MediaLimits, *, param: str | None = "video") -> None:
-    """Refuse a video's file that is too large to be looked at."""
-    if num_bytes > limits.max_video_bytes:
-        raise RequestValueError(
-            f"video has {num_bytes} encoded bytes, at most {limits.max_video_bytes} are accepted; "
-            "send a shorter or smaller one",
             param=param,
         )
 
@@ -98,16 +89,6 @@ def check_video_size(
         raise RequestValueError(
             f"video is {num_frames} frames of {width}x{height} = {num_pixels} pixels, at most "
             f"{limits.max_video_pixels} are accepted; sample fewer frames or scale them down",
-            param=param,
-        )
-
-
-def check_audio_bytes(num_bytes: int, limits: MediaLimits, *, param: str | None = "audio") -> None:
-    """Refuse a clip's file that is too large to be looked at."""
-    if num_bytes > limits.max_audio_bytes:
-        raise RequestValueError(
-            f"audio has {num_bytes} encoded bytes, at most {limits.max_audio_bytes} are accepted; "
-            "send a shorter or smaller one",
             param=param,
         )
 

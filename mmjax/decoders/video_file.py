@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.decoders.image_file import BYTES_PER_PIXEL
-from mmjax.decoders.limits import (
-    MediaLimits,
-    check_image_size,
-    check_video_bytes,
-    check_video_size,
-)
+from mmjax.decoders.limits import MediaLimits, check_bytes, check_image_size, check_video_size
 from mmjax.errors import MediaError, RequestValueError
 
 VIDEO_FORMATS: Mapping[str, tuple[int, bytes]] = {
@@ -157,7 +152,7 @@ def decode_frames(
 @contextmanager
 def _opened(data: bytes, limits: MediaLimits, param: str | None) -> Iterator[tuple[Any, Any]]:
     """Yield FFmpeg's container and its first video stream; whatever fails is the request's."""
-    check_video_bytes(len(data), limits, param=param)
+    check_bytes("video", len(data), limits, param=param)
     try:
         import av
     except ImportError:

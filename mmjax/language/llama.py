@@ -12,11 +12,16 @@ each head; its larger ones have experts, and neither of both; arXiv 2507.01006),
 longer prompts than the trained ones have of their own; arXiv 2404.14219), InternLM3 (Llama's by
 another name), gpt-oss (sinks, and experts with biases and a gate of their own; arXiv 2508.10925),
 Command R and R7B (attention and MLP side by side behind one layer norm, neighbours rotated as
-pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795).
+pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795),
+Persimmon, which is Fuyu's (Adept, 2023: layer norms, a part of each head turns, an MLP without a
+gate, of squared ReLU: Primer, arXiv 2109.08668), Gemma 1 (norms with a centred weight, scaled
+embeddings; arXiv 2403.08295), 2 (norms on both sides, capped scores and logits; 2408.00118) and 3
+(norms on queries and keys, angles of two kinds; 2503.19786).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -26,9 +31,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.errors import CheckpointError
-from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import LayerCache
+from mmjax.errors import CheckpointError, check_settings
+from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.decoder import (
     GroupedQueryAttention,
     ParallelLayer,
@@ -36,10 +40,11 @@ from mmjax.layers.decoder import (
     PreNormLayer,
     RotaryDecoder,
     SandwichNormLayer,
+    ScaledQueryAttention,
 )
-from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.moe import ClampedGate, MixtureOfExperts, RouterConfig
-from mmjax.layers.norm import LayerNorm, RMSNorm
+from mmjax.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
 from mmjax.layers.rope import text_angles
 
 HEAD_NORM_EPS = 1e-5
@@ -76,8 +81,10 @@ class LlamaConfig:
     norm_order: Literal["pre", "post", "both", "parallel"] = "pre"
     """Whether what attention and MLP read is normed, what they give, or both; parallel: they read
     the same, normed once."""
-    has_layer_norms: bool = False
-    """Whether the norms take the mean away (`LayerNorm`, without a bias), and are no RMSNorms."""
+    norm_kind: Literal["rms", "gemma", "layer", "biased layer"] = "rms"
+    """Whether the norms have a centred weight (`GemmaRMSNorm`); whether they take the mean away
+    (`LayerNorm`), and have a bias."""
+    has_gated_mlp: bool = True
     is_interleaved: bool = False
     """Whether neighbours in a head are a pair that is rotated, and not its halves."""
     windows: tuple[int | None, ...]
@@ -94,16 +101,21 @@ class LlamaConfig:
     dense_layers: tuple[int, ...] = ()
     """The layers without experts, where others have them."""
     rope_parameters: dict[str, Any]
-    unrotated_layers: frozenset[int] = frozenset()
-    """Those whose queries and keys have no positions."""
-    unscaled_layers: frozenset[int] = frozenset()
-    """Those whose angles are of `rope_theta` alone, and not of what else `rope_parameters` says."""
+    layer_ropes: tuple[dict[str, Any] | None, ...] | None = None
+    """Per layer, the parameters of its angles, None where queries and keys have no positions; None:
+    all have `rope_parameters`."""
     has_sinks: bool = False
     """Whether each head has the learned score of a key without a value, which all tokens see."""
     query_scales: tuple[int, tuple[float, ...]] | None = None
     """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
     logit_scale: float = 1.0
     """What logits are multiplied by."""
+    logit_cap: float | None = None
+    score_scale: float | None = None
+    """What scores are multiplied by; None: `head_dim ** -0.5`."""
+    score_cap: float | None = None
+    scales_embeds: bool = False
+    """Whether embeddings of tokens are multiplied by the root of their width."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "LlamaConfig":
@@ -225,10 +237,7 @@ def _read_chameleon(hf_config: Any) -> dict[str, Any]:
 
 
 def _read_molmo(hf_config: Any) -> dict[str, Any]:
-    for name, value in _MOLMO_REQUIRED.items():
-        found = getattr(hf_config, name, value)
-        if found != value:
-            raise CheckpointError(f"`{name}` is {found!r}; mmjax's Molmo takes {value!r} alone")
+    check_settings(hf_config, _MOLMO_REQUIRED, where="config.json", source="mmjax's Molmo takes")
     return {
         # Rows of the table that have logits; padding makes them even.
         "vocab_size": getattr(hf_config, "embedding_size", None) or hf_config.vocab_size,
@@ -248,14 +257,19 @@ def _read_molmo2(hf_config: Any) -> dict[str, Any]:
             f"`qk_norm_type` is {hf_config.qk_norm_type!r}; it must be `qwen3` (each head by one "
             "norm) or `olmo` (all heads together)"
         )
-    scaled = hf_config.rope_scaling_layers
+    values, scaled = _read_llama(hf_config), hf_config.rope_scaling_layers
+    # The others' angles are of `rope_theta` alone.
+    whole = values["rope_parameters"]
+    plain = {"rope_theta": whole["rope_theta"]}
     every = range(hf_config.num_hidden_layers)
     return {
-        **_read_llama(hf_config),
+        **values,
         "has_output_bias": False,
         "qk_norm": "head" if hf_config.qk_norm_type == "qwen3" else "wide",
         "norm_order": "post" if hf_config.norm_after else "pre",
-        "unscaled_layers": frozenset() if scaled is None else frozenset(every) - {*scaled},
+        "layer_ropes": None
+        if scaled is None
+        else tuple(whole if n in scaled else plain for n in every),
     }
 
 
@@ -320,7 +334,7 @@ def _read_cohere(hf_config: Any) -> dict[str, Any]:
         "intermediate_size": hf_config.intermediate_size,
         "hidden_act": hf_config.hidden_act,
         "rms_norm_eps": hf_config.layer_norm_eps,
-        "has_layer_norms": True,
+        "norm_kind": "layer",
         "has_qkv_bias": hf_config.attention_bias,
         "has_output_bias": hf_config.attention_bias,
         "norm_order": "parallel",
@@ -332,8 +346,61 @@ def _read_cohere(hf_config: Any) -> dict[str, Any]:
 
 def _read_cohere2(hf_config: Any) -> dict[str, Any]:
     windows = _read_windows(hf_config)
-    everywhere = frozenset(n for n, window in enumerate(windows) if window is None)
-    return {**_read_cohere(hf_config), "windows": windows, "unrotated_layers": everywhere}
+    values = _read_cohere(hf_config)
+    ropes = tuple(None if window is None else values["rope_parameters"] for window in windows)
+    return {**values, "windows": windows, "layer_ropes": ropes}
+
+
+def _read_persimmon(hf_config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": hf_config.vocab_size,
+        "intermediate_size": hf_config.intermediate_size,
+        "hidden_act": hf_config.hidden_act,
+        "rms_norm_eps": hf_config.layer_norm_eps,
+        "norm_kind": "biased layer",
+        "qk_norm": "head" if hf_config.qk_layernorm else None,
+        **dict.fromkeys(("has_qkv_bias", "has_output_bias", "has_mlp_bias"), True),
+        "has_gated_mlp": False,
+        "rope_parameters": dict(hf_config.rope_parameters),
+    }
+
+
+def _read_gemma(hf_config: Any) -> dict[str, Any]:
+    kind = hf_config.model_type
+    # PaliGemma's decoders have the key, whose prompts see themselves (`sees` of the model).
+    if hf_config.use_bidirectional_attention and kind == "gemma3_text":
+        raise CheckpointError(
+            "`use_bidirectional_attention` is true: an encoder, not a generator; "
+            "mmjax serves checkpoints with causal text"
+        )
+    shared = {
+        "vocab_size": hf_config.vocab_size,
+        "intermediate_size": hf_config.intermediate_size,
+        "rms_norm_eps": hf_config.rms_norm_eps,
+        "norm_kind": "gemma",
+        **dict.fromkeys(("has_qkv_bias", "has_output_bias"), hf_config.attention_bias),
+        "rope_parameters": dict(hf_config.rope_parameters),
+        "scales_embeds": True,
+    }
+    if kind == "gemma":
+        return {**shared, "hidden_act": hf_config.hidden_act}
+    windows, ropes = _read_windows(hf_config), hf_config.rope_parameters
+    score_cap, logit_cap = (
+        getattr(hf_config, f"{name}_logit_softcapping", None) for name in ("attn", "final")
+    )
+    is_third = kind == "gemma3_text"
+    return {
+        **shared,
+        "hidden_act": hf_config.hidden_activation,
+        "norm_order": "both",
+        "qk_norm": "head" if is_third else None,
+        "windows": windows,
+        "layer_ropes": tuple(ropes[one] for one in hf_config.layer_types) if is_third else None,
+        # config.json may hold integers.
+        "score_scale": float(hf_config.query_pre_attn_scalar) ** -0.5,
+        "score_cap": None if score_cap is None else float(score_cap),
+        "logit_cap": None if logit_cap is None else float(logit_cap),
+    }
 
 
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
@@ -341,6 +408,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "chameleon": _read_chameleon,
         "cohere": _read_cohere,
         "cohere2": _read_cohere2,
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _read_gemma),
         "glm4v_moe_text": _read_glm_moe,
         "glm4v_text": _read_glm,
         "glm_ocr_text": _read_glm,
@@ -349,6 +417,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "molmo": _read_molmo,
         "molmo2_text": _read_molmo2,
         "paddleocr_vl_text": _read_paddleocr_vl,
+        "persimmon": _read_persimmon,
         "phi3": _read_phi3,
         "qwen3_moe": _read_qwen3_moe,
         "qwen3_vl_moe_text": _read_qwen3_moe,
@@ -373,22 +442,6 @@ class HeadNorm(nnx.Module):
         return normed * self.weight[...][None] + self.bias[...][None]
 
 
-class ScaledQueryAttention(GroupedQueryAttention):
-    """Attention whose queries are multiplied by a factor of their position."""
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Any,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Attend; `angles` are a pair, of the rotary angles and of float32[T], the factors."""
-        angles, scales = angles
-        query = self.q_proj(x) * scales.astype(x.dtype)[:, None]
-        return self.attend(query, x, angles, cache, metadata)
-
-
 class LlamaTextModel(RotaryDecoder):
     """Llama's text model, and its relatives'."""
 
@@ -397,41 +450,45 @@ class LlamaTextModel(RotaryDecoder):
             config,
             num_kv_heads=config.num_key_value_heads,
             layers=[_build_layer(config, n, dtype=dtype) for n in range(config.num_hidden_layers)],
-            norm=_build_norm(config, dtype=dtype),
+            norm=_build_norm(config, config.hidden_size, dtype=dtype),
             is_tied=is_tied,
             dtype=dtype,
         )
-        self.query_scales = config.query_scales
-        self.unrotated_layers = config.unrotated_layers
-        self.unscaled_layers = config.unscaled_layers
-        self.logit_scale = config.logit_scale
+        self.config: LlamaConfig = config
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up tokens; scaled, as in HF, by sqrt(D) rounded to the table's dtype."""
+        embeds = super().embed_input_ids(token_ids)
+        if not self.config.scales_embeds:
+            return embeds
+        return embeds * jnp.asarray(self.config.hidden_size**0.5, embeds.dtype)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Project onto the vocabulary, in float32, and scale."""
-        logits = super().compute_logits(hidden_states)
-        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
+        """Project onto the vocabulary, in float32, scale and cap."""
+        logits, scale = super().compute_logits(hidden_states), self.config.logit_scale
+        return apply_soft_cap(logits if scale == 1.0 else logits * scale, self.config.logit_cap)
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
         """Return the rotary angles, and what queries are multiplied by where they are."""
-        angles = super().layer_inputs(positions)
-        if self.unrotated_layers:
-            return [None if n in self.unrotated_layers else one for n, one in enumerate(angles)]
-        if self.unscaled_layers:
-            plain = {"rope_theta": self.config.rope_parameters["rope_theta"]}
-            own = text_angles(plain, self.config.head_dim, positions)
-            angles = [own if n in self.unscaled_layers else one for n, one in enumerate(angles)]
-        if self.query_scales is None:
+        config, ropes = self.config, self.config.layer_ropes
+        if ropes is None:
+            angles = super().layer_inputs(positions)
+        else:
+            kinds = {id(one): one for one in ropes if one is not None}
+            made = {n: text_angles(one, config.head_dim, positions) for n, one in kinds.items()}
+            angles = [None if one is None else made[id(one)] for one in ropes]
+        if config.query_scales is None:
             return angles
-        length, factors = self.query_scales
+        length, factors = config.query_scales
         scales = jnp.asarray(factors, jnp.float32)[positions[0] // length]
         return [(each, scales) for each in angles]
 
 
-def _build_norm(config: LlamaConfig, *, dtype: Any) -> nnx.Module:
-    width, eps = config.hidden_size, config.rms_norm_eps
-    if config.has_layer_norms:
-        return LayerNorm(width, eps=eps, has_bias=False, dtype=dtype)
-    return RMSNorm(width, eps=eps, dtype=dtype)
+def _build_norm(config: LlamaConfig, width: int, *, dtype: Any) -> nnx.Module:
+    eps = config.rms_norm_eps
+    if config.norm_kind in ("rms", "gemma"):
+        return (RMSNorm if config.norm_kind == "rms" else GemmaRMSNorm)(width, eps=eps, dtype=dtype)
+    return LayerNorm(width, eps=eps, has_bias=config.norm_kind == "biased layer", dtype=dtype)
 
 
 def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:
@@ -440,7 +497,7 @@ def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Mo
     if config.qk_norm == "own":
         return HeadNorm(num_heads, config.head_dim, dtype=dtype)
     width = config.head_dim * (num_heads if config.qk_norm == "wide" else 1)
-    return RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype)
+    return _build_norm(config, width, dtype=dtype)
 
 
 _LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
@@ -466,7 +523,7 @@ def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
             use_bias=config.has_expert_bias,
             dtype=dtype,
         )
-    return GatedMLP(
+    return (GatedMLP if config.has_gated_mlp else MLP)(
         config.hidden_size,
         config.intermediate_size,
         activation=config.hidden_act,
@@ -490,9 +547,12 @@ def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
         ),
         norms_are_wide=config.qk_norm == "wide",
         is_interleaved=config.is_interleaved,
+        scale=config.score_scale,
         window=config.windows[number],
+        soft_cap=config.score_cap,
         has_sinks=config.has_sinks,
         dtype=dtype,
     )
     mlp = _build_mlp(config, number, dtype=dtype)
-    return _LAYERS[config.norm_order](attention, mlp, lambda: _build_norm(config, dtype=dtype))
+    make_norm = partial(_build_norm, config, config.hidden_size, dtype=dtype)
+    return _LAYERS[config.norm_order](attention, mlp, make_norm)

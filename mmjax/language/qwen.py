@@ -13,16 +13,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.errors import CheckpointError
-from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
-from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.errors import check_settings
+from mmjax.layers.attention.kv_cache import KVCacheSpec
+from mmjax.layers.decoder import Angles, Decoder, PreNormLayer, ScaledQueryAttention
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
 from mmjax.layers.rope import cos_sin, inverse_frequencies, rotary_angles
 from mmjax.rounding import count_halvings
 
-QwenInput = tuple[Float[Array, "T P"], Float[Array, "T P"], Float[Array, " T"]]
+QwenInput = tuple[Angles, Float[Array, " T"]]
 """Cosines and sines of every token, and what its query is multiplied by."""
 
 
@@ -48,13 +47,8 @@ class QwenConfig:
     @classmethod
     def from_hf(cls, hf_config: Any) -> "QwenConfig":
         """Read config.json; `CheckpointError` for biases or rotary parts that nobody published."""
-        expected = {"no_bias": True, "rotary_pct": 1.0}
-        for name, value in expected.items():
-            if getattr(hf_config, name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` is {getattr(hf_config, name)}; mmjax has Qwen's decoder with "
-                    f"{value} alone"
-                )
+        wanted = {"no_bias": True, "rotary_pct": 1.0}
+        check_settings(hf_config, wanted, where="config.json", source="mmjax's decoder has")
         values = {name: getattr(hf_config, name) for name in cls.__dataclass_fields__}
         # config.json may hold an integer.
         return cls(**{**values, "rotary_emb_base": float(values["rotary_emb_base"])})
@@ -66,21 +60,6 @@ class QwenConfig:
         power = self.kv_channels / (self.kv_channels - 2)
         alphas = [2 ** (level + 1) - 1 for level in range(num_levels)]
         return [self.rotary_emb_base * alpha**power for alpha in alphas]
-
-
-class QwenAttention(GroupedQueryAttention):
-    """Multi-head attention whose queries are scaled by their positions."""
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Any,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Attend, and return the layer's cache; `angles` is a `QwenInput`."""
-        cos, sin, scale = angles
-        return self.attend(self.q_proj(x) * scale[:, None], x, (cos, sin), cache, metadata)
 
 
 class QwenTextModel(Decoder):
@@ -108,8 +87,8 @@ class QwenTextModel(Decoder):
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[QwenInput]:
         """Return the angles and the queries' factors, the same for every layer."""
-        cos, sin = self._angles(positions)
-        return [(cos, sin, self._query_scale(positions[0]))] * len(self.layers)
+        inputs = self._angles(positions), self._query_scale(positions[0])
+        return [inputs] * len(self.layers)
 
     def _angles(self, positions: Int[Array, "3 T"]) -> Angles:
         width, bases = self.config.kv_channels, self.config.rope_bases
@@ -131,7 +110,7 @@ class QwenTextModel(Decoder):
 
 def _build_layer(config: QwenConfig, *, dtype: Any) -> nnx.Module:
     width = config.hidden_size
-    attention = QwenAttention(
+    attention = ScaledQueryAttention(
         width,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_attention_heads,

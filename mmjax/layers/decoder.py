@@ -150,6 +150,22 @@ class GroupedQueryAttention(nnx.Module):
         return self.o_proj(out), cache
 
 
+class ScaledQueryAttention(GroupedQueryAttention):
+    """Attention whose queries are multiplied by a factor of their position."""
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Any,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Attend; `angles` are a pair, of the rotary angles and of `[T]`, the factors."""
+        angles, scales = angles
+        query = self.q_proj(x) * scales.astype(x.dtype)[:, None]
+        return self.attend(query, x, angles, cache, metadata)
+
+
 class PreNormLayer(nnx.Module):
     """A block that norms what attention and MLP read; parameters bear Llama's names."""
 

@@ -113,7 +113,7 @@ class DepthwiseConv2d(nnx.Module):
 
 
 class PositionTable(nnx.Module):
-    """One learned vector a patch: parameter `weight[P, D]`."""
+    """One learned vector a row: parameter `weight[P, D]`."""
 
     def __init__(self, num_positions: int, dim: int, *, dtype: Any) -> None:
         self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))

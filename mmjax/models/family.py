@@ -7,7 +7,7 @@ of `FamilyProcessor`.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -34,6 +34,7 @@ from mmjax.processing.items.parse import (
     MultiModalDataItems,
 )
 from mmjax.processing.media.log_mel import LogMel
+from mmjax.processing.prepared import AnswerParser
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
@@ -79,6 +80,11 @@ class FamilyInfo(BaseProcessingInfo):
     may be several tokens (`<`, `image`, `>`): such a one is replaced in the text, as HF does."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
+    adds_special_tokens: ClassVar[bool] = True
+    """Whether the tokenizer adds its own to a text, where a request does not say; else the chat
+    template writes BOS."""
+    max_answer_images: ClassVar[float] = 0
+    """Answers about so many images, at most, are read by `parse_answer`."""
 
     # ---- what most rows say: an item is so many units of one size --------------------------------
 
@@ -170,15 +176,19 @@ class FamilyInfo(BaseProcessingInfo):
         """Return how many embeddings that clip has."""
         return self.num_unit_tokens
 
+    def find_largest_image(self) -> tuple[ImageSize | None, int]:
+        """Return the size of an image with the most embeddings, and how many: a unit's."""
+        return self.get_unit_size(), self.num_unit_tokens
+
     def get_largest_image(self) -> ImageSize:
-        """Return the size of an image with the most embeddings."""
-        size = self.get_unit_size()
+        """Return the size of that image."""
+        size, _ = self.find_largest_image()
         assert size is not None, "images of any size: a family says which is largest"
         return size
 
     def get_max_image_tokens(self) -> int:
-        """Return how many embeddings that image has."""
-        return self.num_unit_tokens
+        """Return how many embeddings it has."""
+        return self.find_largest_image()[1]
 
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -225,6 +235,12 @@ class FamilyInfo(BaseProcessingInfo):
         if "video" in self.supported_mm_limits:
             most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_unit_tokens
         return most
+
+    def parse_answer(
+        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
+    ) -> Mapping[str, Any]:
+        """Return an answer's boxes or points; `image_sizes`: of the prompt's images, as sent."""
+        raise NotImplementedError(f"{type(self).__name__} reads no answers")
 
     # ---- what rows are written with --------------------------------------------------------------
 
@@ -281,21 +297,6 @@ class FamilyInfo(BaseProcessingInfo):
     ) -> dict[str, Any]:
         """Return a part's kwargs: a request's, merged with the operator's."""
         return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))[scope]
-
-
-def check_settings(
-    settings: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    *,
-    source: str = "config.json has",
-) -> None:
-    """Refuse a checkpoint whose files contradict each other; a key that is left out does not."""
-    for name, value in expected.items():
-        if settings.get(name) not in (None, value):
-            raise CheckpointError(
-                f"`{name}` of processor_config.json is {settings[name]!r}, but {source} {value!r}; "
-                "make them equal"
-            )
 
 
 def item_fields(
@@ -391,7 +392,17 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
     ) -> list[int]:
-        return list(self.info.get_tokenizer().encode(prompt, **tokenization_kwargs))
+        kwargs = {"add_special_tokens": self.info.adds_special_tokens, **tokenization_kwargs}
+        return list(self.info.get_tokenizer().encode(prompt, **kwargs))
+
+    def _get_answer_parser(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> AnswerParser | None:
+        """Return the row's, for answers about images whose sizes are all known."""
+        sizes = self.find_image_sizes(mm_items) if self.info.max_answer_images else None
+        if sizes is None or len(sizes) > self.info.max_answer_images:
+            return None
+        return partial(self.info.parse_answer, image_sizes=sizes)
 
     def _call_hf_processor(
         self,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, item_fields
 from mmjax.models.grid_inputs import GridHostInputs
 from mmjax.processing.image_processors.frames import DEFAULT_FPS, Timing
@@ -161,16 +161,15 @@ class GridInfo(FamilyInfo):
 
     def _check_patches(self, name: str, patcher: ImagePatcher) -> None:
         """Refuse a checkpoint whose processor cuts other patches than its tower reads."""
-        vision, hf = self.get_hf_config().vision_config, patcher.hf
-        # Of a tower for pictures alone, one.
-        depth = getattr(vision, "temporal_patch_size", 1)
-        expected = (vision.patch_size, vision.spatial_merge_size, depth)
-        found = (hf.patch_size, hf.merge_size, hf.temporal_patch_size)
-        if found != expected:
-            raise CheckpointError(
-                f"the {name} of the checkpoint has (patch_size, merge_size, temporal_patch_size) "
-                f"{found}, but config.json's vision_config {expected}; make them equal"
-            )
+        vision = self.get_hf_config().vision_config
+        expected = {
+            "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size,
+            # Of a tower for pictures alone, one.
+            "temporal_patch_size": getattr(vision, "temporal_patch_size", 1),
+        }
+        source = "config.json's vision_config has"
+        check_settings(patcher.hf, expected, where=f"the {name}", source=source)
 
     def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange:
         """Return at most 512 x 512 pixels for `low`, at least 1024 x 1024 for `high`.

@@ -202,9 +202,14 @@ class UnitHostInputs(HostInputs):
         )
 
     @staticmethod
-    @abstractmethod
     def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
-        """Return the shape of a unit's pixels, [C, Y, X], and how many embeddings it has."""
+        """Return the shape of a unit's pixels, [C, Y, X], and how many embeddings it has.
+
+        Here a square of `vision_config.image_size`, and an embedding for each patch.
+        """
+        vision = hf_config.vision_config
+        shape = (vision.num_channels, vision.image_size, vision.image_size)
+        return shape, (vision.image_size // vision.patch_size) ** 2
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the item's units as `[units, C, Y, X]`."""

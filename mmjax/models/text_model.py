@@ -11,60 +11,39 @@ from types import MappingProxyType
 from typing import Any
 
 from mmjax.errors import CheckpointError
-from mmjax.language.bart import BartConfig, BartDecoder
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
-from mmjax.language.gemma import GemmaConfig, GemmaTextModel
+from mmjax.language.encoder_decoder import BartConfig, BartDecoder, T5Config, T5Decoder
 from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
 from mmjax.language.lfm2 import Lfm2Config, Lfm2TextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
-from mmjax.language.opt import OPTConfig, OPTTextModel
-from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.language.qwen import QwenConfig, QwenTextModel
 from mmjax.language.qwen3_5 import Qwen35Config, Qwen35TextModel
-from mmjax.language.t5 import T5Config, T5Decoder
 from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 
+_LLAMAS = (
+    *("chameleon", "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4v_moe_text"),
+    *("glm4v_text", "glm_ocr_text", "gpt_oss", "internlm3", "llama", "ministral3", "mistral"),
+    *("molmo", "molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen2"),
+    *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
+    "qwen3_vl_text",
+)
+"""The `model_type`s that `LlamaConfig` reads."""
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
     {
-        "chameleon": (LlamaConfig.from_hf, LlamaTextModel),
-        "bart": (BartConfig.from_hf, BartDecoder),
+        **dict.fromkeys(_LLAMAS, (LlamaConfig.from_hf, LlamaTextModel)),
+        **dict.fromkeys(("bart", "opt", "whisper"), (BartConfig.from_hf, BartDecoder)),
         "deepseek_ocr2_text": (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
-        "cohere": (LlamaConfig.from_hf, LlamaTextModel),
-        "cohere2": (LlamaConfig.from_hf, LlamaTextModel),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
-        "gemma": (GemmaConfig.from_hf, GemmaTextModel),
-        "gemma2": (GemmaConfig.from_hf, GemmaTextModel),
-        "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
-        "gemma4_text": (Gemma4Config.from_hf, Gemma4TextModel),
-        "gemma4_unified_text": (Gemma4Config.from_hf, Gemma4TextModel),
-        "glm4v_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
-        "glm4v_text": (LlamaConfig.from_hf, LlamaTextModel),
-        "glm_ocr_text": (LlamaConfig.from_hf, LlamaTextModel),
-        "gpt_oss": (LlamaConfig.from_hf, LlamaTextModel),
-        "internlm3": (LlamaConfig.from_hf, LlamaTextModel),
+        **dict.fromkeys(
+            ("gemma4_text", "gemma4_unified_text"), (Gemma4Config.from_hf, Gemma4TextModel)
+        ),
         "lfm2": (Lfm2Config.from_hf, Lfm2TextModel),
-        "llama": (LlamaConfig.from_hf, LlamaTextModel),
-        "ministral3": (LlamaConfig.from_hf, LlamaTextModel),
-        "mistral": (LlamaConfig.from_hf, LlamaTextModel),
-        "molmo": (LlamaConfig.from_hf, LlamaTextModel),
-        "molmo2_text": (LlamaConfig.from_hf, LlamaTextModel),
-        "paddleocr_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
-        "phi3": (LlamaConfig.from_hf, LlamaTextModel),
-        "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
-        "opt": (OPTConfig.from_hf, OPTTextModel),
         "qwen": (QwenConfig.from_hf, QwenTextModel),
-        "qwen2": (LlamaConfig.from_hf, LlamaTextModel),
-        "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
-        "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
-        "qwen3": (LlamaConfig.from_hf, LlamaTextModel),
-        "qwen3_5_moe_text": (Qwen35Config.from_hf, Qwen35TextModel),
-        "qwen3_5_text": (Qwen35Config.from_hf, Qwen35TextModel),
-        "qwen3_moe": (LlamaConfig.from_hf, LlamaTextModel),
-        "qwen3_vl_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
-        "qwen3_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
+        **dict.fromkeys(
+            ("qwen3_5_moe_text", "qwen3_5_text"), (Qwen35Config.from_hf, Qwen35TextModel)
+        ),
         "t5": (T5Config.from_hf, T5Decoder),
-        "whisper": (BartConfig.from_whisper, BartDecoder),
     }
 )
 """By `model_type`: what reads its configuration, and the module that is built of that."""
@@ -87,7 +66,8 @@ def build_text_model(hf_config: Any, *, dtype: Any, is_tied: bool | None = None)
     return build(read_config(text_config), is_tied=is_tied, dtype=dtype)
 
 
-_LAYER = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?(layers\.\d+\."
+_PREFIX = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?"
+_LAYER = _PREFIX + r"(layers\.\d+\."
 """The beginning of a name in a layer, of any layout; the group is closed by what follows."""
 _GATE, _UP, _DOWN = (rf"language_model.\1{name}_proj" for name in ("gate", "up", "down"))
 
@@ -97,6 +77,28 @@ def text_rules(hf_config: Any) -> tuple[RuleTypes, ...]:
     text_config = hf_config.get_text_config()
     make_rules = _RULES.get(text_config.model_type)
     return () if make_rules is None else make_rules(text_config)
+
+
+def _list_bart(text_config: Any) -> tuple[RuleTypes, ...]:
+    linear = r"(layers\.\d+\.)(fc[12])\."
+    decoder = Rule(_PREFIX + r"(?:decoder\.)?" + linear, r"language_model.\1mlp.\2.")
+    if text_config.model_type == "whisper":  # whose encoder is a tower
+        return (decoder,)
+    return (decoder, Rule(_PREFIX + r"encoder\." + linear, r"encoder.\1mlp.\2."))
+
+
+def _list_persimmon(text_config: Any) -> tuple[RuleTypes, ...]:
+    parts = [rf"language_model.\1{part}_proj." for part in "qkv"]
+    # In the file, the rows of a head's query, key and value stand together.
+    head_dim = text_config.hidden_size // text_config.num_attention_heads
+    return (
+        Split(_LAYER + r"self_attn\.)query_key_value\.", parts, (head_dim,) * 3),
+        Rule(_LAYER + r"self_attn\.)dense\.", r"language_model.\1o_proj."),
+        Rule(_LAYER + r"self_attn\.[qk]_)layernorm\.", r"language_model.\1norm."),
+        Rule(_LAYER + r"mlp\.)dense_h_to_4h\.", r"language_model.\1fc1."),
+        Rule(_LAYER + r"mlp\.)dense_4h_to_h\.", r"language_model.\1fc2."),
+        Rule(_PREFIX + r"final_layernorm\.", "language_model.norm."),
+    )
 
 
 def _list_fused_mlp(text_config: Any) -> tuple[RuleTypes, ...]:
@@ -179,6 +181,7 @@ def _list_gpt_oss(text_config: Any) -> tuple[RuleTypes, ...]:
 
 _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
     {
+        **dict.fromkeys(("bart", "opt", "whisper"), _list_bart),
         "gemma4_text": _list_experts,
         "gemma4_unified_text": _list_experts,
         "glm4v_moe_text": _list_experts,
@@ -186,6 +189,7 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "glm_ocr_text": _list_glm,
         "gpt_oss": _list_gpt_oss,
         "lfm2": _list_lfm2,
+        "persimmon": _list_persimmon,
         "phi3": _list_phi3,
         "qwen3_5_moe_text": _list_experts,
         "qwen3_moe": _list_experts,

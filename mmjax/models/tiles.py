@@ -18,16 +18,11 @@ class TiledInfo(FamilyInfo):
     def get_unit_size(self) -> None:
         """Return nothing: the cutters refuse other tiles themselves."""
 
-    def get_largest_picture(self) -> tuple[ImageSize, int]:
-        """Return the size of an image with the most tiles, and their number."""
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        """Return the size of an image with the most tiles, and how many embeddings it has."""
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return find_largest_picture(self.get_image_processor(), kwargs)
-
-    def get_largest_image(self) -> ImageSize:
-        return self.get_largest_picture()[0]
-
-    def get_max_image_tokens(self) -> int:
-        return self.get_largest_picture()[1] * self.num_unit_tokens
+        size, num_tiles = find_largest_picture(self.get_image_processor(), kwargs)
+        return size, num_tiles * self.num_unit_tokens
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return kwargs with the larger number of tiles of the checkpoint's and the operator's."""

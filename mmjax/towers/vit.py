@@ -21,7 +21,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm, RMSNorm
-from mmjax.layers.vision import PatchEmbedding, resize_square
+from mmjax.layers.vision import PatchEmbedding, PositionTable, resize_square
 
 _NORMS: Mapping[str, type[LayerNorm | RMSNorm]] = MappingProxyType(
     {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
@@ -99,13 +99,6 @@ class ViTConfig:
     def num_patches(self) -> int:
         """Patches of an image."""
         return (self.image_size // self.patch_size) ** 2
-
-
-class PositionTable(nnx.Module):
-    """One learned vector a row: parameter `weight[P, D]`."""
-
-    def __init__(self, num_positions: int, dim: int, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
 
 
 class ViTEmbeddings(nnx.Module):

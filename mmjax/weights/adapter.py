@@ -18,7 +18,7 @@ from blake3 import blake3
 from mmjax.errors import CheckpointError
 from mmjax.rounding import quantize_rows
 from mmjax.weights.files.safetensors import StoredTensor, open_file
-from mmjax.weights.rules import Change, Part, RuleTypes, map_tensor
+from mmjax.weights.rules import Change, Part, Place, RuleTypes, map_tensor
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -212,7 +212,7 @@ class AdapterReader:
             factors["bias"] = _read(tensors["added_bias"]) * scale
         return factors
 
-    def _find_target(self, layer: str, name: str, part: Change | None) -> str:
+    def _find_target(self, layer: str, name: str, part: Change | Place | None) -> str:
         """Return what the names of a layer's arrays in the tree begin with."""
         parent, _, last = name.rpartition(".")
         # The head may be the table of embeddings: its adapter is the decoder's own.
@@ -252,7 +252,7 @@ class AdapterReader:
         self,
         layer: str,
         name: str,
-        part: Change | None,
+        part: Change | Place | None,
         saved: StoredTensor,
     ) -> np.ndarray:
         """Return what a bias that stands in place of the model's adds to it."""
@@ -411,7 +411,7 @@ def _group(tensors: Sequence[StoredTensor]) -> dict[str, dict[str, StoredTensor]
     return layers
 
 
-def _cut(layer: str, part: Change | None, value: np.ndarray) -> np.ndarray:
+def _cut(layer: str, part: Change | Place | None, value: np.ndarray) -> np.ndarray:
     """Return the rows that a part of a fused layer has; CheckpointError where there are others."""
     if not isinstance(part, Part):
         return value

@@ -24,17 +24,7 @@ from mmjax.weights.files.method import Method
 from mmjax.weights.files.packed import STORED, PackedTensor, find_packed, read_part
 from mmjax.weights.files.safetensors import StoredTensor, View, open_safetensors
 from mmjax.weights.maxtext import is_maxtext, open_maxtext
-from mmjax.weights.rules import (
-    Change,
-    Part,
-    Place,
-    RuleTypes,
-    Squeeze,
-    StackPart,
-    Transposition,
-    Turn,
-    map_tensor,
-)
+from mmjax.weights.rules import Change, Part, Place, RuleTypes, map_tensor
 from mmjax.weights.sharding import Device, param_sharding
 
 logger = get_logger(__name__)
@@ -43,9 +33,9 @@ TIED_HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 _ROWS_COMPARED_AT_ONCE = 4096
 _MAX_LISTED = 20
+"""Tensors of a kind that an error lists; a wrong revision may lack thousands."""
 _UNLOADED_BYTES = 2**26
 """Of files, between two calls that unload them."""
-"""Tensors of a kind that an error lists; a wrong revision may lack thousands."""
 
 
 @dataclass(slots=True)
@@ -237,7 +227,7 @@ def _as_kept(
     tensors: Iterable[StoredTensor | PackedTensor],
     expected: Mapping[str, Any],
     rules: Sequence[RuleTypes],
-) -> Iterator[tuple[str, StoredTensor, Change | None]]:
+) -> Iterator[tuple[str, StoredTensor, Change | Place | None]]:
     """Yield under each name in the tree the file's tensor, and what becomes of it.
 
     Of a quantised matrix these are its codes and what belongs to them, each changed as the matrix
@@ -263,78 +253,30 @@ def _as_kept(
 
 
 def _map_tensors(
-    found: Iterable[tuple[str, StoredTensor, Change | None]],
+    found: Iterable[tuple[str, StoredTensor, Change | Place | None]],
 ) -> Iterator[tuple[str, StoredTensor, Place | None]]:
-    """Yield each tensor, or each part of a fused one, under its name in the tree."""
-    for name, tensor, part in found:
-        # What cannot be altered stays whole: its shape is reported as a misfit.
-        if part is None:
-            yield name, tensor, None
-        elif isinstance(part, Place):
-            yield name, tensor if part.turn is None else _turn(tensor, part.turn), part
-        elif isinstance(part, Squeeze):
-            is_fit = set(tensor.shape[: part.num_axes]) == {1}
-            yield name, _squeeze(tensor, part) if is_fit else tensor, None
-        elif isinstance(part, Turn):
-            yield name, _turn(tensor, part) if part.is_fit(tensor.shape) else tensor, None
-        elif isinstance(part, StackPart):
-            yield name, _cut_stack(tensor, part) if part.is_fit(tensor.shape) else tensor, None
-        elif isinstance(part, Transposition):
-            yield name, _transpose(tensor) if len(tensor.shape) == 2 else tensor, None
-        elif not tensor.shape or tensor.shape[0] % part.group_size:
-            yield name, tensor, None
-        else:
-            yield name, _cut(tensor, part), None
+    """Yield each tensor, as it is changed, under its name in the tree."""
+    for name, tensor, given in found:
+        place = given if isinstance(given, Place) else None
+        change = given.turn if isinstance(given, Place) else given
+        # What cannot be changed stays whole: its shape is reported as a misfit.
+        if change is not None and change.is_fit(tensor.shape):
+            tensor = _change(tensor, change)
+        yield name, tensor, place
 
 
-def _cut(tensor: StoredTensor, part: Part) -> StoredTensor:
-    """Return one part of a fused tensor."""
-
-    def read(rows: slice, *rest: slice) -> np.ndarray:
-        return part.apply(tensor.read((slice(None), *rest)))[rows]
-
-    num_rows = tensor.shape[0] // part.group_size * (part.stop - part.start)
-    return replace(tensor, shape=(num_rows, *tensor.shape[1:]), slices=View(read))
-
-
-def _transpose(tensor: StoredTensor) -> StoredTensor:
-    """Return a matrix as if the file had it transposed."""
-
-    def read(rows: slice, columns: slice) -> np.ndarray:
-        return Transposition().apply(tensor.read((columns, rows)))
-
-    return replace(tensor, shape=tensor.shape[::-1], slices=View(read))
-
-
-def _turn(tensor: StoredTensor, change: Turn) -> StoredTensor:
-    """Return what a rule makes of a tensor as if the file had it."""
-    whole = (slice(None),) * len(tensor.shape)
-    given = jax.ShapeDtypeStruct(tensor.shape, np.float32)
-    shape = jax.eval_shape(change.apply, given).shape
+def _change(tensor: StoredTensor, change: Change) -> StoredTensor:
+    """Return what the tree has of a tensor as if the file had it."""
 
     def read(*index: slice) -> np.ndarray:
-        return change.apply(tensor.read(whole))[index]
+        return change.read(tensor.shape, tensor.read, index)
 
-    return replace(tensor, shape=shape, slices=View(read))
-
-
-def _cut_stack(tensor: StoredTensor, part: StackPart) -> StoredTensor:
-    """Return rows of each matrix of a stack as if the file had them alone."""
-
-    def read(*index: slice) -> np.ndarray:
-        return part.read(tensor.shape, tensor.read, index)
-
-    return replace(tensor, shape=part.find_shape(tensor.shape), slices=View(read))
+    return replace(tensor, shape=find_shape(change, tensor.shape), slices=View(read))
 
 
-def _squeeze(tensor: StoredTensor, change: Squeeze) -> StoredTensor:
-    """Return a tensor as if the file had it without its first axes."""
-    whole = (slice(None),) * change.num_axes
-
-    def read(*index: slice) -> np.ndarray:
-        return change.apply(tensor.read((*whole, *index)))
-
-    return replace(tensor, shape=tensor.shape[change.num_axes :], slices=View(read))
+def find_shape(change: Change, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape that the tree has, of the file's."""
+    return jax.eval_shape(change.apply, jax.ShapeDtypeStruct(tuple(shape), np.float32)).shape
 
 
 def _stack(tensors: Sequence[StoredTensor]) -> StoredTensor:

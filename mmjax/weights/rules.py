@@ -1,6 +1,7 @@
 """Rules from names in checkpoint files to names in a module's tree."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ class Rule:
 
     pattern: str
     replacement: str | None
-    transform: "Transposition | Squeeze | Turn | None" = None
+    transform: "Change | None" = None
     """What becomes of the values; None: they stay as they are."""
 
 
@@ -38,7 +39,7 @@ class Split:
     is_interleaved: bool = False
     """Of a stack: whether the parts, of one size, alternate row by row."""
 
-    def parts(self) -> list["Part | StackPart"]:
+    def parts(self) -> Sequence["Change"]:
         """Return where each part stands."""
         total, num_parts = sum(self.sizes), len(self.sizes)
         starts = [sum(self.sizes[:number]) for number in range(num_parts)]
@@ -51,8 +52,26 @@ class Split:
         return [kind(start, size) for start, size in placed]
 
 
+class Change(ABC):
+    """How a tensor of the tree is had of a file's."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def apply(self, tensor: Any) -> Any:
+        """Return the tensor that the tree has, of a file's as numpy or JAX has it."""
+
+    def is_fit(self, shape: Sequence[int]) -> bool:
+        """Return whether a file's tensor of this shape can be changed so."""
+        return True
+
+    def read(self, shape: Sequence[int], read: Callable[[Any], Any], index: Sequence[slice]) -> Any:
+        """Return what the tree has at `index`; `read` gives what the file has at another."""
+        return self.apply(read((slice(None),) * len(shape)))[tuple(index)]
+
+
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(Change):
     """Which rows of each group of a tensor: `[start, stop)` of `group_size`."""
 
     start: int
@@ -64,9 +83,15 @@ class Part:
         groups = tensor.reshape(-1, self.group_size, *tensor.shape[1:])
         return groups[:, self.start : self.stop].reshape(-1, *tensor.shape[1:])
 
+    def is_fit(self, shape: Sequence[int]) -> bool:
+        return bool(shape) and shape[0] % self.group_size == 0
+
+    def read(self, shape: Sequence[int], read: Callable[[Any], Any], index: Sequence[slice]) -> Any:
+        return self.apply(read((slice(None), *index[1:])))[index[0]]
+
 
 @dataclass(frozen=True, slots=True)
-class StackPart:
+class StackPart(Change):
     """Some rows of each matrix of a stack, columns where a file has them transposed.
 
     Or some numbers of each vector of one.
@@ -81,8 +106,10 @@ class StackPart:
     is_transposed: bool = False
     """As in `Split`."""
 
+    def apply(self, tensor: Any) -> Any:
+        return self.read(tensor.shape, tensor.__getitem__, (slice(None),) * tensor.ndim)
+
     def is_fit(self, shape: Sequence[int]) -> bool:
-        """Return whether a stack of this shape has such parts."""
         return len(shape) in (2, 3) and shape[self._axis(shape)] == self.num_rows
 
     def _axis(self, shape: Sequence[int]) -> int:
@@ -92,13 +119,7 @@ class StackPart:
         # Squares are taken as they are, as HF does, unless they are known to be transposed.
         return 2 if self.is_transposed or shape[1] != self.num_rows else 1
 
-    def find_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape that the tree has, of the file's."""
-        rest = [size for n, size in enumerate(shape) if n not in (0, self._axis(shape))]
-        return shape[0], self.count, *rest
-
     def read(self, shape: Sequence[int], read: Callable[[Any], Any], index: Sequence[slice]) -> Any:
-        """Return what the tree has at `index`; `read` gives what the file has at another."""
         matrices, rows, *columns = index
         start, stop, _ = rows.indices(self.count)
         # Files are read without steps.
@@ -108,33 +129,39 @@ class StackPart:
             return read((matrices, chosen, *columns))[:, :: self.step]
         return read((matrices, *columns, chosen))[..., :: self.step].swapaxes(1, 2)
 
-    def apply(self, tensor: Any) -> Any:
-        """Return the stack that the tree has."""
-        return self.read(tensor.shape, tensor.__getitem__, (slice(None),) * tensor.ndim)
-
 
 @dataclass(frozen=True, slots=True)
-class Transposition:
+class Transposition(Change):
     """A matrix of the tree is a file's with its two axes swapped: `[in, out]`, say."""
 
     def apply(self, tensor: Any) -> Any:
-        """Return the matrix that the tree has."""
         return tensor.T
+
+    def is_fit(self, shape: Sequence[int]) -> bool:
+        return len(shape) == 2
+
+    def read(self, shape: Sequence[int], read: Callable[[Any], Any], index: Sequence[slice]) -> Any:
+        return read(tuple(index[::-1])).T
 
 
 @dataclass(frozen=True, slots=True)
-class Squeeze:
+class Squeeze(Change):
     """A tensor of the tree is a file's without its first axes, which are of one."""
 
     num_axes: int = 1
 
     def apply(self, tensor: Any) -> Any:
-        """Return the tensor that the tree has."""
         return tensor[(0,) * self.num_axes]
+
+    def is_fit(self, shape: Sequence[int]) -> bool:
+        return set(shape[: self.num_axes]) == {1}
+
+    def read(self, shape: Sequence[int], read: Callable[[Any], Any], index: Sequence[slice]) -> Any:
+        return self.apply(read((*(slice(None),) * self.num_axes, *index)))
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Change):
     """A tensor of the tree is what `function` makes of a file's, or of one of those stacked in it.
 
     `function` takes numpy's arrays and JAX's, and is traced to find the shape.
@@ -146,13 +173,11 @@ class Turn:
     count: int = 1
     """Of those that are stacked there."""
 
-    def is_fit(self, shape: Sequence[int]) -> bool:
-        """Return whether a tensor of this shape has so many stacked in it."""
-        return self.index is None or (len(shape) > 1 and shape[1] == self.count)
-
     def apply(self, tensor: Any) -> Any:
-        """Return the tensor that the tree has."""
         return self.function(tensor if self.index is None else tensor[:, self.index])
+
+    def is_fit(self, shape: Sequence[int]) -> bool:
+        return self.index is None or (len(shape) > 1 and shape[1] == self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +225,16 @@ class Place:
     index: int
     joined: int = 0
     """How many follow each other; 0: they are stacked."""
-    turn: Turn | None = None
+    turn: Change | None = None
     """What becomes of it before; None: it is as in the file."""
 
 
 RuleTypes = Rule | Split | Stack | Unstack | Join
-Change = Part | StackPart | Place | Transposition | Squeeze | Turn
-"""How a tensor of the tree is had of a file's; `apply` takes an array of numpy or of JAX."""
 
 
-def map_tensor(name: str, rules: Sequence[RuleTypes]) -> Iterator[tuple[str, Change | None]]:
+def map_tensor(
+    name: str, rules: Sequence[RuleTypes]
+) -> Iterator[tuple[str, Change | Place | None]]:
     """Yield the tree's name of a file's tensor, or of each of its parts: the first match decides.
 
     With it comes which part of the file's tensor is meant, its place in the tree's, or how it is

@@ -96,7 +96,7 @@ def _restore(
     return array.astype(_DTYPES[tensor.dtype])
 
 
-def _write(array: np.ndarray, leaf: np.ndarray, change: Change | None) -> None:
+def _write(array: np.ndarray, leaf: np.ndarray, change: Change | Place | None) -> None:
     """Set what of a file's tensor is a tensor of the tree: the change that made it, undone."""
     match change:
         case None:

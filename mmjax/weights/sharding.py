@@ -39,14 +39,11 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.per_layer_input_gate\.weight(_scale|_zero)?$", (_ALL, None)),
     (r"\.per_layer_input_gate\.weight_scale$", (_ALL,)),
     (r"\.per_layer_projection\.weight(_scale|_zero)?$", (None, _ALL)),
-    (r"\.dense_h_to_4h\.weight(_scale|_zero)?$", (_ALL, None)),
     # A recurrent layer's: all that it reads of a token, side by side
     (r"\.in_proj(_qkv|_z|_a|_b)?\.weight(_scale|_zero)?$", (_ALL, None)),
     (r"\.in_proj(_qkv|_z|_a|_b)?\.(bias|weight_scale)$", (_ALL,)),
     (r"\.q_norm\.(weight|bias)$", (_ALL, None)),
     (r"\.k_norm\.(weight|bias)$", (_HEADS, None)),
-    (r"\.dense_h_to_4h\.(bias|weight_scale)$", (_ALL,)),
-    (r"\.(dense|dense_4h_to_h)\.weight(_scale|_zero)?$", (None, _ALL)),
     # The halves of `kv_b_proj`, by query heads (language/deepseek.py)
     (r"\.(k_b_proj|v_b_proj)\.weight$", (_ALL, None)),
     # Each device has a part of every expert: any choice of experts gives all as much to do.

@@ -14,8 +14,8 @@ import numpy as np
 
 from mmjax.layers.cpu.groups import SCALE
 from mmjax.layers.quantization import INT4, find_quantized, quantize
-from mmjax.weights.load import EMBEDDING, TIED_HEAD, TensorProblems
-from mmjax.weights.rules import Change, Part, Place, RuleTypes, Squeeze, StackPart, map_tensor
+from mmjax.weights.load import EMBEDDING, TIED_HEAD, TensorProblems, find_shape
+from mmjax.weights.rules import Change, Place, RuleTypes, map_tensor
 
 _SOURCE = "the given weights"
 _REMEDY = "give names and shapes as `params` has them, or the checkpoint's own"
@@ -29,7 +29,7 @@ class Given:
     """As it was given."""
     array: Any
     """Of JAX or numpy."""
-    change: Change | None = None
+    change: Change | Place | None = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -37,15 +37,8 @@ class Given:
         change, whole = self.change, tuple(self.array.shape)
         if change is None or isinstance(change, Place):
             return whole
-        if isinstance(change, StackPart) and not change.is_fit(whole):
-            return None
-        if isinstance(change, Squeeze) and set(whole[: change.num_axes]) != {1}:
-            return None
-        if isinstance(change, Part) and (not whole or whole[0] % change.group_size):
-            return None
-        described = jax.ShapeDtypeStruct(whole, jnp.float32)
         try:
-            return jax.eval_shape(change.apply, described).shape
+            return find_shape(change, whole) if change.is_fit(whole) else None
         except (TypeError, ValueError, IndexError):
             return None
 

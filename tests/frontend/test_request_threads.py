@@ -125,7 +125,7 @@ def test_a_text_passes_pictures_whose_client_leaves(
     monkeypatch.setattr(processor, "split_by_bytes", one_by_one)
     decoded: list[bytes] = []
     has_begun, may_go_on = threading.Event(), threading.Event()
-    load = encoded.load_image_bytes
+    load = encoded.decode_image
 
     def wait_and_load(data: bytes, *args: Any, **kwargs: Any) -> Any:
         decoded.append(data)
@@ -133,7 +133,7 @@ def test_a_text_passes_pictures_whose_client_leaves(
         assert may_go_on.wait(60)
         return load(data, *args, **kwargs)
 
-    monkeypatch.setattr(encoded, "load_image_bytes", wait_and_load)
+    monkeypatch.setattr(encoded, "decode_image", wait_and_load)
 
     def prompt(seed: int) -> Any:
         files = [

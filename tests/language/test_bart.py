@@ -11,7 +11,7 @@ from transformers import BartConfig as HFBartConfig
 from transformers import BartModel
 
 from mmjax.errors import CheckpointError
-from mmjax.language.bart import BartConfig, BartDecoder, BartEncoder
+from mmjax.language.encoder_decoder import BartConfig, BartDecoder, BartEncoder
 from mmjax.layers.module import bind, build_abstract
 from mmjax.weights.rules import Rule
 from tests.families.florence2 import TEXT, fill
@@ -31,7 +31,7 @@ def reference() -> Any:
 def test_padded_prompts_have_hfs_states(reference: Any):
     config = BartConfig.from_hf(reference.config)
     graphdef, abstract = build_abstract(BartEncoder, config, dtype=jnp.float32)
-    rules = (Rule("embed_tokens", None),)
+    rules = (Rule("embed_tokens", None), Rule(r"\.(fc[12])\.", r".mlp.\1."))
     params = params_of(reference.encoder, abstract, rules)
     shape = (len(LENGTHS), max(LENGTHS), config.d_model)
     embeds = np.random.default_rng(0).standard_normal(shape).astype(np.float32)

@@ -4,7 +4,7 @@ One runner, and a table: a further decoder is a row of `DECODERS`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,12 +39,11 @@ from transformers import OPTConfig as HFOPTConfig
 from transformers import PersimmonConfig as HFPersimmonConfig
 
 from mmjax.errors import CheckpointError
-from mmjax.language.gemma import GemmaConfig, GemmaTextModel
+from mmjax.language.encoder_decoder import BartConfig, BartDecoder
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
-from mmjax.language.opt import OPTConfig, OPTTextModel
-from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract
+from mmjax.models.text_model import text_rules
 from mmjax.parity.arrays import record
 from mmjax.parity.reference import run_reference
 from mmjax.weights.rules import Rule, RuleTypes, Split
@@ -99,19 +98,21 @@ def persimmon_rope(kind: str, turned: float, **parameters: Any) -> dict[str, Any
     return {"rope_parameters": own | parameters}
 
 
-def persimmon_rules(config: Any) -> tuple[RuleTypes, ...]:
-    parts = [rf"\1{part}_proj." for part in "qkv"]
-    widths = (config.hidden_size // config.num_attention_heads,) * 3
-    return (
-        Split(r"^model\.(.*)query_key_value\.", parts, widths),
-        Rule(r"^model\.final_layernorm\.", "norm."),
-        Rule(r"^model\.", ""),
-    )
+def own_rules(config: Any) -> tuple[RuleTypes, ...]:
+    """Return a decoder's rules as if its tree stood alone."""
+    rules = [*text_rules(config), Rule(r"^model\.(decoder\.)?", "language_model.")]
+    if config.model_type == "opt":
+        rules.insert(0, Rule(r"^model\.decoder\.final_layer_norm\.", "language_model.norm."))
+    return tuple(_without_prefix(rule) for rule in rules)
 
 
-def opt_rules(config: Any) -> tuple[RuleTypes, ...]:
-    del config
-    return (Rule(r"^model\.decoder\.final_layer_norm\.", "norm."), Rule(r"^model\.decoder\.", ""))
+def _without_prefix(rule: Any) -> RuleTypes:
+    def cut(name: str) -> str:
+        return name.removeprefix("language_model.")
+
+    if isinstance(rule, Split):
+        return replace(rule, replacements=[cut(name) for name in rule.replacements])
+    return replace(rule, replacement=cut(rule.replacement))
 
 
 def no_prefix(config: Any) -> tuple[RuleTypes, ...]:
@@ -144,8 +145,8 @@ DECODERS = (
     Decoder(
         name="gemma3",
         hf_classes=(Gemma3TextConfig, Gemma3ForCausalLM),
-        config_class=GemmaConfig,
-        model_class=GemmaTextModel,
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
         tiny=GEMMA,
         fill=fill_by_name,
         configs={
@@ -169,8 +170,8 @@ DECODERS = (
     Decoder(
         name="gemma2",
         hf_classes=(Gemma2Config, Gemma2ForCausalLM),
-        config_class=GemmaConfig,
-        model_class=GemmaTextModel,
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
         tiny=GEMMA,
         fill=fill_by_name,
         configs={
@@ -182,8 +183,8 @@ DECODERS = (
     Decoder(
         name="gemma",
         hf_classes=(HFGemmaConfig, GemmaForCausalLM),
-        config_class=GemmaConfig,
-        model_class=GemmaTextModel,
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
         tiny={**LLAMA, "head_dim": 16},
         fill=fill_by_name,
         configs={
@@ -301,10 +302,10 @@ DECODERS = (
     Decoder(
         name="opt",
         hf_classes=(HFOPTConfig, OPTForCausalLM),
-        config_class=OPTConfig,
-        model_class=OPTTextModel,
+        config_class=BartConfig,
+        model_class=BartDecoder,
         tiny=OPT,
-        rules=opt_rules,
+        rules=own_rules,
         configs={
             "plain": {},
             "no biases, a head of its own": {"enable_bias": False, "tie_word_embeddings": False},
@@ -322,10 +323,10 @@ DECODERS = (
     Decoder(
         name="persimmon",
         hf_classes=(HFPersimmonConfig, PersimmonForCausalLM),
-        config_class=PersimmonConfig,
-        model_class=PersimmonTextModel,
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
         tiny=PERSIMMON,
-        rules=persimmon_rules,
+        rules=own_rules,
         configs={
             "plain": {},
             "no norms of queries and keys": {"qk_layernorm": False},
@@ -415,7 +416,7 @@ REFUSED = [
     (
         PERSIMMON_ROW,
         {"num_attention_heads": 5},
-        r"`hidden_size` is 48, .*`num_attention_heads`, 5",
+        "`num_attention_heads` is 5; it must divide `hidden_size`",
     ),
     (PERSIMMON_ROW, {"hidden_act": "prelu"}, "activation `prelu` is unknown"),
     (COHERE_ROW, {"use_qk_norm": True}, "`use_qk_norm` is true"),
@@ -438,8 +439,8 @@ def test_what_cannot_be_served_is_refused(decoder: Decoder, changes: dict[str, A
 
 
 def test_gemmas_embedding_scale_is_rounded_to_the_dtype():
-    config = GemmaConfig.from_hf(GEMMA3.hf_config({"hidden_size": 40}))
-    graphdef, abstract = build_abstract(GemmaTextModel, config, is_tied=True, dtype=jnp.bfloat16)
+    config = LlamaConfig.from_hf(GEMMA3.hf_config({"hidden_size": 40}))
+    graphdef, abstract = build_abstract(LlamaTextModel, config, is_tied=True, dtype=jnp.bfloat16)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract)
     embeds = bind(graphdef, params).embed_input_ids(jnp.zeros(1, jnp.int32))
     assert float(embeds[0, 0]) == 6.3125  # sqrt(40) = 6.3246 has no bfloat16

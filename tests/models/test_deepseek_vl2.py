@@ -245,7 +245,7 @@ def test_more_devices_answer_as_one(size: str, num_devices: int):
         ({"global_view_pos": "tail"}, "`global_view_pos` is 'tail'"),
         ({"vision_config.model_name": "vit"}, "`vision_config.model_name` is 'vit'"),
         ({"projector_config.depth": 3}, "`projector_config.depth` is 3"),
-        ({"projector_config.n_embed": 8}, "`projector_config.n_embed` is 8"),
+        ({"projector_config.n_embed": 8}, "`n_embed` of `projector_config` is 8"),
         ({"language_config.q_lora_rank": 8}, "`language_config.q_lora_rank` is 8"),
         ({"language_config.topk_method": "best"}, "`language_config.topk_method` is 'best'"),
         ({"language_config.n_group": 3}, "`language_config.n_group` is 3"),

@@ -59,10 +59,10 @@ def test_each_of_four_devices_holds_a_head_and_its_part_of_the_mlp():
     expected = {
         "self_attn.q_proj.bias": (8,),
         "self_attn.v_proj.weight": (8, 32),
-        "self_attn.dense.weight": (32, 8),
-        "mlp.dense_h_to_4h.weight": (16, 32),
-        "mlp.dense_h_to_4h.bias": (16,),
-        "mlp.dense_4h_to_h.weight": (32, 16),
+        "self_attn.o_proj.weight": (32, 8),
+        "mlp.fc1.weight": (16, 32),
+        "mlp.fc1.bias": (16,),
+        "mlp.fc2.weight": (32, 16),
     }
     for name, shape in expected.items():
         whole = params[layer + name].shape

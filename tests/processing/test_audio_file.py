@@ -15,8 +15,7 @@ from mmjax.errors import MediaError, RequestRuntimeError, RequestValueError
 from mmjax.processing.hashing.item_hashes import ItemHasher
 from mmjax.processing.items.items import AudioProcessorItems, MultiModalDataItems
 from mmjax.processing.items.parse import MultiModalDataParser
-from mmjax.processing.media.encoded import EncodedVideo
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import EncodedAudio, EncodedVideo
 
 KINDS: list[tuple[str, str, str, float]] = [
     ("wav", "pcm_s16le", "s16", 1e-4),

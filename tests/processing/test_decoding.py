@@ -38,13 +38,13 @@ TINY = 16 * 16 * 4
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the files that were decoded."""
     calls: list[int] = []
-    load = encoded.load_image_bytes
+    load = encoded.decode_image
 
     def note(data: bytes, *args: Any, **kwargs: Any) -> Any:
         calls.append(len(data))
         return load(data, *args, **kwargs)
 
-    monkeypatch.setattr(encoded, "load_image_bytes", note)
+    monkeypatch.setattr(encoded, "decode_image", note)
     return calls
 
 
@@ -130,7 +130,7 @@ SIDE_BY_SIDE = [
         pytest.param(
             name,
             encoded,
-            "load_image_bytes",
+            "decode_image",
             marks=() if name in RESIZED_ONCE else pytest.mark.slow,
         )
         for name, family in FAMILIES.items()
@@ -159,13 +159,13 @@ def test_pictures_are_decoded_and_resized_side_by_side(
 def test_one_picture_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch, decoded: list[int]):
     items = pictures(5)
     alive: list[int] = []
-    load = encoded.load_image_bytes
+    load = encoded.decode_image
 
     def count(*args: Any, **kwargs: Any) -> Any:
         alive.append(sum(item._media is not None for item in items))
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(encoded, "load_image_bytes", count)
+    monkeypatch.setattr(encoded, "decode_image", count)
     set_batch_bytes(monkeypatch, TINY)
     processor = make(MultiModalProcessorOnlyCache(10**6))
     processor.prepare("[img]" * 5, {"image": items})
@@ -210,14 +210,14 @@ def test_a_cancelled_request_decodes_no_further_picture(
 ):
     set_batch_bytes(monkeypatch, TINY)
     cancellation = Cancellation()
-    load = encoded.load_image_bytes
+    load = encoded.decode_image
 
     def leave_at_the_second(*args: Any, **kwargs: Any) -> Any:
         if len(decoded) == 1:
             cancellation.set()
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(encoded, "load_image_bytes", leave_at_the_second)
+    monkeypatch.setattr(encoded, "decode_image", leave_at_the_second)
     processor = make(MultiModalProcessorOnlyCache(10**6))
     with pytest.raises(RequestCancelledError):
         processor.prepare("[img]" * 5, {"image": pictures(5)}, cancellation=cancellation)

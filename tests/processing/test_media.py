@@ -14,20 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, PngImagePlugin
 
-from mmjax.decoders.image_file import convert_to_rgb
+from mmjax.decoders.image_file import convert_to_rgb, decode_image
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
     MediaWithBytes,
     decode_data_url,
     image_from_array,
-    load_image_bytes,
     read_media_path,
     read_media_url,
 )
 from tests.kit import draw
 
 LIMITS = MediaLimits(max_image_bytes=100_000, max_image_pixels=10_000)
+
+
+def load_image_bytes(data: bytes, limits: MediaLimits, **options: Any) -> MediaWithBytes:
+    image, header = decode_image(data, limits, **options)
+    return MediaWithBytes(image, data, header.io_config)
 
 
 def encode(image: Image.Image, kind: str = "PNG", **kwargs: Any) -> bytes:

@@ -241,7 +241,7 @@ def test_patches_of_another_size_than_the_towers_are_the_checkpoints_fault():
     processor = qwen2_vl.make_processor()
     info = processor.info
     info.get_hf_config().vision_config.patch_size = 16
-    with pytest.raises(CheckpointError, match=r"image_processor .*\(14, 2, 2\).*\(16, 2, 2\)"):
+    with pytest.raises(CheckpointError, match=r"image_processor is 14, .* has 16"):
         info.get_hf_processor()
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from mmjax.errors import CapacityError
 from mmjax.frontend.engine_client.supervisor import EngineState
 from mmjax.frontend.output.output_processor import OutputProcessor
-from mmjax.processing import BaseMultiModalProcessor
+from mmjax.models.family import FamilyProcessor
 from mmjax.server import middleware
 from mmjax.server.openai.streaming import KEEP_ALIVE, EventStream
 from mmjax.transport.messages import Ready
@@ -338,7 +338,7 @@ def test_what_a_processor_makes_of_an_answer_is_sent(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        BaseMultiModalProcessor,
+        FamilyProcessor,
         "_get_answer_parser",
         lambda self, prompt, mm_items: (
             lambda token_ids: {"<OD>": {"labels": [str(len(token_ids))]}}

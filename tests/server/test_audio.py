@@ -10,7 +10,7 @@ import pytest
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import EncodedAudio
 from tests.families.qwen2_audio import write_files
 from tests.processing.test_audio_file import KINDS, tones, write_audio
 from tests.server.conftest import Server, servers

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmjax.config.engine_config import LoRAConfig, SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
@@ -44,7 +44,6 @@ from mmjax.transport.messages import (
     EngineChanged,
     RequestFailed,
     StepOutput,
-    UpdateMode,
 )
 
 logger = get_logger(__name__)
@@ -188,17 +187,10 @@ class AsyncEngineClient:
         await self._wait_for_start(None)
         await self.adapters.load(lora_name, path)
 
-    async def change_engine(
-        self,
-        action: ControlAction,
-        *,
-        mode: UpdateMode = "wait",
-        level: int = 1,
-        path: Path | None = None,
-    ) -> None:
-        """Change the engine as a whole, between two steps; RequestError."""
+    async def change_engine(self, action: ControlAction, **options: Any) -> None:
+        """Change the engine as a whole, between two steps, as `ControlClient.change` does."""
         await self._wait_for_start(None)
-        await self.control.change(action, mode=mode, level=level, path=path)
+        await self.control.change(action, **options)
 
     async def explain(
         self, prompt: PromptSource, *, id_domain: str | None = None, is_bounded: bool = True

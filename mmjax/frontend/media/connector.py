@@ -18,12 +18,7 @@ from mmjax.config.engine_config import MultiModalConfig
 from mmjax.decoders.audio_file import SHOWN_AUDIO_FORMATS
 from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.image_file import IMAGE_FORMATS
-from mmjax.decoders.limits import (
-    MediaLimits,
-    check_audio_bytes,
-    check_num_frames,
-    check_video_bytes,
-)
+from mmjax.decoders.limits import MediaLimits, check_bytes, check_num_frames
 from mmjax.decoders.video_file import SHOWN_FORMATS, VideoSampling
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
 from mmjax.frontend.media.http import HttpFetcher
@@ -32,8 +27,13 @@ from mmjax.frontend.media.urls import HttpUrl, parse_http_url
 from mmjax.frontend.requests.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget
-from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo, PixelRange
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import (
+    EncodedAudio,
+    EncodedFrames,
+    EncodedImage,
+    EncodedVideo,
+    PixelRange,
+)
 from mmjax.system.request_times import measuring
 
 EncodedMedium = EncodedImage | EncodedVideo | EncodedFrames | EncodedAudio
@@ -127,7 +127,7 @@ class MediaConnector:
     def open_audio_base64(self, text: str, place: str) -> EncodedMedium:
         """Return the clip whose file is `text`, in base64; RequestError names `place`."""
         with _explaining(place, "audio"), measuring("fetch"):
-            check_audio_bytes(len(text) // 4 * 3 - 2, self._limits, param=place)
+            check_bytes("audio", len(text) // 4 * 3 - 2, self._limits, param=place)
             data = decode_payload(text, 0, place)
         return self.open_audio_file(data, place)
 
@@ -139,7 +139,7 @@ class MediaConnector:
         with _explaining(place, "frames"), measuring("fetch"):
             # Counted before one is copied out.
             check_num_frames(url.count(","), self._limits, param=place)
-            check_video_bytes(len(url) // 4 * 3, self._limits, param=place)
+            check_bytes("video", len(url) // 4 * 3, self._limits, param=place)
             find_payload(url[: len(_FRAMES_START)], place)
             pieces = url[len(_FRAMES_START) :].split(",")
             files = [decode_payload(piece, 0, place) for piece in pieces]

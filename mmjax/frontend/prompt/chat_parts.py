@@ -132,14 +132,10 @@ class PartReader:
             text = part.get("refusal" if kind == "refusal" else "text")
             return None if text is None else text_part(text, f"{place}.text")
         uuid = _uuid(part, place)
-        if kind == _VIDEO_TYPE:
-            video = self._video(part, place, media, has_uuid=uuid is not None)
-            media.append("video", video, uuid)
-            return {"type": "video"}
-        if kind in _AUDIO_TYPES:
-            audio = self._audio(part, kind, place, media, has_uuid=uuid is not None)
-            media.append("audio", audio, uuid)
-            return {"type": "audio"}
+        if kind == _VIDEO_TYPE or kind in _AUDIO_TYPES:
+            modality, item = self._file(part, kind, place, media, has_uuid=uuid is not None)
+            media.append(modality, item, uuid)
+            return {"type": modality}
         is_embeds = kind == _EMBEDS_TYPE
         self._admit_image(place, media, is_embeds=is_embeds)
         read = self._embeds if is_embeds else self._image
@@ -171,20 +167,7 @@ class PartReader:
         with _at(place):
             self.check_num_items("image", media.count("image") + 1, are_embeds=is_embeds)
 
-    def _video(
-        self, part: Mapping[str, Any], place: str, media: ConversationMedia, *, has_uuid: bool
-    ) -> Any:
-        self._check_taken("video", _VIDEO_TYPE, place, "videos; send frames as `image_url`")
-        with _at(place):
-            self.check_num_items("video", media.count("video") + 1, are_embeds=False)
-        known = ("type", "uuid", _VIDEO_TYPE, *_CACHE_HINTS)
-        _refuse_fields(part, [name for name in _PART_FIELDS if name not in known], place)
-        url, place, _ = _read_url(part, _VIDEO_TYPE, place, ("url",), has_uuid=has_uuid)
-        if url is None:
-            return None
-        return self.connector.open_video(url, place, media.video_options)
-
-    def _audio(
+    def _file(
         self,
         part: Mapping[str, Any],
         kind: str,
@@ -192,25 +175,29 @@ class PartReader:
         media: ConversationMedia,
         *,
         has_uuid: bool,
-    ) -> Any:
-        self._check_taken("audio", kind, place, "audio")
-        with _at(place):
-            self.check_num_items("audio", media.count("audio") + 1, are_embeds=False)
-        known = ("type", "uuid", kind, *_CACHE_HINTS)
-        _refuse_fields(part, [name for name in _PART_FIELDS if name not in known], place)
-        if kind == _AUDIO_FILE_TYPE:
-            text, place = _read_audio_file(part.get(kind), f"{place}.{kind}", has_uuid=has_uuid)
-            return None if text is None else self.connector.open_audio_base64(text, place)
-        url, place, _ = _read_url(part, kind, place, ("url",), has_uuid=has_uuid)
-        return None if url is None else self.connector.open_audio(url, place)
-
-    def _check_taken(self, modality: str, kind: str, place: str, what: str) -> None:
+    ) -> tuple[str, Any]:
+        """Return the modality of a video or of audio, and the item; None: a uuid stands for it."""
+        modality = "video" if kind == _VIDEO_TYPE else "audio"
         if modality not in self.modalities:
+            what = "videos; send frames as `image_url`" if modality == "video" else "audio"
             raise RequestValueError(
                 f"`{place}` has the type `{kind}`, which is not supported: this model takes no "
                 f"{what}",
                 param=f"{place}.type",
             )
+        with _at(place):
+            self.check_num_items(modality, media.count(modality) + 1, are_embeds=False)
+        known = ("type", "uuid", kind, *_CACHE_HINTS)
+        _refuse_fields(part, [name for name in _PART_FIELDS if name not in known], place)
+        if kind == _AUDIO_FILE_TYPE:
+            text, place = _read_audio_file(part.get(kind), f"{place}.{kind}", has_uuid=has_uuid)
+            return modality, None if text is None else self.connector.open_audio_base64(text, place)
+        url, place, _ = _read_url(part, kind, place, ("url",), has_uuid=has_uuid)
+        if url is None:
+            return modality, None
+        if modality == "audio":
+            return modality, self.connector.open_audio(url, place)
+        return modality, self.connector.open_video(url, place, media.video_options)
 
     def _image(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
         # The Responses API's form: {"type": "input_image", "image_url": "data:..."}.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.aya_vision.host_inputs import AyaVisionHostInputs
 from mmjax.models.family import Target, make_factories
 from mmjax.models.tiles import TiledInfo
@@ -97,12 +97,9 @@ class Cohere2VisionProcessingInfo(AyaVisionProcessingInfo):
         self.check_token(PATCH)
         side = self.encoder_spec.inputs["pixel_values"][0][-1]
         settings = load_image_settings(self.ctx.model_config.path)
-        tile = settings.get("patch_size", 16)
-        if tile**2 != self.num_unit_tokens:
-            raise CheckpointError(
-                f"`patch_size` of preprocessor_config.json is {tile}, the tokens of a tile's side, "
-                f"but config.json gives {math.isqrt(self.num_unit_tokens)}; make them equal"
-            )
+        facts = {"patch_size": math.isqrt(self.num_unit_tokens)}  # tokens of a tile's side
+        where, source = "preprocessor_config.json", "config.json gives"
+        check_settings({"patch_size": 16, **settings}, facts, where=where, source=source)
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(), image_processor=CanvasCutter(settings, side)
         )

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from mmjax.connectors.qformer import QFormerConfig, QFormerModel
 from mmjax.errors import CheckpointError
-from mmjax.language.t5 import T5Config, T5Encoder
+from mmjax.language.encoder_decoder import T5Config, T5Encoder
 from mmjax.layers.linear import Linear
 from mmjax.models.blip2.host_inputs import (
     Blip2HostInputs,
@@ -18,7 +18,7 @@ from mmjax.models.blip2.host_inputs import (
     check_language_model,
 )
 from mmjax.models.interface import MultiModalModel
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze
 
@@ -63,6 +63,7 @@ class Blip2ForConditionalGeneration(MultiModalModel):
         """Map HF's names, which the hub's are too, and drop the Q-Former's text branch."""
         return (
             *_vision_rules(hf_config),
+            *text_rules(hf_config),
             Rule(r"^language_model\.model\.decoder\.final_layer_norm\.", "language_model.norm."),
             Rule(r"^language_model\.model\.(decoder\.)?", "language_model."),
         )
@@ -129,9 +130,11 @@ def _t5_rules(name: str, tree: str, last: int, *, is_gated: bool) -> Sequence[Ru
         (mlp + r"DenseReluDense\.wi_1\.", f"{layer}mlp.up_proj."),
         (mlp + r"DenseReluDense\.wo\.", f"{layer}mlp.{down}."),
         (part + r"0\.layer_norm\.", f"{layer}self_attn_layer_norm."),
-        (part + r"0\.SelfAttention\.([qkvo])\.", rf"{layer}self_attn.\2_proj."),
+        (part + r"0\.SelfAttention\.([qkv])\.", rf"{layer}self_attn.\2_proj."),
+        (part + r"0\.SelfAttention\.o\.", f"{layer}self_attn.out_proj."),
         (part + r"1\.layer_norm\.", f"{layer}encoder_attn_layer_norm."),
-        (part + r"1\.EncDecAttention\.([qkvo])\.", rf"{layer}encoder_attn.\2_proj."),
+        (part + r"1\.EncDecAttention\.([qkv])\.", rf"{layer}encoder_attn.\2_proj."),
+        (part + r"1\.EncDecAttention\.o\.", f"{layer}encoder_attn.out_proj."),
     )
     return [
         *(Rule(pattern, replacement) for pattern, replacement in renamed),

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import AddedToken
 
+from mmjax.errors import check_settings
 from mmjax.models.blip2.host_inputs import (
     Blip2HostInputs,
     Blip2T5HostInputs,
@@ -16,7 +17,6 @@ from mmjax.models.family import (
     FamilyInfo,
     FamilyProcessor,
     Target,
-    check_settings,
     make_factories,
 )
 from mmjax.processing.context import InputProcessingContext

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.chameleon.host_inputs import ChameleonHostInputs
-from mmjax.models.family import FamilyInfo, check_settings, make_factories
+from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.processing.image_processors.image import check_resized_pixels
 from mmjax.processing.items.parse import ImagesOnlyDataParser
 

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.deepseek_ocr2.host_inputs import MAX_TILES, Sides
+from mmjax.processing.image_processors.tiling import check_limits
 from mmjax.processing.items.items import ImageSize
 
 _LIMITS = {"min_patches": 2, "max_patches": MAX_TILES}
@@ -22,17 +23,13 @@ class ViewAndTiles:
         """`hf`: a `DeepseekOcr2ImageProcessorPil` whose pixels stay bytes."""
         self.hf, self.sides = hf, sides
         size = {"height": sides.view, "width": sides.view}
-        facts = {"size": size, "tile_size": sides.tile, "crop_to_patches": True}
+        wanted = {"size": size, "tile_size": sides.tile, "crop_to_patches": True}
         found = {
             "size": {"height": hf.size.height, "width": hf.size.width},
             "tile_size": hf.tile_size,
             "crop_to_patches": hf.crop_to_patches,
         }
-        for name, value in facts.items():
-            if found[name] != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {found[name]!r}; the model takes {value!r}"
-                )
+        check_settings(found, wanted, where="the image processor", source="the model takes")
 
     def __call__(
         self, images: Sequence[Any], *, return_tensors: str = "np", **kwargs: Any
@@ -62,20 +59,10 @@ class ViewAndTiles:
         What preprocessor_config.json says of them has no effect in HF either.
         """
         names = ("min_patches", "max_patches")
-        values = [_LIMITS[name] if kwargs.get(name) is None else kwargs[name] for name in names]
-        for name, value in zip(names, values, strict=True):
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TILES:
-                raise RequestValueError(
-                    f"`{name}` is {value!r}; it must be a number of tiles from 1 to {MAX_TILES}",
-                    param="mm_processor_kwargs",
-                )
-        fewest, most = values
-        if fewest > most:
-            raise RequestValueError(
-                f"`min_patches` is {fewest}; it must be at most `max_patches`, which is {most}",
-                param="mm_processor_kwargs",
-            )
-        return fewest, most
+        fewest, most = (
+            _LIMITS[name] if kwargs.get(name) is None else kwargs[name] for name in names
+        )
+        return check_limits(fewest, most, names, MAX_TILES)
 
     def _check_size(self, size: ImageSize) -> None:
         if round(min(size) / max(size) * self.sides.view) < 1:

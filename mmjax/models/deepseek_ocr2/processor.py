@@ -4,9 +4,9 @@ Before: `<image>\nFree OCR.`. After: `<image>*n \nFree OCR.`: 144 a tile, 256, a
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
+from mmjax.errors import check_settings
 from mmjax.models.deepseek_ocr2.answers import parse_boxes
 from mmjax.models.deepseek_ocr2.host_inputs import (
     MAX_TILES,
@@ -20,8 +20,6 @@ from mmjax.models.deepseek_ocr2.host_inputs import (
 from mmjax.models.deepseek_ocr2.image_processor import ViewAndTiles
 from mmjax.models.family import (
     FamilyInfo,
-    FamilyProcessor,
-    check_settings,
     item_fields,
     make_factories,
 )
@@ -30,8 +28,7 @@ from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.image_processors.tiling import list_arrangements
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
-from mmjax.processing.prepared import AnswerParser
+from mmjax.processing.items.parse import ImageSize
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 IMAGE = "<image>"
@@ -55,6 +52,7 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
     }
     host_inputs = DeepseekOcr2HostInputs
     placeholders: ClassVar = {"image": IMAGE}
+    max_answer_images = 1
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
@@ -105,21 +103,15 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
         limits = [cutter.get_limits(kwargs) for kwargs in ({}, self.scope_kwargs({}))]
         return {"max_patches": max(most for _, most in limits)}
 
-    def get_most_tiles(self) -> tuple[int, int]:
-        """Return the columns and rows of an image with the most tiles."""
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        """Return the size of an image with the most tiles, and how many embeddings it has."""
         cutter: ViewAndTiles = self.get_image_processor()
         limits = cutter.get_limits(self.scope_kwargs(self.get_planned_mm_kwargs()))
-        return list_arrangements(*limits)[-1]
-
-    def get_largest_image(self) -> ImageSize:
-        columns, rows = self.get_most_tiles()
+        columns, rows = list_arrangements(*limits)[-1]
         # An image of a tile's size is not cut.
-        side = self.get_image_processor().sides.tile + 1
-        return ImageSize(width=columns * side, height=rows * side)
-
-    def get_max_image_tokens(self) -> int:
-        columns, rows = self.get_most_tiles()
-        return count_tokens(columns * rows)
+        side = cutter.sides.tile + 1
+        size = ImageSize(width=columns * side, height=rows * side)
+        return size, count_tokens(columns * rows)
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of a view, the separator and whole tiles."""
@@ -139,22 +131,12 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
         return count_tokens(int(tensors["num_local_patches"]))
 
-
-class DeepseekOcr2MultiModalProcessor(FamilyProcessor[DeepseekOcr2ProcessingInfo]):
-    def _get_answer_parser(
-        self, prompt: str | list[int], mm_items: MultiModalDataItems
-    ) -> AnswerParser | None:
-        """Return what finds boxes of one image; None where its size is not known."""
-        sizes = self.find_image_sizes(mm_items)
-        if sizes is None or len(sizes) != 1:
-            return None
-        return partial(self._parse_answer, image_size=sizes[0])
-
-    def _parse_answer(
-        self, token_ids: Sequence[int], *, image_size: ImageSize
+    def parse_answer(
+        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
     ) -> Mapping[str, Any]:
-        text = self.info.get_tokenizer().decode(token_ids, skip_special_tokens=False)
-        return parse_boxes(text, image_size)
+        """Return an answer's boxes."""
+        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+        return parse_boxes(text, image_sizes[0])
 
 
-FACTORIES = make_factories(DeepseekOcr2ProcessingInfo, DeepseekOcr2MultiModalProcessor)
+FACTORIES = make_factories(DeepseekOcr2ProcessingInfo)

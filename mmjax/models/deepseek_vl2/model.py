@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.connectors.mlp import MLPProjector
-from mmjax.errors import CheckpointError
+from mmjax.errors import check_settings
 from mmjax.language.deepseek import DeepseekConfig
 from mmjax.models.deepseek_vl2.host_inputs import DeepseekVLV2HostInputs, read_part
 from mmjax.models.interface import MultiModalModel
@@ -45,15 +45,10 @@ class DeepseekVLV2ForCausalLM(MultiModalModel):
         vision, width = _read_vision(hf_config), hf_config.get_text_config().hidden_size
         projector = read_part(hf_config, "projector_config")
         read_part(hf_config, "")
-        for key, found, wanted in (
-            ("input_dim", projector["input_dim"], vision.hidden_size),
-            ("n_embed", getattr(hf_config.projector_config, "n_embed", width), width),
-        ):
-            if found != wanted:
-                raise CheckpointError(
-                    f"`projector_config.{key}` is {found}; the tower and the decoder beside it "
-                    f"need {wanted}"
-                )
+        wanted = {"input_dim": vision.hidden_size, "n_embed": width}
+        found = {**vars(hf_config.projector_config), **projector}
+        source = "the tower and the decoder beside it need"
+        check_settings(found, wanted, where="`projector_config`", source=source)
         self.ratio: int = projector["downsample_ratio"]
         with self._mark_tower_model(hf_config, "image"):
             self.vision = ViT(vision, dtype=dtype)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
+from mmjax.errors import check_settings
 from mmjax.models.deepseek_vl2.host_inputs import (
     DeepseekVLV2HostInputs,
     count_image_tokens,
@@ -19,7 +20,6 @@ from mmjax.models.deepseek_vl2.image_processor import DeepseekVLV2ImageProcessor
 from mmjax.models.family import (
     FamilyInfo,
     FamilyProcessor,
-    check_settings,
     item_fields,
     make_factories,
 )
@@ -101,12 +101,10 @@ class DeepseekVLV2ProcessingInfo(FamilyInfo):
         """Return tiles."""
         return {"cropping": True}
 
-    def get_largest_image(self) -> ImageSize:
+    def find_largest_image(self) -> tuple[ImageSize, int]:
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return max(self.get_image_processor().list_canvases(kwargs), key=self.count_tokens)
-
-    def get_max_image_tokens(self) -> int:
-        return self.count_tokens(self.get_largest_image())
+        largest = max(self.get_image_processor().list_canvases(kwargs), key=self.count_tokens)
+        return largest, self.count_tokens(largest)
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of one of the arrangements, those between tiles included."""

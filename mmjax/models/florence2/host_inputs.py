@@ -6,6 +6,7 @@ from typing import Any
 
 from mmjax.errors import CheckpointError
 from mmjax.models.host_inputs import UnitHostInputs
+from mmjax.processing.image_processors.parts import load_image_settings
 
 MAX_ENCODER_LEN = 1024
 """Tokens of the longest encoder prompt: a published model's 577 of a picture, and 447 of text.
@@ -52,14 +53,15 @@ def read_image_size(hf_config: Any) -> tuple[int, int]:
     size = getattr(hf_config.vision_config, "image_size", None)
     if size is not None:
         return (size, size) if isinstance(size, int) else (size[0], size[1])
-    settings = _read_image_processor(hf_config.name_or_path)
+    path = hf_config.name_or_path
+    settings = load_image_settings(Path(path)) if path and Path(path).is_dir() else {}
     found = settings.get("crop_size" if settings.get("do_center_crop") else "size")
     if isinstance(found, int):
         return found, found
     if not isinstance(found, Mapping) or not {"height", "width"} <= found.keys():
         raise CheckpointError(
             "Florence-2 pictures have one size, which is the `size` (`height`, `width`) of the "
-            f"image processor's configuration in `{hf_config.name_or_path}`; found {found}"
+            f"image processor's configuration in `{path}`; found {found}"
         )
     return found["height"], found["width"]
 
@@ -74,15 +76,3 @@ def grid_of(vision_config: Any, height: int, width: int) -> tuple[int, int]:
     ):
         height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
     return height, width
-
-
-def _read_image_processor(path: str) -> Mapping[str, Any]:
-    if not path or not Path(path).is_dir():
-        return {}
-    # Imported here: slow, and needed for a directory only.
-    from transformers.image_processing_base import ImageProcessingMixin
-
-    try:
-        return ImageProcessingMixin.get_image_processor_dict(path)[0]
-    except OSError:
-        return {}

@@ -9,14 +9,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from mmjax.errors import CheckpointError
-from mmjax.language.bart import BartConfig, BartEncoder
+from mmjax.language.encoder_decoder import BartConfig, BartEncoder
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import TowerModel
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
-from mmjax.weights.rules import Rule, Transposition
+from mmjax.weights.rules import Rule, RuleTypes, Transposition
 
 _EPS = 1e-5
 """The epsilon of the projector's norm; no key of the config names it."""
@@ -98,12 +98,13 @@ class Florence2ForConditionalGeneration(TowerModel):
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map HF's layout, and the one of Microsoft's own checkpoints."""
         # BART's encoder and decoder are one `language_model`.
         bart = r"^(model\.)?language_model\.(model\.)?"
         return (
             *_original_rules(),
+            *text_rules(hf_config),
             # Copies of the one table of tokens, as HF ties them.
             Rule(bart + r"(encoder|decoder)\.embed_tokens\.", None),
             Rule(bart + r"shared\.", "language_model.embed_tokens."),

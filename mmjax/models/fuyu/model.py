@@ -9,12 +9,9 @@ from jaxtyping import Array, Float, Int
 from mmjax.layers.linear import Linear
 from mmjax.models.fuyu.host_inputs import FuyuHostInputs
 from mmjax.models.interface import MultiModalModel
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import WRAPPER_RULES
-from mmjax.weights.rules import Rule, Split
-
-_DECODER = r"^(language_model\.model|model\.language_model)\."
-"""The prefix of the decoder in the hub's names, and in those of HF's module."""
+from mmjax.weights.rules import RuleTypes
 
 
 class FuyuForCausalLM(MultiModalModel):
@@ -32,20 +29,9 @@ class FuyuForCausalLM(MultiModalModel):
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, save_pretrained's, and the module's own names."""
-        text_config = hf_config.get_text_config()
-        head_dim = text_config.hidden_size // text_config.num_attention_heads
-        return (
-            Split(
-                _DECODER + r"(.*\.)query_key_value\.",
-                [rf"language_model.\2{part}_proj." for part in "qkv"],
-                # In the file, the rows of a head's query, key and value stand together.
-                (head_dim,) * 3,
-            ),
-            Rule(_DECODER + r"final_layernorm\.", "language_model.norm."),
-            *WRAPPER_RULES,
-        )
+        return (*text_rules(hf_config), *WRAPPER_RULES)
 
     def embed_multimodal(
         self, image_patches: Float[Array, "P _pixels"], segment_ids: Int[Array, " P"]

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.fuyu.host_inputs import FuyuHostInputs
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import fit_within, patchify, to_pixels
-from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
@@ -121,23 +121,14 @@ class FuyuProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: HF's processor needs torch."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.image_processing_base import ImageProcessingMixin
-
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
-        for name, value in _FIXED_SETTINGS.items():
-            if settings.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {settings[name]!r}; it must be {value!r}"
-                )
+        settings = load_image_settings(self.ctx.model_config.path)
+        where, source = "the image processor", "the model takes"
+        check_settings(settings, _FIXED_SETTINGS, where=where, source=source)
         names = settings.keys() & FuyuImageProcessor.__dataclass_fields__
         image_processor = FuyuImageProcessor(**{name: settings[name] for name in names})
         side = self.get_hf_config().patch_size
-        if dict(image_processor.patch_size) != {"height": side, "width": side}:
-            raise CheckpointError(
-                f"`patch_size` of the image processor is {image_processor.patch_size}, but "
-                f"config.json has {side}; make them equal"
-            )
+        found = {"patch_size": dict(image_processor.patch_size)}
+        check_settings(found, {"patch_size": {"height": side, "width": side}}, where=where)
         self.check_token(IMAGE_TOKEN)
         return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=image_processor)
 
@@ -147,17 +138,11 @@ class FuyuProcessingInfo(FamilyInfo):
         sizes = (own.size, own.with_kwargs(self.scope_kwargs({})).size)
         return {"size": {side: max(size[side] for size in sizes) for side in ("height", "width")}}
 
-    def get_planned_image_processor(self) -> FuyuImageProcessor:
-        """Return the image processor that memory is planned for."""
+    def find_largest_image(self) -> tuple[ImageSize, int]:
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return self.get_image_processor().with_kwargs(kwargs)
-
-    def get_largest_image(self) -> ImageSize:
-        return ImageSize(**self.get_planned_image_processor().size)
-
-    def get_max_image_tokens(self) -> int:
-        grid = self.get_planned_image_processor().get_grid(self.get_largest_image())
-        return math.prod(grid)
+        planned: FuyuImageProcessor = self.get_image_processor().with_kwargs(kwargs)
+        size = ImageSize(**planned.size)
+        return size, math.prod(planned.get_grid(size))
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = outputs.get("image_grid_hw", np.empty((0, 2), np.int64))

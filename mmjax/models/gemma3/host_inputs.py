@@ -11,6 +11,5 @@ class Gemma3HostInputs(UnitHostInputs):
 
     @staticmethod
     def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
-        vision = hf_config.vision_config
-        shape = (vision.num_channels, vision.image_size, vision.image_size)
+        shape, _ = UnitHostInputs.read_unit(hf_config)
         return shape, math.isqrt(hf_config.mm_tokens_per_image) ** 2

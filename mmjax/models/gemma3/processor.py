@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import RequestRuntimeError
+from mmjax.errors import RequestRuntimeError, check_settings
 from mmjax.models.family import (
     FamilyInfo,
     FamilyProcessor,
     Target,
-    check_settings,
     item_fields,
     make_factories,
 )
@@ -141,23 +140,16 @@ class Gemma3ProcessingInfo(FamilyInfo):
         most = max(own, self.get_pan_and_scan({}).max_num_crops)
         return {"do_pan_and_scan": True, name: most}
 
-    def get_largest_pan_and_scan(self) -> PanAndScan:
-        """Return the settings with which an image has the most tokens."""
-        return self.get_pan_and_scan(self.get_planned_mm_kwargs())
-
-    def get_largest_image(self) -> ImageSize:
+    def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of an image with the most crops: tall, crops of the input size."""
-        pan_and_scan = self.get_largest_pan_and_scan()
+        pan_and_scan = self.get_pan_and_scan(self.get_planned_mm_kwargs())
         size = self.get_image_processor().size
-        if not pan_and_scan.is_enabled:
-            return ImageSize(width=size.width, height=size.height)
-        side = max(size.width, pan_and_scan.min_crop_size)
-        ratio = max(pan_and_scan.max_num_crops, math.ceil(pan_and_scan.min_ratio))
-        return ImageSize(width=side, height=side * ratio)
-
-    def get_max_image_tokens(self) -> int:
-        num_crops = self.get_largest_pan_and_scan().count_crops(self.get_largest_image())
-        return (num_crops + 1) * self.num_crop_tokens
+        largest = ImageSize(width=size.width, height=size.height)
+        if pan_and_scan.is_enabled:
+            side = max(size.width, pan_and_scan.min_crop_size)
+            ratio = max(pan_and_scan.max_num_crops, math.ceil(pan_and_scan.min_ratio))
+            largest = ImageSize(width=side, height=side * ratio)
+        return largest, (pan_and_scan.count_crops(largest) + 1) * self.num_crop_tokens
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         counts = outputs.get("num_patches", ())

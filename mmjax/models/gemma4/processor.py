@@ -81,7 +81,9 @@ class Gemma4ProcessingInfo(FamilyInfo):
         }
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
-            image_processor=TokenBudgetPatcher(load_image_settings(path), **sizes),
+            image_processor=TokenBudgetPatcher(
+                load_image_settings(path, are_needed=False), **sizes
+            ),
             video_processor=TokenBudgetVideoPatcher(load_video_settings(path), **sizes),
         )
 

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import check_settings
 from mmjax.models.family import (
     FamilyInfo,
     FamilyProcessor,
     Target,
-    check_settings,
     item_fields,
     make_factories,
 )
@@ -104,11 +103,9 @@ class Idefics3ProcessingInfo(FamilyInfo):
             video_processor=frames,
         )
         for part in (images, *([] if frames is None else [frames.hf])):
-            if part.max_image_size["longest_edge"] != side:
-                raise CheckpointError(
-                    f"`max_image_size` of preprocessor_config.json is {part.max_image_size}, and "
-                    f"`vision_config.image_size` of config.json {side}; make them equal"
-                )
+            found = {"longest_edge": part.max_image_size["longest_edge"]}
+            where, source = "`max_image_size`", "`vision_config.image_size` of config.json is"
+            check_settings(found, {"longest_edge": side}, where=where, source=source)
         return parts
 
     def reference_inputs(
@@ -125,19 +122,15 @@ class Idefics3ProcessingInfo(FamilyInfo):
         most = max(cutter.find_longest(kwargs) for kwargs in ({}, self.scope_kwargs({})))
         return {"do_image_splitting": True, "size": {"longest_edge": most}}
 
-    def get_largest_grid(self) -> tuple[int, int]:
-        """Return the rows and columns of a picture with the most tiles, which is a square."""
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        """Return the size of a picture with the most tiles, a square, and its embeddings."""
         cutter: TileCutter = self.get_hf_processor().image_processor
-        return cutter.find_largest_grid(self.scope_kwargs(self.get_planned_mm_kwargs()))
-
-    def get_largest_image(self) -> ImageSize:
-        unit = super().get_largest_image()
-        rows, columns = self.get_largest_grid()
-        return ImageSize(width=max(columns, 1) * unit.width, height=max(rows, 1) * unit.height)
-
-    def get_max_image_tokens(self) -> int:
-        rows, columns = self.get_largest_grid()
-        return (rows * columns + 1) * self.num_unit_tokens
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        rows, columns = cutter.find_largest_grid(kwargs)
+        unit = self.get_unit_size()
+        assert unit is not None, "tiles of one size"
+        size = ImageSize(width=max(columns, 1) * unit.width, height=max(rows, 1) * unit.height)
+        return size, (rows * columns + 1) * self.num_unit_tokens
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = np.asarray(outputs.get("image_grid", np.empty((0, 2), int)))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import FamilyProcessor, Target, item_fields, make_factories
 from mmjax.models.internvl.chat_formats import find_chat_template
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
@@ -166,15 +166,12 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
         path, hf_config = self.ctx.model_config.path, self.get_hf_config()
-        for name, found, wanted in (
-            ("image_token_id", self.get_token_id(CONTEXT), hf_config.image_token_id),
-            ("image_seq_length", self.num_unit_tokens, hf_config.image_seq_length),
-        ):
-            if found != wanted:
-                raise CheckpointError(
-                    f"`{name}` of config.json is {wanted}, but its vision_config and the "
-                    f"tokenizer give {found}"
-                )
+        facts = {
+            "image_token_id": self.get_token_id(CONTEXT),
+            "image_seq_length": self.num_unit_tokens,
+        }
+        source = "its vision_config and the tokenizer give"
+        check_settings(hf_config, facts, where="config.json", source=source)
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=HFTileCutter.from_pretrained(path, self.tile_size),

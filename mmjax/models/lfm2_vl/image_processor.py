@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.image_processors.tiling import (
     check_limits,
     choose_arrangement,
@@ -60,15 +61,15 @@ class Budget:
         check_limits(given["min_tiles"], given["max_tiles"], ("min_tiles", "max_tiles"))
         for name in ("do_image_splitting", "use_thumbnail"):
             if not isinstance(given[name], bool):
-                raise _bad_setting(name, given[name], "true or false")
+                raise bad_kwarg(name, given[name], "true or false")
         for name in ("min_image_tokens", "max_image_tokens"):
             value = given[name]
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise _bad_setting(name, value, "a number of embeddings from 1 on")
+                raise bad_kwarg(name, value, "a number of embeddings from 1 on")
         least, most = given["min_image_tokens"], given["max_image_tokens"]
         if not least <= most <= MAX_TOKENS:
             expected = f"from `min_image_tokens`, which is {least}, to {MAX_TOKENS}"
-            raise _bad_setting("max_image_tokens", most, expected)
+            raise bad_kwarg("max_image_tokens", most, expected)
         return Budget(**given)
 
     @property
@@ -162,12 +163,8 @@ class Lfm2VLImageProcessor:
     def __init__(self, settings: Mapping[str, Any], *, patch_size: int, factor: int) -> None:
         """`settings`: those of the file; what it leaves out is as in HF."""
         self.own = {one.name: settings.get(one.name, one.default) for one in fields(Budget)}
-        for name, value in (("encoder_patch_size", patch_size), ("downsample_factor", factor)):
-            if self.own[name] != value:
-                raise CheckpointError(
-                    f"`{name}` of preprocessor_config.json is {self.own[name]!r}, but config.json "
-                    f"has {value}; make them equal"
-                )
+        wanted = {"encoder_patch_size": patch_size, "downsample_factor": factor}
+        check_settings(self.own, wanted, where="preprocessor_config.json")
         tile = self.budget({}).tile_size
         if tile % (patch_size * factor):
             raise CheckpointError(
@@ -232,10 +229,3 @@ def _cut_patches(pixels: np.ndarray, size: int) -> np.ndarray:
     height, width, channels = pixels.shape
     split = pixels.reshape(height // size, size, width // size, size, channels)
     return split.swapaxes(1, 2).reshape(-1, size, size, channels)
-
-
-def _bad_setting(name: str, value: object, expected: str) -> RequestValueError:
-    return RequestValueError(
-        f"`{name}` is {value!r} in mm_processor_kwargs; it must be {expected}",
-        param="mm_processor_kwargs",
-    )

@@ -11,13 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.models.family import (
-    FamilyInfo,
-    FamilyProcessor,
-    check_settings,
-    item_fields,
-    make_factories,
-)
+from mmjax.errors import check_settings
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.lfm2_vl.image_processor import Budget, Lfm2VLImageProcessor, find_largest
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
@@ -49,6 +44,7 @@ class Lfm2VLProcessingInfo(FamilyInfo):
     """Nothing says how many of the embeddings are a tile."""
     host_inputs = Lfm2VLHostInputs
     placeholders: ClassVar = {"image": IMAGE}
+    adds_special_tokens = False
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what AutoProcessor would, which wants torchvision."""
@@ -97,11 +93,8 @@ class Lfm2VLProcessingInfo(FamilyInfo):
         largest = max(levels, key=lambda budget: find_largest(budget)[1])
         return {name: getattr(largest, name) for name in sorted(processor.valid_kwargs)}
 
-    def get_largest_image(self) -> ImageSize:
-        return find_largest(self.get_budget(self.get_planned_mm_kwargs()))[0]
-
-    def get_max_image_tokens(self) -> int:
-        return find_largest(self.get_budget(self.get_planned_mm_kwargs()))[1]
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        return find_largest(self.get_budget(self.get_planned_mm_kwargs()))
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         counts = {name: outputs.get(f"image_num_{name}", ()) for name in ("patches", "units")}
@@ -133,16 +126,4 @@ class Lfm2VLProcessingInfo(FamilyInfo):
         return as_ids(START + "".join(pieces) + END, self.get_tokenizer())
 
 
-class Lfm2VLMultiModalProcessor(FamilyProcessor[Lfm2VLProcessingInfo]):
-    def _tokenize_text(
-        self,
-        prompt: str,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> list[int]:
-        """Add no special tokens, as HF's processor: the chat template writes BOS."""
-        kwargs = {"add_special_tokens": False, **tokenization_kwargs}
-        return super()._tokenize_text(prompt, hf_processor_mm_kwargs, kwargs)
-
-
-FACTORIES = make_factories(Lfm2VLProcessingInfo, Lfm2VLMultiModalProcessor)
+FACTORIES = make_factories(Lfm2VLProcessingInfo)

@@ -44,6 +44,5 @@ class LlavaHostInputs(UnitHostInputs):
 
     @staticmethod
     def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
-        vision = hf_config.vision_config
-        shape = (vision.num_channels, vision.image_size, vision.image_size)
+        shape, _ = UnitHostInputs.read_unit(hf_config)
         return shape, count_image_tokens(hf_config)

@@ -6,7 +6,8 @@ Before: `look <image> please`. After: `look <image>*576 please`; all of them tak
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mmjax.models.family import FamilyInfo, check_settings, make_factories
+from mmjax.errors import check_settings
+from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.llava.host_inputs import LlavaHostInputs
 from mmjax.processing.image_processors.image import check_resized_pixels, check_squared_pixels
 

@@ -3,6 +3,7 @@
 As the published `MolmoImageProcessor` (arXiv 2409.17146), in numpy and Pillow.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError
-from mmjax.processing.image_processors.crops import (
-    Grid,
-    choose_tiling,
-    list_tilings,
-    resolve_max_crops,
-)
-from mmjax.processing.image_processors.image import patchify
+from mmjax.processing.image_processors.crops import Grid, OverlappingCrops
 from mmjax.processing.items.items import ImageSize
 
 DROPPED = -100
@@ -26,37 +21,19 @@ _POOLING_SIDE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MolmoImageProcessor:
+class MolmoImageProcessor(OverlappingCrops):
     """Cuts images; the defaults are the published preprocessor_config.json."""
 
-    base_image_input_size: Sequence[int] = (336, 336)
-    """Height and width of a crop, which are equal, in pixels."""
-    image_patch_size: int = 14
-    overlap_margins: Sequence[int] = (4, 4)
-    """Patches that a crop shares with the one before it and the one behind, on either axis."""
+    crop_side: int = 336
+    patch_size: int = 14
     max_crops: int = 12
-    """Crops of the tiled image, at most; the crop of the whole image is added to them."""
     image_mean: Sequence[float] = (0.48145466, 0.4578275, 0.40821073)
     image_std: Sequence[float] = (0.26862954, 0.26130258, 0.27577711)
-
-    @property
-    def crop_patches(self) -> int:
-        """Patches of a crop along a side."""
-        return self.base_image_input_size[0] // self.image_patch_size
 
     @property
     def crop_tokens(self) -> int:
         """Embeddings of a crop along a side."""
         return self.crop_patches // _POOLING_SIDE
-
-    @property
-    def window_patches(self) -> int:
-        """Patches between the beginnings of two crops."""
-        return self.crop_patches - sum(self.overlap_margins)
-
-    @property
-    def valid_kwargs(self) -> frozenset[str]:
-        return frozenset({"max_crops"})
 
     def count_tokens(self, tiling: Grid) -> Grid:
         """Return the rows and columns of tokens of an image that is tiled so."""
@@ -66,24 +43,10 @@ class MolmoImageProcessor:
         )
         return Grid(rows, columns)
 
-    def size_of(self, tiling: Grid) -> ImageSize:
-        """Return the size that an image is brought to for a tiling, padding included, in pixels."""
-        margin = sum(self.overlap_margins)
-        height, width = (
-            (tiles * self.window_patches + margin) * self.image_patch_size for tiles in tiling
-        )
-        return ImageSize(width=width, height=height)
-
-    def resolve_max_crops(self, kwargs: Mapping[str, Any]) -> int:
-        """Return how many crops a request may have of a tiled image; refuse what is no number."""
-        return resolve_max_crops(kwargs, self.max_crops)
-
     def find_largest(self, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
         """Return the size of an image with the most embeddings, and how many."""
-        tilings = list_tilings(self.resolve_max_crops(kwargs))
-        counts = [rows * columns for rows, columns in map(self.count_tokens, tilings)]
-        most = max(counts)
-        return self.size_of(tilings[counts.index(most)]), self.crop_tokens**2 + most
+        size, most = self.find_most(kwargs, lambda tiling: math.prod(self.count_tokens(tiling)))
+        return size, self.crop_tokens**2 + most
 
     def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
         """Return the crops of all images, one behind the other.
@@ -100,23 +63,17 @@ class MolmoImageProcessor:
 
     def _cut(self, image: Image.Image, max_crops: int) -> dict[str, np.ndarray]:
         pixels = np.asarray(image.convert("RGB"), np.float32) / np.float32(255)
-        margin = sum(self.overlap_margins) * self.image_patch_size
-        tiling = choose_tiling(
-            image.height - margin,
-            image.width - margin,
-            window=self.window_patches * self.image_patch_size,
-            max_crops=max_crops,
-        )
-        side = self.base_image_input_size[0]
+        tiling = self.choose(ImageSize(*image.size), max_crops)
+        side = self.crop_side
         whole, _ = self._resize_and_pad(pixels, ImageSize(width=side, height=side))
         tiled, is_real = self._resize_and_pad(pixels, self.size_of(tiling))
         is_real = is_real[None].astype(np.float32)
-        shares = self._cut_patches(is_real, tiling).mean(axis=-1)
+        shares = self.cut_patches(is_real, tiling).mean(axis=-1)
         # The published processor appends the whole image's row, whose crop comes first: every
         # row is applied to the crop before its own.
         masks = np.pad(shares, ((0, 1), (0, 0)), constant_values=-1)
         crops = np.concatenate(
-            [self._cut_patches(whole, Grid(1, 1)), self._cut_patches(tiled, tiling)]
+            [self.cut_patches(whole, Grid(1, 1)), self.cut_patches(tiled, tiling)]
         )
         return {
             "images": crops,
@@ -154,17 +111,6 @@ class MolmoImageProcessor:
             for values in (self.image_mean, self.image_std)
         )
         return (padded - mean) / std, is_real
-
-    def _cut_patches(self, pixels: np.ndarray, tiling: Grid) -> np.ndarray:
-        """Cut [C, height, width] into the crops' patches, [crops, patches, values]."""
-        size = self.image_patch_size
-        side, window = self.crop_patches * size, self.window_patches * size
-        crops = [
-            pixels[:, row * window : row * window + side, column * window : column * window + side]
-            for row in range(tiling.rows)
-            for column in range(tiling.columns)
-        ]
-        return np.stack([patchify(crop, size, size) for crop in crops])
 
     def _place_tokens(self, tiling: Grid) -> np.ndarray:
         """Return int32[crops, tokens]: where in the prompt each embedding of a crop belongs.

@@ -6,12 +6,11 @@ take embeddings. `message_format="none"` leaves the text as it is.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
@@ -22,7 +21,8 @@ from mmjax.models.molmo.host_inputs import (
     new_token_id,
 )
 from mmjax.models.molmo.image_processor import MolmoImageProcessor
-from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.image import bad_kwarg
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.prompt_updates.updates import PromptIndexTargets, as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -58,10 +58,7 @@ def format_prompt(text: str, message_format: str, *, always_start_with_space: bo
     RequestValueError for a format that is none of `role` and `none`.
     """
     if message_format not in ("role", "none"):
-        raise RequestValueError(
-            f"`message_format` is {message_format!r}; it must be `role` or `none`",
-            param="mm_processor_kwargs",
-        )
+        raise bad_kwarg("message_format", message_format, "`role` or `none`")
     if text.startswith(f" {_TURN}"):
         return text
     if message_format == "role" and not text.startswith(_TURN):
@@ -84,21 +81,21 @@ class MolmoProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: the published one is remote code."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.image_processing_base import ImageProcessingMixin
-
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
-        for name, value in _FIXED_SETTINGS.items():
-            if settings.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {settings[name]!r}; it must be {value!r}"
-                )
-        names = {one.name for one in fields(MolmoImageProcessor)}
-        image_processor = MolmoImageProcessor(
-            **{name: value for name, value in settings.items() if name in names}
-        )
+        settings = load_image_settings(self.ctx.model_config.path)
+        where, source = "the image processor", "the model takes"
+        check_settings(settings, _FIXED_SETTINGS, where=where, source=source)
+        names = settings.keys() & MolmoImageProcessor.__dataclass_fields__
+        own = {name: settings[name] for name in names}
+        if "base_image_input_size" in settings:  # height and width, which are equal
+            own["crop_side"] = settings["base_image_input_size"][0]
+        if "image_patch_size" in settings:
+            own["patch_size"] = settings["image_patch_size"]
+        image_processor = MolmoImageProcessor(**own)
         self._check_crops(image_processor, settings)
-        self._check_tokens()
+        ids = {token: new_token_id(self.get_hf_config(), token) for token in NEW_TOKENS}
+        found = {token: self.get_token_id(token) for token in ids}
+        source = "`embedding_size` of config.json gives"
+        check_settings(found, ids, where="the tokenizer", source=source)
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=image_processor,
@@ -114,31 +111,14 @@ class MolmoProcessingInfo(FamilyInfo):
             "image_token_length_h": processor.crop_tokens,
             "image_token_length_w": processor.crop_tokens,
         }
-        for name, value in expected.items():
-            if settings.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {settings[name]}, but the model's "
-                    f"encoder takes {value}; make them equal"
-                )
+        where, source = "the image processor", "the model's encoder takes"
+        check_settings(settings, expected, where=where, source=source)
         margins = list(processor.overlap_margins)
         if any(margin % 2 for margin in margins) or processor.window_patches < 1:
             raise CheckpointError(
                 f"`overlap_margins` of the image processor is {margins}; both must be even, and "
                 f"together less than the {processor.crop_patches} patches of a crop"
             )
-
-    def _check_tokens(self) -> None:
-        tokenizer = self.get_tokenizer()
-        for token in NEW_TOKENS:
-            found, expected = (
-                tokenizer.get_vocab().get(token),
-                new_token_id(self.get_hf_config(), token),
-            )
-            if found != expected:
-                raise CheckpointError(
-                    f"`{token}` is token {found} of the tokenizer, but {expected} by "
-                    "`embedding_size` of config.json; make them agree"
-                )
 
     @property
     def bos_token_id(self) -> int:
@@ -183,12 +163,6 @@ class MolmoProcessingInfo(FamilyInfo):
         """Return the size of an image with the most embeddings, and how many."""
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
         return self.get_image_processor().find_largest(kwargs)
-
-    def get_largest_image(self) -> ImageSize:
-        return self.find_largest_image()[0]
-
-    def get_max_image_tokens(self) -> int:
-        return self.find_largest_image()[1]
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return item_fields(

@@ -12,31 +12,21 @@ from PIL import Image
 
 from mmjax.models.molmo2.host_inputs import MARKS, NO_PATCH
 from mmjax.processing.image_processors.affine import make_affine
-from mmjax.processing.image_processors.crops import (
-    Grid,
-    choose_tiling,
-    list_tilings,
-    resolve_max_crops,
-)
-from mmjax.processing.image_processors.image import patchify
+from mmjax.processing.image_processors.crops import Grid, OverlappingCrops
 from mmjax.processing.items.items import ImageSize
 
 LOW_START, START, COLUMN, END = (-1 - number for number in range(len(MARKS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Molmo2ImageProcessor:
+class Molmo2ImageProcessor(OverlappingCrops):
     """Cuts images; the defaults are HF's."""
 
     crop_side: int = 378
-    """In pixels."""
     patch_size: int = 14
     pooling_size: Sequence[int] = (2, 2)
     """Rows and columns of patches that become one embedding."""
-    overlap_margins: Sequence[int] = (4, 4)
-    """Patches that a crop leaves to the one before it and to the one behind, on either axis."""
     max_crops: int = 8
-    """Crops of the tiled image, at most; the crop of the whole image is added to them."""
     image_mean: Sequence[float] = (0.5, 0.5, 0.5)
     image_std: Sequence[float] = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
@@ -46,28 +36,6 @@ class Molmo2ImageProcessor:
     """Whether it ends one of the whole image; None: as above."""
     use_single_crop_start_token: bool = True
     """Whether the whole image has a mark of its own before it."""
-
-    @property
-    def crop_patches(self) -> int:
-        """Patches of a crop along a side."""
-        return self.crop_side // self.patch_size
-
-    @property
-    def window_patches(self) -> int:
-        """Patches between the beginnings of two crops."""
-        return self.crop_patches - sum(self.overlap_margins)
-
-    @property
-    def valid_kwargs(self) -> frozenset[str]:
-        return frozenset({"max_crops"})
-
-    def size_of(self, tiling: Grid) -> ImageSize:
-        """Return the size that an image is brought to for a tiling, in pixels."""
-        margin = sum(self.overlap_margins)
-        height, width = (
-            (tiles * self.window_patches + margin) * self.patch_size for tiles in tiling
-        )
-        return ImageSize(width=width, height=height)
 
     def count_tokens(self, size: ImageSize) -> Grid:
         """Return the rows and columns of embeddings of as many pixels."""
@@ -90,11 +58,12 @@ class Molmo2ImageProcessor:
 
     def find_largest(self, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
         """Return the size of an image with the most embeddings, marks included, and how many."""
-        tilings = list_tilings(resolve_max_crops(kwargs, self.max_crops))
-        sizes = [self.size_of(tiling) for tiling in tilings]
         low = self.count_tokens(ImageSize(width=self.crop_side, height=self.crop_side))
-        counts = [len(self.write_rows(low, self.count_tokens(size))) for size in sizes]
-        return sizes[counts.index(max(counts))], max(counts)
+
+        def count(tiling: Grid) -> int:
+            return len(self.write_rows(low, self.count_tokens(self.size_of(tiling))))
+
+        return self.find_most(kwargs, count)
 
     def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, Any]:
         """Return the crops of all images, one behind the other.
@@ -104,7 +73,7 @@ class Molmo2ImageProcessor:
         `write_rows` says; int64[images] of each: `image_num_crops`, `num_windows`, `num_tokens`;
         `image_grids` int64[images, 4]: rows and columns of both views; `image_affine`.
         """
-        max_crops = resolve_max_crops(kwargs, self.max_crops)
+        max_crops = self.resolve_max_crops(kwargs)
         made = [self._cut(image, max_crops) for image in images]
         joined = {key: np.concatenate([one[key] for one in made]) for key in made[0]}
         counted = (
@@ -120,23 +89,12 @@ class Molmo2ImageProcessor:
 
     def _cut(self, image: Image.Image, max_crops: int) -> dict[str, np.ndarray]:
         pixels = np.asarray(image.convert("RGB"))
-        margin = sum(self.overlap_margins) * self.patch_size
-        tiling = choose_tiling(
-            image.height - margin,
-            image.width - margin,
-            window=self.window_patches * self.patch_size,
-            max_crops=max_crops,
-        )
+        tiling = self.choose(ImageSize(*image.size), max_crops)
         size, side = self.size_of(tiling), self.crop_side
-        whole = resize_bilinear(pixels, side, side)
-        tiled = resize_bilinear(pixels, size.height, size.width)
-        window = self.window_patches * self.patch_size
-        crops = [whole] + [
-            tiled[row * window : row * window + side, column * window : column * window + side]
-            for row in range(tiling.rows)
-            for column in range(tiling.columns)
+        patches = [
+            self.cut_patches(resize_bilinear(pixels, *sides).transpose(2, 0, 1), cut)
+            for sides, cut in (((side, side), Grid(1, 1)), ((size.height, size.width), tiling))
         ]
-        patches = [patchify(crop.transpose(2, 0, 1), *[self.patch_size] * 2) for crop in crops]
         num_patches = self.crop_patches**2
         low = np.arange(num_patches).reshape(self.crop_patches, -1)
         (low_windows, low_grid), (high_windows, high_grid) = (
@@ -144,7 +102,7 @@ class Molmo2ImageProcessor:
             for grid in (low, self._number_patches(tiling) + num_patches)
         )
         return {
-            "pixel_values": np.stack(patches),
+            "pixel_values": np.concatenate(patches),
             "image_token_pooling": np.concatenate([low_windows, high_windows]).astype(np.int32),
             "image_rows": self.write_rows(low_grid, high_grid),
             "image_grids": np.array([[*low_grid, *high_grid]], np.int64),

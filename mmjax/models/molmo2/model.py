@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mmjax.connectors.pooling import AttentionPooling
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.layers.embed import Embed
 from mmjax.layers.mlp import GatedMLP
 from mmjax.models.interface import MultiModalModel
@@ -203,18 +203,14 @@ def _check_widths(hf_config: Any) -> None:
     for key in ("vision_config", "adapter_config"):
         part = getattr(hf_config, key)
         heads = part.num_attention_heads
-        for name, expected in (
-            ("num_key_value_heads", heads),
-            ("head_dim", part.hidden_size // heads),
-            ("attention_bias", True),
-            ("mlp_bias", False),
-        ):
-            found = getattr(part, name, expected)
-            if found != expected:
-                raise CheckpointError(
-                    f"`{key}.{name}` is {found}; beside {heads} heads and a `hidden_size` of "
-                    f"{part.hidden_size}, mmjax's Molmo 2 takes {expected}"
-                )
+        wanted = {
+            "num_key_value_heads": heads,
+            "head_dim": part.hidden_size // heads,
+            "attention_bias": True,
+            "mlp_bias": False,
+        }
+        source = f"{heads} heads and a `hidden_size` of {part.hidden_size} ask for"
+        check_settings(part, wanted, where=f"`{key}`", source=source)
 
 
 def _read_tower(hf_config: Any) -> ViTConfig:

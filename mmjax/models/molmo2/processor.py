@@ -5,15 +5,15 @@ Before: `<|image|>what is it`. After: `<bos> <low_res_im_start> (<im_patch>*14 <
 embeddings of the image, too: they see it, and are seen, in both directions.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
+from mmjax.errors import CheckpointError, check_settings
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.molmo2.answers import parse_points
 from mmjax.models.molmo2.host_inputs import (
     MARKS,
@@ -23,9 +23,8 @@ from mmjax.models.molmo2.host_inputs import (
     read_prompt_ids,
 )
 from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor
-from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
-from mmjax.processing.prepared import AnswerParser
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 IMAGE, PATCH = "<|image|>", "<im_patch>"
@@ -71,6 +70,7 @@ class Molmo2ProcessingInfo(FamilyInfo):
     host_inputs = Molmo2HostInputs
     placeholders: ClassVar = {"image": IMAGE}
     marks_are_embeds = True
+    max_answer_images = math.inf
 
     @cached_property
     def vocab_size(self) -> int:
@@ -80,24 +80,16 @@ class Molmo2ProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: HF's needs torchvision."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.image_processing_base import ImageProcessingMixin
-
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
+        settings = load_image_settings(self.ctx.model_config.path)
         size = settings.get("size", {"height": 378, "width": 378})
         settings = {**settings, **self.processor_settings, "crop_side": size["height"]}
-        names = {one.name for one in fields(Molmo2ImageProcessor)}
-        image_processor = Molmo2ImageProcessor(
-            **{name: settings[name] for name in settings.keys() & names}
-        )
+        names = settings.keys() & Molmo2ImageProcessor.__dataclass_fields__
+        image_processor = Molmo2ImageProcessor(**{name: settings[name] for name in names})
         _ = self.encoder_spec  # refuses crops that the tower does not take
         self._check_settings({**settings, "size": size}, image_processor)
-        for token, token_id in zip((PATCH, *MARKS), self._prompt_ids, strict=True):
-            if self.get_token_id(token) != token_id:
-                raise CheckpointError(
-                    f"`{token}` is token {self.get_token_id(token)} of the tokenizer, but "
-                    f"{token_id} by config.json; make them agree"
-                )
+        ids: dict[str, int] = dict(zip((PATCH, *MARKS), self._prompt_ids, strict=True))
+        found = {token: self.get_token_id(token) for token in ids}
+        check_settings(found, ids, where="the tokenizer")
         return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=image_processor)
 
     def _check_settings(self, found: Mapping[str, Any], cutter: Molmo2ImageProcessor) -> None:
@@ -108,12 +100,7 @@ class Molmo2ProcessingInfo(FamilyInfo):
             "size": {"height": side, "width": side},
             "patch_size": vision.patch_size,
         }
-        for name, value in wanted.items():
-            if found.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {found[name]!r}; the model asks for "
-                    f"{value!r}"
-                )
+        check_settings(found, wanted, where="the image processor", source="the model takes")
         rows, columns = cutter.pooling_size
         if not 1 <= rows * columns <= MAX_POOLED or cutter.window_patches < 1:
             raise CheckpointError(
@@ -153,12 +140,6 @@ class Molmo2ProcessingInfo(FamilyInfo):
     def get_unit_size(self) -> None:
         """Return nothing: images have any size."""
 
-    def get_largest_image(self) -> ImageSize:
-        return self.find_largest_image()[0]
-
-    def get_max_image_tokens(self) -> int:
-        return self.find_largest_image()[1]
-
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         several = {
             "image_num_crops": "pixel_values",
@@ -194,22 +175,12 @@ class Molmo2ProcessingInfo(FamilyInfo):
         patch, *marks = self._prompt_ids
         return [patch if row >= 0 else marks[-1 - row] for row in size]
 
-
-class Molmo2MultiModalProcessor(FamilyProcessor[Molmo2ProcessingInfo]):
-    def _get_answer_parser(
-        self, prompt: str | list[int], mm_items: MultiModalDataItems
-    ) -> AnswerParser | None:
-        """Return what finds points; None where an image's size is not known."""
-        sizes = self.find_image_sizes(mm_items)
-        if sizes is None:
-            return None
-        return partial(self._parse_answer, image_sizes=sizes)
-
-    def _parse_answer(
+    def parse_answer(
         self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
     ) -> Mapping[str, Any]:
-        text = self.info.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+        """Return an answer's points."""
+        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=True)
         return parse_points(text, image_sizes)
 
 
-FACTORIES = make_factories(Molmo2ProcessingInfo, Molmo2MultiModalProcessor)
+FACTORIES = make_factories(Molmo2ProcessingInfo)

@@ -12,7 +12,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.linear import Linear
-from mmjax.models.paligemma.host_inputs import PaliGemmaHostInputs
+from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import TowerModel
 from mmjax.towers.vit import ViT, ViTConfig
@@ -38,7 +38,7 @@ class PaliGemmaMultiModalProjector(nnx.Module):
 class PaliGemmaForConditionalGeneration(TowerModel):
     """Served as HF's class of this name."""
 
-    host_inputs = PaliGemmaHostInputs
+    host_inputs = UnitHostInputs
     sees = "prompt"
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:

@@ -5,17 +5,15 @@ embeddings.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, check_settings, make_factories
+from mmjax.errors import CheckpointError, check_settings
+from mmjax.models.family import FamilyInfo, FamilyProcessor, make_factories
+from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.paligemma.answers import parse_objects
-from mmjax.models.paligemma.host_inputs import PaliGemmaHostInputs
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
-from mmjax.processing.prepared import AnswerParser
+from mmjax.processing.items.parse import ImageSize
 from mmjax.processing.prompt_updates.updates import as_ids
 
 IMAGE_TOKEN = "<image>"
@@ -46,9 +44,10 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         "Detect": "detect {car}",
         "Segment": "segment {car}",
     }
-    host_inputs = PaliGemmaHostInputs
+    host_inputs = UnitHostInputs
     image_processors: ClassVar = {"Siglip": "siglip"}
     placeholders: ClassVar = {"image": IMAGE_TOKEN}
+    max_answer_images = 1
 
     def load_hf_processor(self) -> Any:
         processor = super().load_hf_processor()
@@ -96,6 +95,13 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         text = token_ids[max(first, start) : len(token_ids) - bool(own)]
         return [*token_ids[first:start], bos, *text, *as_ids(f"{own}\n", tokenizer)]
 
+    def parse_answer(
+        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
+    ) -> Mapping[str, Any]:
+        """Return an answer's objects."""
+        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+        return parse_objects(text.removesuffix(self.get_tokenizer().eos_token), image_sizes[0])
+
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
     ) -> Mapping[str, Any]:
@@ -115,21 +121,6 @@ class PaliGemmaMultiModalProcessor(FamilyProcessor[PaliGemmaProcessingInfo]):
         start = prompt.rfind(IMAGE_TOKEN) + len(IMAGE_TOKEN) if IMAGE_TOKEN in prompt else 0
         framed = f"{prompt[:start]}{self.info.get_tokenizer().bos_token}{prompt[start:]}\n"
         return super()._tokenize_text(framed, hf_processor_mm_kwargs, kwargs)
-
-    def _get_answer_parser(
-        self, prompt: str | list[int], mm_items: MultiModalDataItems
-    ) -> AnswerParser | None:
-        """Return what finds objects; None without one image whose size is known."""
-        sizes = self.find_image_sizes(mm_items)
-        if sizes is None or len(sizes) > 1:
-            return None
-        return partial(self._parse_answer, image_size=sizes[0])
-
-    def _parse_answer(
-        self, token_ids: Sequence[int], *, image_size: ImageSize
-    ) -> Mapping[str, Any]:
-        text = self.info.get_tokenizer().decode(token_ids, skip_special_tokens=False)
-        return parse_objects(text.removesuffix(self.info.get_tokenizer().eos_token), image_size)
 
 
 FACTORIES = make_factories(PaliGemmaProcessingInfo, PaliGemmaMultiModalProcessor)

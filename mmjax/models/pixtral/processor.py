@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from mmjax.errors import RequestValueError
-from mmjax.models.family import FamilyInfo, check_settings, make_factories
+from mmjax.errors import RequestValueError, check_settings
+from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.pixtral.host_inputs import (
     PixtralHostInputs,
     check_whole_pictures,
     read_merge_size,
 )
+from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.rounding import cdiv
@@ -105,11 +106,7 @@ class PixtralImageScaler:
         size = kwargs.get("size") or dict(self.hf.size)
         longest = size.get("longest_edge") if isinstance(size, Mapping) else None
         if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
-            raise RequestValueError(
-                f"`size` is {size!r} in mm_processor_kwargs; it must be an object of a positive "
-                "`longest_edge`",
-                param="mm_processor_kwargs",
-            )
+            raise bad_kwarg("size", size, "an object of a positive `longest_edge`")
         return longest
 
 

@@ -7,10 +7,10 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from mmjax.models.interface import MultiModalModel
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.whisper.host_inputs import WhisperHostInputs
 from mmjax.towers.whisper import WhisperEncoder, WhisperEncoderConfig
-from mmjax.weights.rules import Rule
+from mmjax.weights.rules import Rule, RuleTypes
 
 
 class WhisperForConditionalGeneration(MultiModalModel):
@@ -25,9 +25,10 @@ class WhisperForConditionalGeneration(MultiModalModel):
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map HF's layout."""
         return (
+            *text_rules(hf_config),
             Rule(r"^model\.encoder\.", "encoder."),
             Rule(r"^model\.decoder\.layer_norm\.", "language_model.norm."),
             Rule(r"^model\.decoder\.", "language_model."),

@@ -23,8 +23,7 @@ from mmjax.processing.media.decode import (
     get_image_id,
     is_array_like,
 )
-from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import EncodedAudio, EncodedFrames, EncodedImage, EncodedVideo
 
 Chunk = bytes | memoryview
 

@@ -14,8 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from mmjax.errors import MediaIdConflictError, RequestError, RequestValueError
 from mmjax.processing.hashing.hasher import ContentHasher, MultiModalHasher
 from mmjax.processing.items.items import MultiModalDataItems
-from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import EncodedAudio, EncodedFrames, EncodedImage, EncodedVideo
 
 MAX_REMEMBERED = 65_536
 """Contents, and ids, of which the hash is remembered: some 20 MB."""

@@ -1,12 +1,14 @@
 """Overlapping crops of one size, as Molmo (arXiv 2409.17146) and Molmo 2 lay them over an image."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.errors import RequestValueError
+from mmjax.processing.image_processors.image import check_count, patchify
+from mmjax.processing.items.items import ImageSize
 
 MAX_CROPS = 128
 """No model has seen as many, and the time to list tilings grows with their number."""
@@ -17,6 +19,75 @@ class Grid(NamedTuple):
 
     rows: int
     columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlappingCrops:
+    """How crops of one size lie over an image."""
+
+    crop_side: int
+    """In pixels."""
+    patch_size: int
+    overlap_margins: Sequence[int] = (4, 4)
+    """Patches that a crop leaves to the one before it and to the one behind, on either axis."""
+    max_crops: int
+    """Crops of the tiled image, at most; the crop of the whole image is added to them."""
+
+    @property
+    def crop_patches(self) -> int:
+        """Patches of a crop along a side."""
+        return self.crop_side // self.patch_size
+
+    @property
+    def window_patches(self) -> int:
+        """Patches between the beginnings of two crops."""
+        return self.crop_patches - sum(self.overlap_margins)
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return frozenset({"max_crops"})
+
+    def size_of(self, tiling: Grid) -> ImageSize:
+        """Return the size that an image is brought to for a tiling, padding included, in pixels."""
+        margin = sum(self.overlap_margins)
+        height, width = (
+            (tiles * self.window_patches + margin) * self.patch_size for tiles in tiling
+        )
+        return ImageSize(width=width, height=height)
+
+    def choose(self, size: ImageSize, max_crops: int) -> Grid:
+        """Return the tiling of an image."""
+        margin = sum(self.overlap_margins) * self.patch_size
+        return choose_tiling(
+            size.height - margin,
+            size.width - margin,
+            window=self.window_patches * self.patch_size,
+            max_crops=max_crops,
+        )
+
+    def cut_patches(self, pixels: np.ndarray, tiling: Grid) -> np.ndarray:
+        """Cut [C, height, width] into the crops' patches, [crops, patches, values]."""
+        side, window = self.crop_side, self.window_patches * self.patch_size
+        crops = [
+            pixels[:, row * window : row * window + side, column * window : column * window + side]
+            for row in range(tiling.rows)
+            for column in range(tiling.columns)
+        ]
+        return np.stack([patchify(crop, self.patch_size, self.patch_size) for crop in crops])
+
+    def resolve_max_crops(self, kwargs: Mapping[str, Any]) -> int:
+        """Return how many crops a request may have of a tiled image; refuse what is no number."""
+        given = kwargs.get("max_crops")
+        value = self.max_crops if given is None else given
+        return check_count("max_crops", value, MAX_CROPS, "crops")
+
+    def find_most(
+        self, kwargs: Mapping[str, Any], count: Callable[[Grid], int]
+    ) -> tuple[ImageSize, int]:
+        """Return the size of an image whose tiling has the most by `count`, and how many."""
+        tilings = list_tilings(self.resolve_max_crops(kwargs))
+        counts = [count(tiling) for tiling in tilings]
+        return self.size_of(tilings[counts.index(max(counts))]), max(counts)
 
 
 @lru_cache(maxsize=16)
@@ -46,15 +117,3 @@ def choose_tiling(height: int, width: int, *, window: int, max_crops: int) -> Gr
     if (scales < 1).all():
         return tilings[int(scales.argmax())]
     return tilings[int(np.where(scales < 1, np.inf, scales).argmin())]
-
-
-def resolve_max_crops(kwargs: Mapping[str, Any], default: int) -> int:
-    """Return how many crops a request may have of a tiled image; refuse what is no number."""
-    given = kwargs.get("max_crops")
-    value = default if given is None else given
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_CROPS:
-        raise RequestValueError(
-            f"`max_crops` is {value!r}; it must be a number of crops from 1 to {MAX_CROPS}",
-            param="mm_processor_kwargs",
-        )
-    return value

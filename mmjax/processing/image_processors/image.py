@@ -35,6 +35,21 @@ def patchify(pixels: np.ndarray, patch_height: int, patch_width: int) -> np.ndar
     return patches.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1)
 
 
+def bad_kwarg(name: str, value: object, expected: str) -> RequestValueError:
+    """Return the error of a kwarg that no processor can take; `expected` ends "it must be"."""
+    return RequestValueError(
+        f"`{name}` is {value!r} in mm_processor_kwargs; it must be {expected}",
+        param="mm_processor_kwargs",
+    )
+
+
+def check_count(name: str, value: Any, most: int, noun: str) -> int:
+    """Return a kwarg that is a number of tiles, say, from 1 to `most`; `RequestValueError` else."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise bad_kwarg(name, value, f"a number of {noun} from 1 to {most}")
+    return value
+
+
 def check_pixel_size(pixel_values: Any, height: int, width: int) -> None:
     """Refuse pixels of another size than the vision tower takes: [..., height, width]."""
     found = np.shape(pixel_values)[-2:]

@@ -96,9 +96,14 @@ def load_video_settings(path: Path) -> dict[str, Any]:
     return _load_settings(path, "video_processor", names)
 
 
-def load_image_settings(path: Path) -> dict[str, Any]:
-    """Return the checkpoint's settings for images, likewise."""
-    return _load_settings(path, "image_processor", ("preprocessor_config.json",))
+def load_image_settings(path: Path, *, are_needed: bool = True) -> dict[str, Any]:
+    """Return the checkpoint's settings for images, likewise; `CheckpointError` for none."""
+    settings = _load_settings(path, "image_processor", ("preprocessor_config.json",))
+    if are_needed and not settings:
+        raise CheckpointError(
+            "the checkpoint has no preprocessor_config.json with settings for images; download it"
+        )
+    return settings
 
 
 def load_feature_settings(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from PIL import Image
 from mmjax.errors import RequestValueError
 from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.frames import read_timing, split_pairs
+from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.items.items import ImageSize
 from mmjax.rounding import cdiv
 
@@ -111,20 +112,20 @@ class ImagePatcher:
         size = {"shortest_edge": None, "longest_edge": None, **dict(self.hf.size)}
         given = kwargs.get("size") or {}
         if not isinstance(given, Mapping):
-            raise _bad_size("size", given, "an object of `shortest_edge` and `longest_edge`")
+            raise bad_kwarg("size", given, "an object of `shortest_edge` and `longest_edge`")
         size |= given
         limits = []
         for key, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
             value = kwargs.get(name)
             value = size[key] if value is None else value
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise _bad_size(name, value, "a positive number of pixels")
+                raise bad_kwarg(name, value, "a positive number of pixels")
             limits.append(value)
         smallest, largest = limits
         if smallest > largest:
-            raise _bad_size("min_pixels", smallest, f"at most max_pixels, which is {largest}")
+            raise bad_kwarg("min_pixels", smallest, f"at most max_pixels, which is {largest}")
         if smallest > self.max_pixels_resized:
-            raise _bad_size("min_pixels", smallest, f"at most {self.max_pixels_resized}")
+            raise bad_kwarg("min_pixels", smallest, f"at most {self.max_pixels_resized}")
         return smallest, largest
 
     def get_frame_pixels(self, kwargs: Mapping[str, Any]) -> int:
@@ -288,10 +289,3 @@ def check_aspect_ratio(size: ImageSize, modality: str) -> None:
             f"{MAX_ASPECT_RATIO} times the shorter: crop it",
             param="multi_modal_data",
         )
-
-
-def _bad_size(name: str, value: object, expected: str) -> RequestValueError:
-    return RequestValueError(
-        f"`{name}` is {value!r} in mm_processor_kwargs; it must be {expected}",
-        param="mm_processor_kwargs",
-    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmjax.errors import CheckpointError
 from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.image_processors.parts import load_image_settings
 
 
 def load_image_processor(
@@ -32,10 +33,7 @@ def load_image_processor(
 
 
 def _find_name(path: Path, folders: Mapping[str, str]) -> str:
-    from transformers.image_processing_base import ImageProcessingMixin
-
-    settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
-    found = settings.get("image_processor_type") or next(iter(folders))
+    found = load_image_settings(path).get("image_processor_type") or next(iter(folders))
     name = found.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
     if name not in folders:
         known = ", ".join(f"`{one}ImageProcessor`" for one in folders)

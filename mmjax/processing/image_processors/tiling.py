@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import keep_bytes, make_affine
-from mmjax.processing.image_processors.image import to_pixels
+from mmjax.processing.image_processors.image import bad_kwarg, check_count, to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.items.items import ImageSize
 
@@ -107,19 +107,14 @@ def find_largest_picture(cutter: TileCutter, kwargs: Mapping[str, Any]) -> tuple
     return sizes[counts.index(most)], most
 
 
-def check_limits(fewest: Any, most: Any, names: tuple[str, str]) -> tuple[int, int]:
-    """Return two numbers of tiles; `RequestValueError` for others than 1 to `MAX_TILES`."""
+def check_limits(
+    fewest: Any, most: Any, names: tuple[str, str], max_tiles: int = MAX_TILES
+) -> tuple[int, int]:
+    """Return two numbers of tiles; `RequestValueError` for others than 1 to `max_tiles`."""
     for value, name in zip((fewest, most), names, strict=True):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TILES:
-            raise RequestValueError(
-                f"`{name}` is {value!r}; it must be a number of tiles from 1 to {MAX_TILES}",
-                param="mm_processor_kwargs",
-            )
+        check_count(name, value, max_tiles, "tiles")
     if fewest > most:
-        raise RequestValueError(
-            f"`{names[0]}` is {fewest}; it must be at most `{names[1]}`, which is {most}",
-            param="mm_processor_kwargs",
-        )
+        raise bad_kwarg(names[0], fewest, f"at most `{names[1]}`, which is {most}")
     return fewest, most
 
 
@@ -165,10 +160,7 @@ class OriginalTileCutter:
         limits = check_limits(values[names[0]], values[names[1]], names)
         is_dynamic = values["dynamic_image_size"]
         if not isinstance(is_dynamic, bool):
-            raise RequestValueError(
-                f"`dynamic_image_size` is {is_dynamic!r}; it must be true or false",
-                param="mm_processor_kwargs",
-            )
+            raise bad_kwarg("dynamic_image_size", is_dynamic, "true or false")
         return limits if is_dynamic else (1, 1)
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
@@ -202,12 +194,7 @@ class CanvasCutter:
 
     def __init__(self, settings: Mapping[str, Any], tile_size: int) -> None:
         """`settings`: those of the file; what it leaves out is as in HF."""
-        size = settings.get("size", {"height": 512, "width": 512})
-        if (size.get("height"), size.get("width")) != (tile_size, tile_size):
-            raise CheckpointError(
-                f"the image processor makes tiles of {dict(size)} pixels, but the vision tower "
-                f"takes {tile_size}x{tile_size}; make them equal"
-            )
+        _check_size(settings.get("size", {"height": 512, "width": 512}), tile_size)
         self.tile_size = tile_size
         self.resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
         names = {"min_patches": 1, "max_patches": 12, "crop_to_patches": True}
@@ -286,11 +273,7 @@ class HFTileCutter:
         """Load the checkpoint's image processor, which must fit the tower."""
         hf_processor = _got_ocr2().from_pretrained(path)
         size = hf_processor.size
-        if (size.height, size.width) != (tile_size, tile_size):
-            raise CheckpointError(
-                f"the image processor makes tiles of {size.height}x{size.width} pixels, but the "
-                f"vision tower takes {tile_size}x{tile_size}; make them equal"
-            )
+        _check_size({"height": size.height, "width": size.width}, tile_size)
         return cls(hf_processor, tile_size)
 
     @property
@@ -359,6 +342,12 @@ def _got_ocr2() -> Any:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     return keep_bytes(GotOcr2ImageProcessorPil)
+
+
+def _check_size(size: Mapping[str, Any], tile_size: int) -> None:
+    expected = {"size": {"height": tile_size, "width": tile_size}}
+    source = "the vision tower takes"
+    check_settings({"size": size}, expected, where="the image processor", source=source)
 
 
 def _check_tiles(pixel_values: Any, tile_size: int) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.frames import EvenSampling, split_pairs
-from mmjax.processing.image_processors.image import patchify, to_pixels
+from mmjax.processing.image_processors.image import bad_kwarg, patchify, to_pixels
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.media.decode import map_in_threads
 
@@ -53,12 +53,7 @@ class TokenBudgetPatcher:
             name: self.defaults[name] if value is None else value for name, value in given.items()
         }
         sizes = {"patch_size": patch_size, "pooling_kernel_size": pooling_size}
-        for name, value in sizes.items():
-            if settings.get(name, value) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {settings[name]}, but config.json's "
-                    f"`vision_config` has {value}; make them equal"
-                )
+        check_settings(settings, sizes, where="the image processor")
         if settings.get("do_resize") is False:
             raise CheckpointError(
                 "`do_resize` of the image processor is false; images must be resized to squares "
@@ -91,11 +86,8 @@ class TokenBudgetPatcher:
         given = {k: v for k, v in kwargs.items() if k in self.defaults and v is not None}
         settings = {**self.settings, **given}
         if settings["max_soft_tokens"] not in BUDGETS:
-            raise RequestValueError(
-                f"`max_soft_tokens` is {settings['max_soft_tokens']!r} in mm_processor_kwargs; it "
-                f"must be one of {', '.join(map(str, BUDGETS))}",
-                param="mm_processor_kwargs",
-            )
+            known = ", ".join(map(str, BUDGETS))
+            raise bad_kwarg("max_soft_tokens", settings["max_soft_tokens"], f"one of {known}")
         return settings
 
     def find_largest(self, budget: int) -> ImageSize:

@@ -16,8 +16,7 @@ from mmjax.errors import (
 )
 from mmjax.processing.media.decode import MediaWithBytes, map_in_threads, video_as_uint8
 from mmjax.processing.media.decode_budget import Cancellation
-from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import EncodedAudio, EncodedFrames, EncodedImage, EncodedVideo
 
 ItemsT = TypeVar("ItemsT", bound="ModalityDataItems")
 

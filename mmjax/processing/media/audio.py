@@ -21,7 +21,7 @@ from mmjax.processing.media.decode import (
     read_media_path,
     read_media_url,
 )
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import EncodedAudio
 
 RESAMPLE_METHODS = ("scipy",)
 _PCM_SCALES = {"uint8": 2.0**7, "int16": 2.0**15, "int32": 2.0**31}

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from PIL import ExifTags, Image
 
-from mmjax.decoders.image_file import convert_to_rgb, decode_image
+from mmjax.decoders.image_file import convert_to_rgb
 from mmjax.decoders.limits import MediaLimits, check_image_size
 from mmjax.errors import MediaError, RequestTypeError, RequestValueError
 
@@ -80,14 +80,6 @@ def _torch_as_numpy(tensor: Any) -> np.ndarray:
     torch = sys.modules["torch"]
     bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
     return np.asarray(bits).view(dtype)
-
-
-def load_image_bytes(
-    data: bytes, limits: MediaLimits, *, param: str | None = "image"
-) -> MediaWithBytes:
-    """Return a file's first frame, as `decode_image` does, with the file."""
-    image, header = decode_image(data, limits, param=param)
-    return MediaWithBytes(image, bytes(data), header.io_config)
 
 
 def read_media_path(

@@ -1,4 +1,4 @@
-"""One image in any form that the user may give it; and images and videos that are still encoded.
+"""One image in any form that the user may give it; and media that are still encoded.
 
 The bytes of these are counted, the decoder waits until it is asked.
 
@@ -7,27 +7,34 @@ Most of them that come again are never decoded: their bytes say what they are.
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image
 
+from mmjax.decoders.audio_file import (
+    BYTES_PER_SAMPLE,
+    AudioHeader,
+    decode_audio,
+    read_audio_header,
+)
 from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.image_file import (
     BYTES_PER_PIXEL,
     ImageHeader,
     convert_to_rgb,
+    decode_image,
     read_image_header,
 )
 from mmjax.decoders.limits import (
     MediaLimits,
-    check_image_bytes,
+    check_bytes,
     check_image_size,
     check_num_frames,
-    check_video_bytes,
     check_video_size,
 )
 from mmjax.decoders.video_file import VideoHeader, VideoSampling, decode_frames, read_video_header
@@ -37,12 +44,14 @@ from mmjax.processing.media.decode import (
     get_image_id,
     image_from_array,
     is_array_like,
-    load_image_bytes,
     map_in_threads,
     read_media_path,
     read_media_url,
 )
 from mmjax.processing.media.decode_budget import DecodeBudget
+
+HeaderT = TypeVar("HeaderT")
+R = TypeVar("R")
 
 _EARLY_SHARE = 0.5
 """What early decoding takes of the budget; the rest is for those whose turn has come."""
@@ -66,71 +75,85 @@ class PixelRange(NamedTuple):
         return image.resize(size, Image.Resampling.BICUBIC)
 
 
-class EncodedImage:
-    """One image as a file's bytes; many threads may share it."""
+class EncodedMedia(Generic[HeaderT]):
+    """One image, video or clip as a file's bytes; many threads may share it."""
 
-    __slots__ = (
-        "_explain",
-        "_give_back",
-        "_header",
-        "_lock",
-        "_media",
-        "_workers",
-        "limits",
-        "original_bytes",
-        "param",
-        "pixel_range",
-    )
+    __slots__ = ("_explain", "_header", "_lock", "_workers", "limits", "original_bytes", "param")
+    modality: ClassVar[str]
 
     def __init__(
         self,
         original_bytes: bytes,
         limits: MediaLimits,
-        param: str | None = "image",
+        param: str | None = None,
         *,
         explain: Callable[[RequestError], RequestError] | None = None,
         workers: DecodeWorkers | None = None,
-        pixel_range: PixelRange | None = None,
     ) -> None:
         """Refuse too many bytes at once; everything else that is wrong shows when it is decoded.
 
         Args:
             original_bytes: The file's content.
             limits: What is refused.
-            param: The field that is wrong where this image is.
+            param: The field that is wrong where this file is; None: that of the modality's name.
             explain: Puts an error of the decoder into words that a client may read.
             workers: Processes that decode it; None: the threads that ask for it.
-            pixel_range: What it is scaled to when it is decoded; None: nothing.
         """
         self.original_bytes = original_bytes
         self.limits = limits
-        self.param = param
-        self.pixel_range = pixel_range
+        self.param = self.modality if param is None else param
         self._explain = explain
         self._workers = workers
         self._lock = threading.Lock()
-        self._media: MediaWithBytes | None = None
-        self._give_back: Callable[[], None] | None = None
-        """Frees what `decode_early` took of a budget."""
-        self._header: ImageHeader | None = None
-        try:
-            check_image_bytes(len(original_bytes), limits, param=param)
-        except RequestError as error:
-            raise self._explained(error) from error
+        self._header: HeaderT | None = None
+        with self._explaining():
+            check_bytes(self.modality, len(original_bytes), limits, param=self.param)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.original_bytes)} bytes)"
 
-    def read_header(self) -> ImageHeader:
-        """Return what the file says of the image, read once; MediaError where it is none."""
+    def read_header(self) -> HeaderT:
+        """Return what the file says of itself, read once; MediaError where it is no such file."""
         with self._lock:
             if self._header is None:
-                try:
-                    read = read_image_header if self._workers is None else self._workers.read_header
-                    self._header = read(self.original_bytes, self.limits, param=self.param)
-                except RequestError as error:
-                    raise self._explained(error) from error
+                self._header = self._read_header()
             return self._header
+
+    def _read_header(self) -> HeaderT:
+        raise NotImplementedError(f"{type(self).__name__} must read its header")
+
+    def _ask(self, here: Callable[..., R], name: str, *options: Any) -> R:
+        """Return what a decoder makes of the file: `here`, or in a worker process by its name."""
+        decode = here if self._workers is None else getattr(self._workers, name)
+        with self._explaining():
+            return decode(self.original_bytes, self.limits, *options, param=self.param)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            if self._explain is None:
+                raise
+            raise self._explain(error) from error
+
+
+class EncodedImage(EncodedMedia[ImageHeader]):
+    """One image as a file's bytes."""
+
+    __slots__ = ("_give_back", "_media", "pixel_range")
+    modality = "image"
+
+    def __init__(self, *args: Any, pixel_range: PixelRange | None = None, **kwargs: Any) -> None:
+        """`pixel_range`: what it is scaled to when it is decoded; None: nothing."""
+        super().__init__(*args, **kwargs)
+        self.pixel_range = pixel_range
+        self._media: MediaWithBytes | None = None
+        self._give_back: Callable[[], None] | None = None
+        """Frees what `decode_early` took of a budget."""
+
+    def _read_header(self) -> ImageHeader:
+        return self._ask(read_image_header, "read_header")
 
     @property
     def num_bytes_to_decode(self) -> int:
@@ -184,10 +207,7 @@ class EncodedImage:
 
     def _decode(self) -> MediaWithBytes:
         if self._media is None:
-            try:
-                self._media = self._load()
-            except RequestError as error:
-                raise self._explained(error) from error
+            self._media = self._load()
         return self._media
 
     def _drop(self) -> None:
@@ -197,20 +217,12 @@ class EncodedImage:
             give_back()
 
     def _load(self) -> MediaWithBytes:
-        if self._workers is None:
-            media = load_image_bytes(self.original_bytes, self.limits, param=self.param)
-        else:
-            image, header = self._workers.decode_image(
-                self.original_bytes, self.limits, param=self.param
-            )
-            media = MediaWithBytes(image, self.original_bytes, header.io_config)
+        image, header = self._ask(decode_image, "decode_image")
+        media = MediaWithBytes(image, bytes(self.original_bytes), header.io_config)
         if self.pixel_range is None:
             return media
         scaled = self.pixel_range.fit(media.media)
         return MediaWithBytes(scaled, self.original_bytes, self._with_range(media.io_config))
-
-    def _explained(self, error: RequestError) -> RequestError:
-        return error if self._explain is None else self._explain(error)
 
 
 class DecodedVideo(NamedTuple):
@@ -222,36 +234,19 @@ class DecodedVideo(NamedTuple):
     """Under the names of HF's `VideoMetadata`; None where nobody says."""
 
 
-class EncodedVideo:
-    """One video as a file's bytes; many threads may share it."""
+class EncodedVideo(EncodedMedia[VideoHeader]):
+    """One video as a file's bytes."""
 
-    def __init__(
-        self,
-        original_bytes: bytes,
-        limits: MediaLimits,
-        param: str | None = "video",
-        *,
-        sampling: VideoSampling | None = None,
-        explain: Callable[[RequestError], RequestError] | None = None,
-        workers: DecodeWorkers | None = None,
-    ) -> None:
-        """Refuse too many bytes at once; the arguments are those of `EncodedImage`."""
-        self.original_bytes = original_bytes
-        self.limits = limits
-        self.param = param
+    modality = "video"
+
+    def __init__(self, *args: Any, sampling: VideoSampling | None = None, **kwargs: Any) -> None:
+        """`sampling`: which frames are decoded."""
+        super().__init__(*args, **kwargs)
         self.sampling = sampling or VideoSampling()
-        self._explain = explain
-        self._workers = workers
-        self._lock = threading.Lock()
-        self._header: VideoHeader | None = None
         self._video: DecodedVideo | None = None
-        try:
-            check_video_bytes(len(original_bytes), limits, param=param)
-        except RequestError as error:
-            raise self._explained(error) from error
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.original_bytes)} bytes)"
+    def _read_header(self) -> VideoHeader:
+        return self._ask(read_video_header, "read_video_header", self.sampling)
 
     @property
     def io_config(self) -> Mapping[str, Any]:
@@ -261,22 +256,13 @@ class EncodedVideo:
     @property
     def num_bytes_to_decode(self) -> int:
         """Return the memory that the frames take; 0 while they are there."""
-        if self._video is not None:
-            return 0
-        with self._lock:
-            header = self._header
-            if header is None:
-                workers = self._workers
-                read = read_video_header if workers is None else workers.read_video_header
-                header = self._header = self._ask(read)
-            return header.num_decoded_bytes
+        return 0 if self._video is not None else self.read_header().num_decoded_bytes
 
     def decode(self) -> DecodedVideo:
         """Return the sampled frames, and what HF's processors are told of them."""
         with self._lock:
             if self._video is None:
-                decode = decode_frames if self._workers is None else self._workers.decode_frames
-                frames, header, indices = self._ask(decode)
+                frames, header, indices = self._ask(decode_frames, "decode_frames", self.sampling)
                 self._video = DecodedVideo(frames, _metadata_of(header, indices))
             return self._video
 
@@ -285,14 +271,46 @@ class EncodedVideo:
         with self._lock:
             self._video = None
 
-    def _ask(self, function: Callable[..., Any]) -> Any:
-        try:
-            return function(self.original_bytes, self.limits, self.sampling, param=self.param)
-        except RequestError as error:
-            raise self._explained(error) from error
 
-    def _explained(self, error: RequestError) -> RequestError:
-        return error if self._explain is None else self._explain(error)
+class EncodedAudio(EncodedMedia[AudioHeader]):
+    """One clip as a file's bytes."""
+
+    modality = "audio"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._samples: np.ndarray | None = None
+        self._rate = 0
+        """Of the samples."""
+
+    def _read_header(self) -> AudioHeader:
+        return self._ask(read_audio_header, "read_audio_header")
+
+    @property
+    def io_config(self) -> Mapping[str, Any]:
+        """Return what tells it from a picture or a video of the same file."""
+        return {"modality": "audio"}
+
+    @property
+    def num_bytes_to_decode(self) -> int:
+        """Return the memory that its samples take at its own rate; 0 while they are there."""
+        if self._samples is not None:
+            return 0
+        header = self.read_header()
+        return header.count_samples(header.rate) * BYTES_PER_SAMPLE
+
+    def decode(self, rate: int) -> np.ndarray:
+        """Return float32[T], one channel, `rate` samples a second; decoded once for a rate."""
+        with self._lock:
+            if self._samples is None or self._rate != rate:
+                self._samples = self._ask(decode_audio, "decode_audio", rate)
+                self._rate = rate
+            return self._samples
+
+    def drop_pixels(self) -> None:
+        """Forget what was decoded."""
+        with self._lock:
+            self._samples = None
 
 
 def _metadata_of(header: VideoHeader, indices: Sequence[int]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, check_settings
 
 _BLOCK_FRAMES = 3000
 """Frames that are transformed at a time: 10 MB of float64, whatever the clip's length."""
@@ -39,12 +39,8 @@ class LogMel:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "LogMel":
         """Read `preprocessor_config.json`; `CheckpointError` where it asks for what is not made."""
-        for name, expected in {"padding_value": 0.0, "dither": 0.0}.items():
-            if settings.get(name, expected) != expected:
-                raise CheckpointError(
-                    f"`{name}` of the feature extractor is {settings[name]}; spectrograms are made "
-                    f"with {expected} alone"
-                )
+        wanted = {"padding_value": 0.0, "dither": 0.0}
+        check_settings(settings, wanted, where="the feature extractor", source="mmjax makes")
         read = {name: settings[name] for name in cls.__dataclass_fields__ if name in settings}
         for name, value in read.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -229,11 +229,12 @@ async def begin(
     except BaseException:
         await outputs.aclose()
         raise
-    continuation, joined = CONTINUATION.get(), shown(_join(first, outputs))
+    continuation, joined = CONTINUATION.get(), shown(join(first, outputs))
     return joined if continuation is None else continuation.marked(joined)
 
 
-async def _join(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
+async def join(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Yield `first`, then the rest, which is closed at the end."""
     try:
         yield first
         async for item in rest:

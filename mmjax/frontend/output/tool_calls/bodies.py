@@ -10,14 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmjax.frontend.output.reasoning import find_overlap
-from mmjax.frontend.output.tool_calls.deltas import AnswerDelta
+from mmjax.frontend.output.tool_calls.deltas import SPACES, CallParser
 from mmjax.frontend.output.tool_calls.json_scanner import MAX_NAME_CHARS
 from mmjax.frontend.output.tool_calls.python_literals import LiteralReader
 
-_SPACES = " \t\r\n"
 _MAX_BODY_CHARS = 2**18
-_MAX_HELD_CHARS = 1024
-"""Spaces before a call, at most; more are text."""
 
 Functions = Mapping[str, Mapping[str, Any]]
 """Name -> function, as OpenAI's `tools` have it."""
@@ -25,64 +22,37 @@ Call = tuple[str, dict[str, Any]]
 """A function's name, and its arguments."""
 
 
-class BodyCallParser:
+class BodyCallParser(CallParser):
     """Calls between `start` and `end`, of what `read` makes of the text between them."""
 
     def __init__(self, *, start: str, end: str, read: Callable[[str], Call]) -> None:
         """`read`: the text between the marks -> a call; ValueError: it is none, but text."""
-        self._start, self._end, self._read_body = start, end, read
-        self._held = ""
-        """Spaces, or the beginning of a mark: text, if nothing comes of it."""
-        self._opening: str | None = None
-        """The spaces before a call and its mark; None: there is none to be read."""
+        super().__init__()
+        self._start, self._mark, self._read_body = start, end, read
+        self._read = self._read_text
+        self._opening = ""
+        """The spaces before a call and its mark."""
         self._body: list[str] = []
         self._num_chars = 0
-        self._num_calls = 0
-        self._delta = AnswerDelta()
 
-    def push(self, text: str) -> AnswerDelta:
-        """Return what `text` adds."""
-        self._delta = AnswerDelta()
-        text, self._held = self._held + text, ""
-        place = 0
-        while place < len(text):
-            read = self._read_text if self._opening is None else self._read_call
-            place = read(text, place)
-        return self._delta
-
-    def finish(self) -> AnswerDelta:
-        """Return what was held back."""
-        self._delta = AnswerDelta()
-        if self._opening is not None:
+    def _end(self) -> None:
+        if self._opening:
             self._give_up(self._held)
-        elif not self._num_calls or self._held.strip(_SPACES):
+        elif not self._num_calls or self._held.strip(SPACES):
             self._delta.add_text(self._held)
-        self._held = ""
-        return self._delta
-
-    # ---- each reads on from `place`, and returns the index behind what it read ------------------
 
     def _read_text(self, text: str, place: int) -> int:
-        found = text.find(self._start, place)
-        if found >= 0:
-            # The line break before a call belongs to neither.
-            shown = text[place:found].rstrip(_SPACES)
-            self._delta.add_text(shown)
-            behind = found + len(self._start)
-            self._opening = text[place + len(shown) : behind]
-            return behind
-        shown = text[place:]
-        kept = len(shown) - find_overlap(shown, self._start)
-        kept = len(shown[:kept].rstrip(_SPACES))
-        if len(shown) - kept > _MAX_HELD_CHARS:
-            kept = len(shown)
-        self._delta.add_text(shown[:kept])
-        self._held = shown[kept:]
-        return len(text)
+        found = self._find_mark(text, place, self._start)
+        if found is None:
+            return len(text)
+        before = text[place:found]
+        self._opening = before[len(before.rstrip(SPACES)) :] + self._start
+        self._read = self._read_call
+        return found + len(self._start)
 
     def _read_call(self, text: str, place: int) -> int:
-        found = text.find(self._end, place)
-        stop = found if found >= 0 else len(text) - find_overlap(text[place:], self._end)
+        found = text.find(self._mark, place)
+        stop = found if found >= 0 else len(text) - find_overlap(text[place:], self._mark)
         self._body.append(text[place:stop])
         self._num_chars += stop - place
         if self._num_chars > _MAX_BODY_CHARS:
@@ -95,12 +65,12 @@ class BodyCallParser:
             name, arguments = self._read_body("".join(self._body))
             shown = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
-            self._give_up(self._end)
-            return found + len(self._end)
+            self._give_up(self._mark)
+            return found + len(self._mark)
         self._delta.add_call(self._num_calls, name=name, arguments=shown)
         self._num_calls += 1
         self._end_call()
-        return found + len(self._end)
+        return found + len(self._mark)
 
     def _give_up(self, rest: str) -> None:
         """Take as text what looked like a call."""
@@ -108,7 +78,8 @@ class BodyCallParser:
         self._end_call()
 
     def _end_call(self) -> None:
-        self._opening, self._body, self._num_chars = None, [], 0
+        self._opening, self._body, self._num_chars = "", [], 0
+        self._read = self._read_text
 
 
 def _check_name(name: str) -> str:
@@ -126,16 +97,16 @@ _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 def read_glm_call(body: str, functions: Functions) -> Call:
     """Read GLM-4.5's; a value is JSON, unless its function says that it is a text."""
     head, *parts = body.split(_KEY)
-    name = _check_name(head.strip(_SPACES))
+    name = _check_name(head.strip(SPACES))
     properties = _find_properties(name, functions)
     arguments: dict[str, Any] = {}
     for part in parts:
         key, mark, rest = part.partition(_KEY_END)
-        value, end, behind = rest.lstrip(_SPACES).removeprefix(_VALUE).rpartition(_VALUE_END)
-        is_whole = mark and end and rest.lstrip(_SPACES).startswith(_VALUE)
-        if not is_whole or behind.strip(_SPACES):
+        value, end, behind = rest.lstrip(SPACES).removeprefix(_VALUE).rpartition(_VALUE_END)
+        is_whole = mark and end and rest.lstrip(SPACES).startswith(_VALUE)
+        if not is_whole or behind.strip(SPACES):
             raise ValueError("an argument without its value")
-        key = key.strip(_SPACES)
+        key = key.strip(SPACES)
         arguments[key] = _read_value(value, properties.get(key))
     return name, arguments
 
@@ -163,28 +134,28 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 def read_qwen_call(body: str, functions: Functions) -> Call:
     """Read Qwen3.5's; a value is JSON, unless its function says that it is a text."""
-    begun = body.strip(_SPACES)
+    begun = body.strip(SPACES)
     if not begun.startswith(_FUNCTION) or not begun.endswith(_FUNCTION_END):
         raise ValueError("no call")
     inside = begun.removeprefix(_FUNCTION).removesuffix(_FUNCTION_END)
     head, bracket, rest = inside.partition(">")
     if not bracket:
         raise ValueError("a name without its end")
-    name = _check_name(head.strip(_SPACES))
+    name = _check_name(head.strip(SPACES))
     properties = _find_properties(name, functions)
     spaces, *parts = rest.split(_PARAMETER)
     arguments: dict[str, Any] = {}
     for part in parts:
         key, mark, text = part.partition(">")
         value, end, behind = text.rpartition(_PARAMETER_END)
-        if not mark or not end or behind.strip(_SPACES):
+        if not mark or not end or behind.strip(SPACES):
             raise ValueError("an argument without its value")
-        key = key.strip(_SPACES)
+        key = key.strip(SPACES)
         # The line breaks around a value are none of it.
         arguments[key] = _read_value(
             value.removeprefix("\n").removesuffix("\n"), properties.get(key)
         )
-    if spaces.strip(_SPACES):
+    if spaces.strip(SPACES):
         raise ValueError("text before the arguments")
     return name, arguments
 
@@ -196,11 +167,11 @@ _CALL, _QUOTE = "call:", '<|"|>'
 
 def read_gemma_call(body: str) -> Call:
     """Read Gemma 4's: keys without quotes, texts between quotes of their own."""
-    begun = body.strip(_SPACES)
+    begun = body.strip(SPACES)
     name, bracket, rest = begun.removeprefix(_CALL).partition("{")
     if not begun.startswith(_CALL) or not bracket:
         raise ValueError("no call")
-    return _check_name(name.strip(_SPACES)), GemmaReader(bracket + rest).whole()
+    return _check_name(name.strip(SPACES)), GemmaReader(bracket + rest).whole()
 
 
 class GemmaReader(LiteralReader):
@@ -232,5 +203,5 @@ class GemmaReader(LiteralReader):
         end = self._text.find(":", self._place)
         if end < 0:
             raise ValueError("a key without its value")
-        key, self._place = self._text[self._place : end].rstrip(_SPACES), end
+        key, self._place = self._text[self._place : end].rstrip(SPACES), end
         return key

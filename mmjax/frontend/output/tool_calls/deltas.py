@@ -1,6 +1,13 @@
-"""What a parser of tool calls makes of an answer, piece by piece."""
+"""What a parser of tool calls makes of an answer, piece by piece, and how it goes through one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from mmjax.frontend.output.reasoning import find_overlap
+
+SPACES = " \t\r\n"
+MAX_HELD_CHARS = 1024
+"""The text that may yet be part of a call, at most; beyond it is text: the time stays linear."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,3 +38,57 @@ class AnswerDelta:
             self.calls[-1].arguments += arguments
         else:
             self.calls.append(ToolCallDelta(index=index, name=name, arguments=arguments))
+
+
+class CallParser:
+    """Reads one answer from its beginning to its end."""
+
+    def __init__(self) -> None:
+        self._read: Callable[[str, int], int] = self._read_rest
+        """Reads on from a place in a text, and returns the index behind what it read."""
+        self._held = ""
+        """What may yet be part of a call: text, if nothing comes of it."""
+        self._num_calls = 0
+        self._delta = AnswerDelta()
+
+    def push(self, text: str) -> AnswerDelta:
+        """Return what `text` adds."""
+        self._delta = AnswerDelta()
+        text, self._held = self._held + text, ""
+        place = 0
+        while place < len(text):
+            place = self._read(text, place)
+        return self._delta
+
+    def finish(self) -> AnswerDelta:
+        """Return what was held back, at the end of the answer."""
+        self._delta = AnswerDelta()
+        self._end()
+        self._held = ""
+        return self._delta
+
+    def _end(self) -> None:
+        """Give out what of `_held` is text."""
+
+    def _read_rest(self, text: str, place: int) -> int:
+        self._delta.add_text(text[place:])
+        return len(text)
+
+    def _find_mark(self, text: str, place: int, mark: str) -> int | None:
+        """Give out the text before a mark, without the spaces there; return the mark's place.
+
+        None: it is not there, and all is read; what may be its beginning is held.
+        """
+        found = text.find(mark, place)
+        if found >= 0:
+            # The line break before a call belongs to neither.
+            self._delta.add_text(text[place:found].rstrip(SPACES))
+            return found
+        shown = text[place:]
+        kept = len(shown) - find_overlap(shown, mark)
+        kept = len(shown[:kept].rstrip(SPACES))
+        if len(shown) - kept > MAX_HELD_CHARS:
+            kept = len(shown)
+        self._delta.add_text(shown[:kept])
+        self._held = shown[kept:]
+        return None

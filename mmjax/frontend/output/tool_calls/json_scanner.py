@@ -5,7 +5,8 @@ One pass over the characters, so that a long answer costs no more than a short o
 
 import json
 
-_SPACES = " \t\r\n"
+from mmjax.frontend.output.tool_calls.deltas import SPACES
+
 MAX_NAME_CHARS = 256
 
 
@@ -34,7 +35,7 @@ class JsonValueScanner:
     def _ends_before(self, character: str) -> bool:
         """Return whether a number or a word ends here: it has no closing mark of its own."""
         is_bare = self._has_begun and not self._depth and not self._is_in_string
-        return is_bare and character in ",]}" + _SPACES
+        return is_bare and character in ",]}" + SPACES
 
     def _advance(self, character: str) -> None:
         if self._is_in_string:
@@ -46,7 +47,7 @@ class JsonValueScanner:
                 self._is_in_string = False
                 self.is_done = not self._depth
             return
-        if character in _SPACES:
+        if character in SPACES:
             return
         self._has_begun = True
         if character == '"':
@@ -106,7 +107,7 @@ class JsonCallScanner:
         character = text[place]
         if self._state == "key":
             self._read_key(character)
-        elif character not in _SPACES:
+        elif character not in SPACES:
             self._read_mark(character)
         return place + 1
 
@@ -139,7 +140,7 @@ class JsonCallScanner:
         piece = text[place:end]
         is_first = not self._value_texts
         if is_first:
-            piece = piece.lstrip(_SPACES)
+            piece = piece.lstrip(SPACES)
         if piece:
             self._keep(piece, is_first=is_first)
         if self._value.is_done:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-from mmjax.frontend.output.reasoning import find_overlap
 from mmjax.frontend.output.tool_calls.bodies import (
     BodyCallParser,
     Functions,
@@ -18,7 +17,12 @@ from mmjax.frontend.output.tool_calls.bodies import (
     read_glm_call,
     read_qwen_call,
 )
-from mmjax.frontend.output.tool_calls.deltas import AnswerDelta
+from mmjax.frontend.output.tool_calls.deltas import (
+    MAX_HELD_CHARS,
+    SPACES,
+    AnswerDelta,
+    CallParser,
+)
 from mmjax.frontend.output.tool_calls.json_scanner import (
     MAX_NAME_CHARS,
     JsonCallScanner,
@@ -26,11 +30,8 @@ from mmjax.frontend.output.tool_calls.json_scanner import (
 )
 from mmjax.frontend.output.tool_calls.python_literals import CallScanner, parse_arguments
 
-_SPACES = " \t\r\n"
 _FENCE = "```"
 _MAX_PYTHON_CHARS = 2**18
-_MAX_HELD_CHARS = 1024
-"""The text that may yet be part of a call, at most; beyond it is text: the time stays linear."""
 
 
 @runtime_checkable
@@ -65,7 +66,7 @@ class NamedCallParser:
         return AnswerDelta()
 
 
-class JsonCallParser:
+class JsonCallParser(CallParser):
     """Calls as JSON objects, behind a mark or, without one, from the answer's beginning on.
 
     With `takes_names`, also as `name{...}` and `name[ARGS]{...}`.
@@ -81,54 +82,37 @@ class JsonCallParser:
         tool_names: Collection[str] = (),
     ) -> None:
         """`unmarked`: the answer may begin with a call without `start`, of a tool's name."""
-        self._start, self._end = start, end
+        super().__init__()
+        self._start, self._mark = start, end
         self._takes_names = takes_names
         self._tool_names = tool_names if unmarked else None
-        self._read: Callable[[str, int], int] = (
-            self._read_beginning if unmarked else self._read_text
-        )
-        self._held = ""
-        """Spaces, or the beginning of a mark: text, if nothing comes of it."""
+        self._read = self._read_beginning if unmarked else self._read_text
         self._opening = ""
         """What was read of a call before its name: text, if it has none."""
         self._is_opening = False
         self._call: JsonCallScanner | None = None
         self._arguments: JsonValueScanner | None = None
-        self._num_calls = 0
         self._is_named = False
-        self._delta = AnswerDelta()
 
-    def push(self, text: str) -> AnswerDelta:
-        """Return what `text` adds."""
-        self._delta = AnswerDelta()
-        text, self._held = self._held + text, ""
-        place = 0
-        while place < len(text):
-            place = self._read(text, place)
-        return self._delta
-
-    def finish(self) -> AnswerDelta:
-        """Return what was held back."""
-        self._delta = AnswerDelta()
-        held, self._held = self._held, ""
+    def _end(self) -> None:
+        held = self._held
         if self._call is not None and not self._is_named:
             held = self._call.raw + held
-        if not self._num_calls or held.strip(_SPACES):
+        if not self._num_calls or held.strip(SPACES):
             self._delta.add_text(self._opening + held)
-        return self._delta
 
     # ---- each reads on from `place`, and returns the index behind what it read ------------------
 
     def _read_beginning(self, text: str, place: int) -> int:
         """Decide by the first characters whether the answer is a call."""
-        begun = text[place:].lstrip(_SPACES)
+        begun = text[place:].lstrip(SPACES)
         for mark in (self._start, f"{_FENCE}json", "{", "["):
             if begun.startswith(mark):
                 behind = len(text) - len(begun) + (0 if mark in ("{", "[") else len(mark))
                 self._opening, self._is_opening = text[place:behind], True
                 self._read = self._read_calls
                 return behind
-            if mark.startswith(begun) and len(text) <= _MAX_HELD_CHARS:
+            if mark.startswith(begun) and len(text) <= MAX_HELD_CHARS:
                 self._held = text[place:]
                 return len(text)
         self._start = ""
@@ -137,31 +121,21 @@ class JsonCallParser:
 
     def _read_text(self, text: str, place: int) -> int:
         if not self._start:
-            self._delta.add_text(text[place:])
+            return self._read_rest(text, place)
+        found = self._find_mark(text, place, self._start)
+        if found is None:
             return len(text)
-        found = text.find(self._start, place)
-        if found >= 0:
-            # The line break before a call belongs to neither.
-            self._delta.add_text(text[place:found].rstrip(_SPACES))
-            self._opening, self._is_opening = self._start, True
-            self._read = self._read_calls
-            return found + len(self._start)
-        shown = text[place:]
-        kept = len(shown) - find_overlap(shown, self._start)
-        kept = len(shown[:kept].rstrip(_SPACES))
-        if len(shown) - kept > _MAX_HELD_CHARS:
-            kept = len(shown)
-        self._delta.add_text(shown[:kept])
-        self._held = shown[kept:]
-        return len(text)
+        self._opening, self._is_opening = self._start, True
+        self._read = self._read_calls
+        return found + len(self._start)
 
     def _read_calls(self, text: str, place: int) -> int:
         """Read what stands between calls: brackets, commas, the closing mark."""
-        if self._end and text.startswith(self._end, place):
+        if self._mark and text.startswith(self._mark, place):
             self._read = self._read_text
-            return place + len(self._end)
+            return place + len(self._mark)
         character = text[place]
-        if character in _SPACES + "[],;" and len(self._opening) < _MAX_HELD_CHARS:
+        if character in SPACES + "[],;" and len(self._opening) < MAX_HELD_CHARS:
             self._opening += character if self._is_opening else ""
             return place + 1
         if character == "{":
@@ -169,7 +143,7 @@ class JsonCallParser:
             self._read = self._read_call
             return place
         rest = text[place:]
-        if self._end and self._end.startswith(rest):
+        if self._mark and self._mark.startswith(rest):
             self._held = rest
             return len(text)
         if self._takes_names and character.isidentifier():
@@ -204,7 +178,7 @@ class JsonCallParser:
         if opening < 0 and len(text) - place <= MAX_NAME_CHARS:
             self._held = text[place:]
             return len(text)
-        name = text[place:opening].partition("[")[0].strip(_SPACES) if opening >= 0 else ""
+        name = text[place:opening].partition("[")[0].strip(SPACES) if opening >= 0 else ""
         if not name.replace("-", "_").replace(".", "_").isidentifier():
             self._refuse("")
             return place
@@ -236,7 +210,7 @@ class JsonCallParser:
         self._num_calls += 1
 
 
-class PythonCallParser:
+class PythonCallParser(CallParser):
     """The whole answer is a list of calls as Python writes them: `[f(a=1), g(b="x")]`.
 
     Also within a fence: "```tool_code". A call comes out when its closing bracket is there.
@@ -250,88 +224,66 @@ class PythonCallParser:
         end: str = _FENCE,
     ) -> None:
         """`starts`: what calls begin with, one of them; `end`: what may close them."""
+        super().__init__()
         self._tool_names = tool_names
-        self._starts, self._end = starts, end
-        self._state = "beginning"
-        self._held = ""
+        self._starts, self._mark = starts, end
+        self._read = self._read_beginning
         self._opening = ""
         """What was read before the first name."""
         self._name = ""
         self._scanner: CallScanner | None = None
+        """Of the arguments of a call."""
         self._arguments: list[str] = []
         self._num_chars = 0
-        self._num_calls = 0
-        self._delta = AnswerDelta()
 
-    def push(self, text: str) -> AnswerDelta:
-        """Return what `text` adds."""
-        self._delta = AnswerDelta()
-        text, self._held = self._held + text, ""
-        place = 0
-        while place < len(text):
-            match self._state:
-                case "beginning":
-                    place = self._read_beginning(text, place)
-                case "calls":
-                    place = self._read_name(text, place)
-                case "arguments":
-                    place = self._read_arguments(text, place)
-                case _:
-                    self._delta.add_text(text[place:])
-                    place = len(text)
-        return self._delta
-
-    def finish(self) -> AnswerDelta:
-        """Return what was held back."""
-        self._delta = AnswerDelta()
-        if self._state == "arguments":
-            self._held = self._unread()
-        if not self._num_calls or self._state == "arguments":
+    def _end(self) -> None:
+        if self._scanner is not None:
+            self._delta.add_text(self._unread())
+        elif not self._num_calls:
             self._delta.add_text(self._held)
-        return self._delta
 
     def _read_beginning(self, text: str, place: int) -> int:
-        begun = text[place:].lstrip(_SPACES)
+        begun = text[place:].lstrip(SPACES)
         for mark in self._starts:
             if begun.startswith(mark):
                 return self._read_first_name(text, len(text) - len(begun) + len(mark))
-            if mark.startswith(begun) and len(text) <= _MAX_HELD_CHARS:
+            if mark.startswith(begun) and len(text) <= MAX_HELD_CHARS:
                 self._held = text[place:]
                 return len(text)
-        self._state = "text"
+        self._read = self._read_rest
         return place
 
     def _read_first_name(self, text: str, place: int) -> int:
         """Hold all back until the first name is there: else it is text that begins alike."""
-        begun = text[place:].lstrip(_SPACES + "[")
+        begun = text[place:].lstrip(SPACES + "[")
         name, bracket, _ = begun.partition("(")
-        is_open = not bracket and len(text) <= _MAX_HELD_CHARS
+        is_open = not bracket and len(text) <= MAX_HELD_CHARS
         if is_open and any(known.startswith(name) for known in self._tool_names):
             self._held = text
             return len(text)
-        if bracket and name.strip(_SPACES) in self._tool_names:
-            self._state = "calls"
+        if bracket and name.strip(SPACES) in self._tool_names:
+            self._read = self._read_name
             self._opening = text[: len(text) - len(begun)]
             return len(text) - len(begun)
-        self._state = "text"
+        self._read = self._read_rest
         self._delta.add_text(text)
         return len(text)
 
     def _read_name(self, text: str, place: int) -> int:
         rest = text[place:]
-        begun = rest.lstrip(_SPACES + "[],;")
+        begun = rest.lstrip(SPACES + "[],;")
         name, bracket, _ = begun.partition("(")
-        if bracket and name.strip(_SPACES) in self._tool_names:
-            self._name, self._state = name.strip(_SPACES), "arguments"
+        if bracket and name.strip(SPACES) in self._tool_names:
+            self._name, self._read = name.strip(SPACES), self._read_arguments
             self._scanner, self._arguments, self._num_chars = CallScanner(), [], 0
             return len(text) - len(begun) + len(name) + 1
-        beginnings = (*self._tool_names, self._end)
-        is_open = not bracket and len(rest) <= _MAX_HELD_CHARS
+        beginnings = (*self._tool_names, self._mark)
+        is_open = not bracket and len(rest) <= MAX_HELD_CHARS
         if is_open and any(one != name and one.startswith(name) for one in beginnings):
             self._held = begun
             return len(text)
-        self._state = "text"
-        self._delta.add_text(begun.removeprefix(self._end))
+        self._read = self._read_rest
+        self._delta.add_text(begun.removeprefix(self._mark))
         return len(text)
 
     def _read_arguments(self, text: str, place: int) -> int:
@@ -355,11 +307,11 @@ class PythonCallParser:
             return
         self._delta.add_call(self._num_calls, name=self._name, arguments=arguments)
         self._num_calls += 1
-        self._state, self._arguments = "calls", []
+        self._read, self._scanner, self._arguments = self._read_name, None, []
 
     def _give_up(self) -> None:
         self._delta.add_text(self._unread())
-        self._state, self._arguments = "text", []
+        self._read, self._scanner, self._arguments = self._read_rest, None, []
 
     def _unread(self) -> str:
         """Return the text of a call that is none."""

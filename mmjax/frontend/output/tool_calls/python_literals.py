@@ -5,7 +5,8 @@ By hand: `ast` may exhaust the stack of the process over what a model wrote.
 
 from typing import Any
 
-_SPACES = " \t\r\n"
+from mmjax.frontend.output.tool_calls.deltas import SPACES
+
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0"}
 _MAX_DEPTH = 32
@@ -157,7 +158,7 @@ class LiteralReader:
 
     def _peek(self) -> str:
         """Return the next character that is no space; "" at the end."""
-        while self._place < len(self._text) and self._text[self._place] in _SPACES:
+        while self._place < len(self._text) and self._text[self._place] in SPACES:
             self._place += 1
         return self._text[self._place : self._place + 1]
 

@@ -17,7 +17,7 @@ from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.frontend.output.transcripts import TextDeltas, Transcript
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.params.sampling_params import SamplingParams
-from mmjax.processing.media.encoded_audio import EncodedAudio
+from mmjax.processing.media.encoded import EncodedAudio
 from mmjax.processing.transcripts import (
     Segment,
     Task,
@@ -30,7 +30,7 @@ from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService, with_extras
 from mmjax.server.openai.protocol import GenerationRequest
 from mmjax.server.openai.request_body import RequestReader, validated
-from mmjax.server.openai.streaming import merge, while_connected
+from mmjax.server.openai.streaming import join, merge, while_connected
 from mmjax.server.openai.transcripts.form import parse_form
 from mmjax.server.openai.transcripts.protocol import (
     EVENTS,
@@ -130,7 +130,7 @@ class TranscriptService:
     async def _stream(self, job: _Job) -> Response:
         events = self._events(job)
         first = await while_connected(job.request, anext(events))
-        return self._generation.event_stream(_join(first, events), job.streams)
+        return self._generation.event_stream(join(first, events), job.streams)
 
     async def _answer(self, job: _Job) -> Response:
         await while_connected(job.request, self._finish(job))
@@ -204,17 +204,6 @@ class TranscriptService:
         if rest := deltas.finish():
             yield {"type": EVENTS["delta"], "delta": rest}
         yield {"type": EVENTS["done"], "text": transcript.text, "usage": _usage(job)}
-
-
-async def _join(
-    first: Mapping[str, Any], rest: AsyncGenerator[Mapping[str, Any], None]
-) -> AsyncGenerator[Mapping[str, Any], None]:
-    try:
-        yield first
-        async for event in rest:
-            yield event
-    finally:
-        await rest.aclose()
 
 
 # ---- forms of the answer ------------------------------------------------------------------------
