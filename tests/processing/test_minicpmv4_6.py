@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
     MiniCPMV4_6ImageProcessorPil,
 )
+from transformers.video_utils import VideoMetadata
 
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.minicpmv4_6.host_inputs import MiniCPMV46HostInputs
@@ -22,6 +23,7 @@ from tests.families.minicpmv4_6 import IMAGE, MINICPMV4_6, tiny_config, write_fi
 from tests.kit import draw
 
 PUBLISHED = SliceCutter(MiniCPMV4_6ImageProcessorPil(), patch_size=14, downsample_mode="16x")
+SAMPLING = take_functions("minicpmv4_6", "sample_frames")
 
 
 @settings(max_examples=400, deadline=None)
@@ -49,11 +51,9 @@ def test_the_frames_that_are_seen_are_hfs(
     total: int, fps: float, most: int, longer: float | None
 ) -> None:
     """HF's own rule, of the places that there are."""
-    from transformers.video_utils import VideoMetadata
-
     duration = total / fps + (longer or 0.0)
     known = VideoMetadata(total_num_frames=total, fps=fps, duration=duration)
-    expected = take_functions("minicpmv4_6", "sample_frames").sample_frames(None, known, most, 1)
+    expected = SAMPLING.sample_frames(None, known, most, 1)
     said = None if longer is None else duration
     timing = Timing(fps=fps, total=total, places=np.arange(total), duration=said)
     seen = SecondSampling(max_num_frames=most).choose(timing)
