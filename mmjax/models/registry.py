@@ -112,6 +112,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "LlavaForConditionalGeneration": ModelRow(
             "llava", "llava-hf/llava-interleave-qwen-0.5b-hf"
         ),
+        "MiniCPMV4_6ForConditionalGeneration": ModelRow("minicpmv4_6", "openbmb/MiniCPM-V-4.6"),
         "Mistral3ForConditionalGeneration": ModelRow(
             "pixtral", "mistralai/Ministral-3-3B-Instruct-2512-BF16"
         ),

@@ -24,6 +24,17 @@ WRAPPER_RULES = (
     Rule(r"^model\.(vision_tower|vision_embed_tokens)\.", r"\1."),
 )
 """What stands around a tower, in the same three layouts."""
+_BLOCK = TOWER + r"encoder\.layers\.(\d+)\."
+PACKED_SIGLIP_RULES = (
+    Rule(TOWER + r"embeddings\.patch_embedding\.", "vision_tower.patch_embed."),
+    Rule(TOWER + r"embeddings\.position_embedding\.", "vision_tower.pos_embed."),
+    Rule(TOWER + r"embeddings\.$", None),  # HF's module of both has no output here
+    Rule(_BLOCK + r"layer_norm([12])\.", r"vision_tower.blocks.\3.norm\4."),
+    Rule(_BLOCK + r"self_attn\.out_proj\.", r"vision_tower.blocks.\3.attn.proj."),
+    Rule(_BLOCK + r"self_attn\.", r"vision_tower.blocks.\3.attn."),
+    Rule(_BLOCK, r"vision_tower.blocks.\3."),
+)
+"""A SigLIP's names in the same layouts, of a `PackedViT`; the first decides."""
 
 
 class TowerModel(MultiModalModel):

@@ -117,9 +117,10 @@ def run_reference(model: Any, inputs: Any, rules: Sequence[RuleTypes]) -> dict[s
         for hook in hooks:
             hook.remove()
     is_joined, shapes = calls_by_modality(inputs), inputs.get("spatial_shapes")
+    is_packed = not {"target_sizes", "target_sizes_videos"}.isdisjoint(inputs)
     outputs = {name: _join(outputs) if is_joined else outputs[0] for name, outputs in calls.items()}
-    if shapes is not None:
-        counts = shapes.prod(-1).tolist()
+    if is_packed or shapes is not None:
+        counts = [] if shapes is None else shapes.prod(-1).tolist()
         outputs |= {
             name: _join_units(found, counts)
             for name, found in calls.items()
@@ -147,7 +148,7 @@ def _join(outputs: Sequence[np.ndarray]) -> np.ndarray:
 def _join_units(outputs: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:
     """Return the rows of units that are padded to so many each, or that a module had one by one."""
     padded = outputs[0]
-    if padded.shape[:2] == (len(counts), max(counts)):
+    if counts and padded.shape[:2] == (len(counts), max(counts)):
         return np.concatenate([unit[:count] for unit, count in zip(padded, counts, strict=True)])
     return np.concatenate([one.reshape(-1, one.shape[-1]) for one in outputs])
 

@@ -2,9 +2,9 @@
 
 Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923),
 PaddleOCR-VL's (arXiv 2510.14528), GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631) and
-Qwen3.5's; without rotary places, SigLIP 2's (arXiv 2502.14786). They differ by configuration alone:
-norms, MLPs, windows, learned positions, whether and how squares of patches merge, and after which
-blocks beside the last.
+Qwen3.5's; without rotary places, SigLIP 2's (arXiv 2502.14786) and MiniCPM-V 4.6's. They differ by
+configuration alone: norms, MLPs, windows, learned positions, whether and how squares of patches
+merge, and after which blocks beside the last.
 """
 
 import math
@@ -171,6 +171,18 @@ def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
 
 def _read_paddleocr_vl(vision: Any) -> dict[str, Any]:
     return {
+        **_read_siglip(vision),
+        "merge_size": vision.spatial_merge_size,
+        "merger_norm_eps": 1e-5,  # no key of the config
+    }
+
+
+def _read_minicpmv4_6(vision: Any) -> dict[str, Any]:
+    return {**_read_siglip(vision), "has_rotary": False}
+
+
+def _read_siglip(vision: Any) -> dict[str, Any]:
+    return {
         "hidden_size": vision.hidden_size,
         "intermediate_size": vision.intermediate_size,
         "num_blocks": vision.num_hidden_layers,
@@ -178,8 +190,6 @@ def _read_paddleocr_vl(vision: Any) -> dict[str, Any]:
         "kernel": (vision.num_channels, vision.patch_size, vision.patch_size),
         "norm_eps": vision.layer_norm_eps,
         "num_positions": (vision.image_size // vision.patch_size) ** 2,
-        "merge_size": vision.spatial_merge_size,
-        "merger_norm_eps": 1e-5,  # no key of the config
         **dict.fromkeys(("has_last_norm", "has_patch_bias"), True),
     }
 
@@ -267,6 +277,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "glm4v_moe_vision": _read_glm4v,
         "glm4v_vision": _read_glm4v,
         "glm_ocr_vision": _read_glm_ocr,
+        "minicpmv4_6_vision": _read_minicpmv4_6,
         "paddleocr_vl_vision": _read_paddleocr_vl,
         "pixtral": _read_pixtral,
         "qwen2_vl_vision": _read_qwen2_vl,
@@ -472,13 +483,7 @@ class PackedViT(nnx.Module):
             feature_layers: As HF's `hidden_states`: 0 is the normed embedding, n the output of
                 block n - 1.
         """
-        x = self.patch_embed(pixel_values.astype(self.patch_embed.weight[...].dtype))
-        x = x if self.first_norm is None else self.first_norm(x)
-        if self.pos_embed is not None and positions is not None:
-            x = x + self._weigh_positions(*positions).astype(x.dtype)
-        if axis_weights is not None:
-            x = x + self._weigh_axes(*axis_weights).astype(x.dtype)
-        states = [x]
+        states = [self.embed_patches(pixel_values, positions, axis_weights)]
         angles = None if places is None else self._angles(places)
         full = self.config.full_attention_blocks
         for number, block in enumerate(self.blocks):
@@ -495,6 +500,21 @@ class PackedViT(nnx.Module):
             fed = [merge(states[number + 1]) for number, merge in mergers]
             last = jnp.concatenate([last, *fed], axis=-1)
         return last, [states[layer] for layer in feature_layers]
+
+    def embed_patches(
+        self,
+        pixel_values: Float[Array, "P _pixels"],
+        positions: PositionTaps | None = None,
+        axis_weights: AxisWeights | None = None,
+    ) -> Float[Array, "P D"]:
+        """Return what the first block reads; arguments are those of a call."""
+        x = self.patch_embed(pixel_values.astype(self.patch_embed.weight[...].dtype))
+        x = x if self.first_norm is None else self.first_norm(x)
+        if self.pos_embed is not None and positions is not None:
+            x = x + self._weigh_positions(*positions).astype(x.dtype)
+        if axis_weights is not None:
+            x = x + self._weigh_axes(*axis_weights).astype(x.dtype)
+        return x
 
     def _weigh_positions(
         self, taps: Int[Array, "P _taps"], weights: Float[Array, "P _taps"]

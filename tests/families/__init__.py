@@ -20,6 +20,7 @@ from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
 from tests.families.lfm2_vl import LFM2_VL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
+from tests.families.minicpmv4_6 import MINICPMV4_6
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
 from tests.families.molmo2 import MOLMO2
@@ -58,6 +59,7 @@ _ROWS = (
     LLAVA,
     LLAVA_SIGLIP,
     LIGHTON_OCR,
+    MINICPMV4_6,
     MISTRAL3,
     MOLMO,
     MOLMO2,

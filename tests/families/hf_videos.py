@@ -20,8 +20,11 @@ from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 
-def take_functions(folder: str, *names: str) -> Any:
-    """Return functions (and methods) of the video processor in a folder of HF's models."""
+def take_functions(folder: str, *names: str, **imported: Any) -> Any:
+    """Return functions (and methods) of the video processor in a folder of HF's models.
+
+    `imported`: what else they find in their module.
+    """
     spec = importlib.util.find_spec(f"transformers.models.{folder}")
     assert spec is not None
     assert spec.origin is not None
@@ -32,7 +35,7 @@ def take_functions(folder: str, *names: str) -> Any:
         if isinstance(node, ast.FunctionDef) and node.name in names
     ]
     assert len(functions) == len(names)
-    known = {"np": np, "math": math, "torch": torch, "VideoMetadata": VideoMetadata}
+    known = {"np": np, "math": math, "torch": torch, "VideoMetadata": VideoMetadata, **imported}
     known |= {"logger": logging.get_logger("transformers"), "MAX_IMAGE_SIZE": 4096}
     exec(compile(ast.Module(functions, []), folder, "exec"), known)
     return SimpleNamespace(**{name: known[name] for name in names})

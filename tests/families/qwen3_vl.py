@@ -137,11 +137,12 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
 
 
 def fill_recurrent(model: Any) -> None:
-    """Fill Qwen3.5: its norms' weights are centred, but for those of what a DeltaNet reads."""
+    """Fill Qwen3.5: its norms' weights are centred, but for a tower's and a DeltaNet's."""
     fill_by_name(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("linear_attn.norm.weight") or re.search(r"visual.*norm", name):
+            is_tower = re.search(r"(visual|vision_tower|merger).*norm", name)
+            if name.endswith("linear_attn.norm.weight") or is_tower:
                 parameter += 1.0 * name.endswith("weight")
             if re.search(r"[qk]_proj", name):
                 parameter *= 1.4

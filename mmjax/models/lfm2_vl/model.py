@@ -9,21 +9,9 @@ from mmjax.connectors.mlp import MLPProjector
 from mmjax.layers.attention.segments import refine_segments
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.text_model import build_text_model
-from mmjax.models.tower_model import TOWER, TowerModel
+from mmjax.models.tower_model import PACKED_SIGLIP_RULES, TowerModel
 from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
-from mmjax.weights.rules import Rule, RuleTypes
-
-_BLOCK = TOWER + r"encoder\.layers\.(\d+)\."
-_NAMES: dict[str, str | None] = {
-    TOWER + r"embeddings\.patch_embedding\.": "vision_tower.patch_embed.",
-    TOWER + r"embeddings\.position_embedding\.": "vision_tower.pos_embed.",
-    TOWER + r"embeddings\.$": None,  # HF's module of both has no output here
-    _BLOCK + r"layer_norm([12])\.": r"vision_tower.blocks.\3.norm\4.",
-    _BLOCK + r"self_attn\.out_proj\.": r"vision_tower.blocks.\3.attn.proj.",
-    _BLOCK + r"self_attn\.": r"vision_tower.blocks.\3.attn.",
-    _BLOCK: r"vision_tower.blocks.\3.",
-}
-"""Names of the hub's file, of save_pretrained's and of the module -> ours; the first decides."""
+from mmjax.weights.rules import RuleTypes
 
 
 class Lfm2VlForConditionalGeneration(TowerModel):
@@ -49,8 +37,7 @@ class Lfm2VlForConditionalGeneration(TowerModel):
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
-        names = [Rule(pattern, name) for pattern, name in _NAMES.items()]
-        return (*names, *TowerModel.rules(hf_config))
+        return (*PACKED_SIGLIP_RULES, *TowerModel.rules(hf_config))
 
     def encode_units(
         self,
