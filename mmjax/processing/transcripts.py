@@ -91,6 +91,17 @@ class Transcriber(Protocol):
         """Return those of a segment's tokens that are text."""
         ...
 
-    def name_language(self, code: str) -> str:
-        """Return a language's English name, in small letters."""
-        ...
+
+def name_language(code: str) -> str:
+    """Return a language's English name, in small letters; a code that is not known is its own."""
+    # On use only: it brings an installed torch along.
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    return LANGUAGES.get(code, code)
+
+
+def find_language_code(language: str) -> str:
+    """Return the code of an English name; what is no such name is returned in small letters."""
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    return TO_LANGUAGE_CODE.get(language.lower(), language.lower())

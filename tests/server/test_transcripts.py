@@ -18,6 +18,7 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
 from mmjax.server.openai.transcripts import service
 from mmjax.server.openai.transcripts.room import Room
+from tests.families.voxtral import VOXTRAL
 from tests.families.whisper import RATE, WHISPER
 from tests.server.conftest import MakeServer, Server, servers
 
@@ -241,6 +242,47 @@ def test_a_model_that_transcribes_nothing(make_server: MakeServer):
     message, param = error_of(post(make_server()))
     assert message.startswith("`tiny` does not transcribe")
     assert param == "model"
+
+
+# ---- a Voxtral -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hearing_processor() -> InputProcessor:
+    return InputProcessor(load_model_config(str(VOXTRAL.path()), served_model_name="tiny"))
+
+
+@pytest.fixture
+def voxtral(hearing_processor: InputProcessor) -> Iterator[Server]:
+    with servers(hearing_processor, hearing_processor) as make:
+        server = make()
+        server.will_say("the circle is red</s>")
+        yield server
+
+
+def test_a_model_that_hears_all_of_a_clip(voxtral: Server):
+    """Of a clip of three units: one request, and one segment."""
+    file = write_wav(2.2)
+    answer = post(voxtral, file=file, response_format="verbose_json", language="de").json()
+    assert (answer["text"], answer["language"]) == ("the circle is red", "german")
+    (segment,) = answer["segments"]
+    assert (segment["start"], segment["end"]) == (0.0, 2.2)
+    decode = voxtral.engine_client.input_processor.tokenizer.decode
+    (request,) = voxtral.supervisor.engine.added
+    clip = "[BEGIN_AUDIO]" + "[AUDIO]" * 30
+    assert decode(request.prompt_token_ids) == f"<s>[INST]{clip}[/INST]lang:de[TRANSCRIBE]"
+    answer = post(voxtral, file=file, response_format="verbose_json", language=None).json()
+    assert "language" not in answer
+    assert decode(sent(voxtral).prompt_token_ids).endswith("[/INST][TRANSCRIBE]")
+    lines = post(voxtral, file=file, stream="true").text.splitlines()
+    deltas = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(one.get("delta", "") for one in deltas) == deltas[-1]["text"] == answer["text"]
+
+
+def test_what_it_has_not_is_refused(voxtral: Server):
+    assert error_of(post(voxtral, route=TRANSLATIONS))[1] == "model"
+    assert error_of(post(voxtral, prompt="the star"))[1] == "prompt"
+    assert error_of(post(voxtral, language="klingon"))[1] == "language"
 
 
 # ---- threats -------------------------------------------------------------------------------------

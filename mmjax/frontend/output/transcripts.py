@@ -24,7 +24,7 @@ class Transcript:
     duration: float
     """In seconds."""
     language: str | None = None
-    """A code as `en`; None: not known yet, or the model has but one."""
+    """A code as `en`; None: not known yet, or the model does not say."""
     segments: list[Segment] = field(default_factory=list)
 
     @classmethod

@@ -18,7 +18,12 @@ from mmjax.models.model_source import read_generation_config
 from mmjax.models.whisper.host_inputs import FRAMES_PER_STATE
 from mmjax.params.sampling_params import SamplingParams, TranscriptRules
 from mmjax.processing.media.log_mel import LogMel
-from mmjax.processing.transcripts import Segment, TranscriptOptions, TranscriptRequest
+from mmjax.processing.transcripts import (
+    Segment,
+    TranscriptOptions,
+    TranscriptRequest,
+    find_language_code,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +119,6 @@ class WhisperTranscriber:
         """Return the tokens before the end's: those behind it are marks and timestamps."""
         return [one for one in token_ids if one < self._tokens.eos_token_id]
 
-    def name_language(self, code: str) -> str:
-        """Return a language's name."""
-        # On use only: it brings an installed torch along.
-        from transformers.models.whisper.tokenization_whisper import LANGUAGES
-
-        return LANGUAGES.get(code, code)
-
     def _frame_prompt(self, token_ids: Sequence[int]) -> list[int]:
         """Return a text's last tokens behind the mark of what came before."""
         if not token_ids:
@@ -134,15 +132,12 @@ class WhisperTranscriber:
         return [self._tokens.prev_sot_token_id, *token_ids[-(self._max_positions // 2 - 1) :]]
 
     def _find_language(self, language: str) -> str:
-        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
-
         known = self._tokens.lang_to_id
         if not known:
             raise RequestValueError(
                 "this model knows English alone; leave the language out", param="language"
             )
-        name = language.lower()
-        code = TO_LANGUAGE_CODE.get(name, name)
+        code = find_language_code(language)
         if f"<|{code}|>" not in known:
             codes = ", ".join(sorted(one.strip("<|>") for one in known))
             raise RequestValueError(
@@ -167,7 +162,7 @@ class WhisperTranscription:
         has_timestamps: bool,
     ) -> None:
         """`features`: float32[C, frames], of the whole clip; `prompt`: before each window's."""
-        self.language = language
+        self.language = language if tokens.lang_to_id else "en"
         self._features = features
         self._log_mel = log_mel
         self._tokens = tokens

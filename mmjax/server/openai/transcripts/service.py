@@ -24,6 +24,7 @@ from mmjax.processing.transcripts import (
     Transcriber,
     Transcription,
     TranscriptOptions,
+    name_language,
 )
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import json_response
@@ -230,16 +231,16 @@ def _write_json(job: _Job) -> Response:
 
 def _write_verbose_json(job: _Job) -> Response:
     transcript, body = job.transcript, job.body
-    name = transcript.transcriber.name_language(transcript.language or "en")
     segments = [
         _describe(transcript, number, segment, body.temperature)
         for number, segment in enumerate(transcript.segments)
     ]
-    fields = {"segments": segments} if body.has_segments else {}
+    fields: dict[str, Any] = {"segments": segments} if body.has_segments else {}
+    if transcript.language is not None:
+        fields["language"] = name_language(transcript.language)
     return json_response(
         TranscriptObject(
             task=job.task,
-            language=name,
             duration=round(transcript.duration, 3),
             text=transcript.text,
             usage=_usage(job),
