@@ -17,7 +17,7 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
 from mmjax.params.sampling_params import SamplingParams
-from mmjax.processing.transcripts import TranscriptOptions
+from mmjax.processing.transcripts import TranscriptFallback, TranscriptOptions
 from tests.families.directories import edit_json, golden_processor
 from tests.families.voxtral import UNIT_TOKENS, VOXTRAL
 from tests.models.test_clip_laws import audio_part, draw_clip
@@ -73,6 +73,7 @@ def test_a_transcription_has_the_ids_of_mistral_common(
     [
         ({"task": "translate"}, "model"),
         ({"prompt_token_ids": [5]}, "prompt"),
+        ({"fallback": TranscriptFallback()}, "logprob_threshold"),
         ({"language": "klingon"}, "language"),
         ({"language": "[TRANSCRIBE]"}, "language"),
         ({"language": "yue"}, "language"),

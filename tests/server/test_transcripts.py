@@ -186,6 +186,27 @@ def test_a_long_clip_has_a_request_for_each_window(server: Server):
     assert answer["text"] == " ".join(["the circle is red"] * 3)
 
 
+def test_improbable_windows_are_transcribed_again(server: Server):
+    """The engine's tokens have -2 each, and silence -1."""
+    again: dict[str, Any] = {"temperature": "0.5", "logprob_threshold": "-1.9"}
+    answer = post(server, response_format="verbose_json", **again).json()
+    asked = [one.sampling_params for one in server.supervisor.engine.added]
+    assert [one.temperature for one in asked] == [0.5, 0.6, 0.8, 1.0]
+    assert {one["temperature"] for one in answer["segments"]} == {1.0}
+    lines = post(server, stream="true", **again).text.splitlines()
+    deltas = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(one.get("delta", "") for one in deltas) == answer["text"]
+    silent = {**again, "no_speech_threshold": "0.3"}
+    assert post(server, **silent).json()["text"] == ""
+    assert sent(server).sampling_params.prompt_logprobs == 0
+    decode = server.engine_client.input_processor.tokenizer.decode
+    assert decode(sent(server).prompt_token_ids) == "<|startoftranscript|><|nospeech|>"
+    again["logprob_threshold"] = "-2.1"
+    enough = post(server, **again, stream="true")
+    assert enough.status_code == 200
+    assert sent(server).sampling_params.temperature == 0.5
+
+
 def test_a_language_is_found_out_first(make_whisper: MakeServer):
     server = make_whisper()
     server.will_say("<|fr|><|0.00|> the circle<|0.40|>")
@@ -217,6 +238,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     ),
     "included": ({"include[]": "logprobs"}, "not supported", "include"),
     "unknown": ({"hotwords": "a"}, "`hotwords` is not a field", "hotwords"),
+    "silence": ({"no_speech_threshold": "0.6"}, "give both", "no_speech_threshold"),
+    "ratio": ({"compression_ratio_threshold": "nan"}, "finite", "compression_ratio_threshold"),
     "streamed": ({"stream": "true", "response_format": "srt"}, "is not made of", "stream"),
 }
 
@@ -283,6 +306,7 @@ def test_what_it_has_not_is_refused(voxtral: Server):
     assert error_of(post(voxtral, route=TRANSLATIONS))[1] == "model"
     assert error_of(post(voxtral, prompt="the star"))[1] == "prompt"
     assert error_of(post(voxtral, language="klingon"))[1] == "language"
+    assert error_of(post(voxtral, logprob_threshold="-1"))[1] == "logprob_threshold"
 
 
 # ---- threats -------------------------------------------------------------------------------------

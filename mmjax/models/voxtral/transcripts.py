@@ -40,6 +40,12 @@ class VoxtralTranscriber:
                 "about the clip",
                 param="prompt",
             )
+        if options.fallback is not None:
+            raise RequestValueError(
+                "this model transcribes all of a clip at once, and no window of it again; leave "
+                "the thresholds out",
+                param="logprob_threshold",
+            )
         language = None
         if options.language is not None:
             language = find_language_code(options.language)
@@ -83,6 +89,7 @@ class VoxtralTranscription:
         """`samples`: float32[T], of the whole clip."""
         self.language = language
         self._clip = (samples, sampling_rate)
+        self._temperature = options.sampling_params.temperature
         self._request: TranscriptRequest | None = TranscriptRequest(
             prompt={"prompt_token_ids": prompt, "multi_modal_data": {"audio": [self._clip]}},
             sampling_params=msgspec.structs.replace(options.sampling_params, max_tokens=None),
@@ -99,4 +106,12 @@ class VoxtralTranscription:
         samples, rate = self._clip
         average = sum(logprobs) / len(logprobs) if logprobs else None
         end = len(samples) / rate
-        return [Segment(start=0.0, end=end, token_ids=token_ids, seek=0, avg_logprob=average)]
+        segment = Segment(
+            start=0.0,
+            end=end,
+            token_ids=token_ids,
+            seek=0,
+            avg_logprob=average,
+            temperature=self._temperature,
+        )
+        return [segment]
