@@ -51,7 +51,7 @@ from mmjax.llm.turn import Turn
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
 from mmjax.params.sampling_params import SamplingParams
-from mmjax.processing.transcripts import Task, TranscriptOptions
+from mmjax.processing.transcripts import Task, TranscriptFallback, TranscriptOptions
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.system.request_times import RequestTimes, measuring, recording
@@ -322,6 +322,7 @@ class LLM:
         prompt: str = "",
         has_timestamps: bool = True,
         sampling_params: SamplingParams | None = None,
+        fallback: TranscriptFallback | None = None,
     ) -> Transcript:
         """Transcribe a clip, of any length that the limits allow, window by window.
 
@@ -332,6 +333,7 @@ class LLM:
             prompt: A text before the transcript, whose style and words it goes on with.
             has_timestamps: Whether segments have times; those of long clips always do.
             sampling_params: Of each window; None: greedy.
+            fallback: When a window is transcribed again, at a higher temperature; None: never.
 
         Raises:
             RequestError: For a model that transcribes nothing, a clip or a language that it does
@@ -348,13 +350,14 @@ class LLM:
             else (),
             has_timestamps=has_timestamps,
             sampling_params=sampling_params or SamplingParams(temperature=0.0),
+            fallback=fallback,
         )
         transcription = transcriber.start(samples, options)
         transcript = Transcript.of(transcriber, processor.tokenizer, samples)
         for asked in iter(transcription.next_request, None):
             window = cast(PromptType, asked.prompt)
             (output,) = self.generate([window], asked.sampling_params, use_tqdm=False)
-            transcript.add(transcription, output.outputs[0])
+            transcript.add(transcription, output.outputs[0], output.prompt_logprobs)
         return transcript
 
     def explain(

@@ -148,6 +148,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
             factories="SMOLVLM_FACTORIES",
         ),
+        "VoxtralForConditionalGeneration": ModelRow("voxtral", "mistralai/Voxtral-Mini-3B-2507"),
         "WhisperForConditionalGeneration": ModelRow(
             "whisper", "openai/whisper-tiny", has_one_unit_items=True
         ),
@@ -398,7 +399,7 @@ def _nearest(architecture: str) -> str:
 def _load_tokenizer(model_config: ModelConfig, load: Callable[[Path], Any] | None) -> Any:
     path = model_config.path
     # NOTE: of some families HF makes an empty tokenizer where there is no file.
-    if not any(file for pattern in _VOCABULARIES for file in path.glob(pattern)):
+    if load is None and not any(file for pattern in _VOCABULARIES for file in path.glob(pattern)):
         raise CheckpointError(f"`{path}` has no tokenizer.json; is the directory complete?")
     # On use only: it brings an installed torch along.
     from transformers import AutoTokenizer

@@ -94,7 +94,7 @@ def _make_cases(options: argparse.Namespace, parity: Parity) -> Iterator[Case]:
                 videos=[_draw_video()],
                 mm_processor_kwargs=kwargs,
             )
-        for num_clips in NUM_CLIPS if parity.takes_clips else ():
+        for num_clips in filter(parity.takes_clips, NUM_CLIPS):
             yield Case(
                 name=f"{text!r} + {num_clips} clips",
                 prompt=parity.write_prompt(text, 0, num_clips=num_clips),

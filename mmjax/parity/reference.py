@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,10 @@ def load_reference(path: Path | str, architecture: str, dtype: str = "float32") 
             module.generation_config = transformers.GenerationConfig(
                 pad_token_id=0, decoder_start_token_id=start
             )
+    if model.config.model_type == "whisper":
+        # Its own writes the decoder's prompt itself, and goes by windows.
+        generate: Any = vars(transformers.GenerationMixin)["generate"]
+        model.generate = MethodType(generate, model)
     return model.eval()
 
 
@@ -164,11 +169,11 @@ def load_reference_processor(path: Path, model_type: str, ours: Any) -> Any:
     hf = importlib.import_module("transformers.models.auto.processing_auto")
     if isinstance(ours, hf.ProcessorMixin):
         return ours
-    parts = {"image_processor": ours.image_processor, "tokenizer": ours.tokenizer}
     # Others are written anew, and have not all that HF's class asks of its parts.
-    is_hfs = hasattr(ours.image_processor, "hf_class")
+    is_hfs = hasattr(getattr(ours, "image_processor", None), "hf_class")
     if not is_hfs or not (path / "processor_config.json").exists():
         return None
+    parts = {"image_processor": ours.image_processor, "tokenizer": ours.tokenizer}
     settings, _ = hf.ProcessorMixin.get_processor_dict(path)
     name = settings.get("processor_class") or hf.PROCESSOR_MAPPING_NAMES.get(model_type, "")
     processor_class = hf.processor_class_from_name(name)

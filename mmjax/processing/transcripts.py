@@ -8,9 +8,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from mmjax.errors import RequestValueError
 from mmjax.params.sampling_params import SamplingParams
 
 Task = Literal["transcribe", "translate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptFallback:
+    """When a window is transcribed again, at a higher temperature; as HF's `generate` of Whisper.
+
+    RequestError for a threshold that another lacks.
+    """
+
+    temperatures: Sequence[float] = (0.2, 0.4, 0.6, 0.8, 1.0)
+    """Behind that of the sampling parameters, one after another until no threshold is passed."""
+    compression_ratio_threshold: float | None = None
+    """Of the bytes of a window's token ids over the same compressed: a text that repeats itself has
+    more. None: this is no reason, as of the next two."""
+    logprob_threshold: float | None = None
+    """Of the mean log-probability of its tokens: an improbable text has less."""
+    no_speech_threshold: float | None = None
+    """Of the probability that nothing is said: a window with more, and whose text is improbable by
+    the threshold before, is left out."""
+
+    def __post_init__(self) -> None:
+        if self.no_speech_threshold is not None and self.logprob_threshold is None:
+            raise RequestValueError.about(
+                "no_speech_threshold",
+                "is about windows whose text is improbable, and `logprob_threshold` does not say "
+                "which are; give both",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +54,8 @@ class TranscriptOptions:
     """Whether segments have times; those of a clip of several windows always do."""
     sampling_params: SamplingParams
     """Of all windows."""
+    fallback: TranscriptFallback | None = None
+    """None: a window is transcribed once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +82,8 @@ class Segment:
     """Frame of the spectrogram at which its window begins."""
     avg_logprob: float | None
     """Of its window's tokens; None: not asked for."""
+    temperature: float
+    """At which its window was sampled."""
 
 
 class Transcription(Protocol):
@@ -69,7 +101,7 @@ class Transcription(Protocol):
     def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Segment]:
         """Read the answer to that; return the segments that are final by it.
 
-        `logprobs`: of the tokens, where the request asked for them.
+        `logprobs`: of the tokens, or of the prompt's, where the request asked for them.
         """
         ...
 
@@ -91,6 +123,17 @@ class Transcriber(Protocol):
         """Return those of a segment's tokens that are text."""
         ...
 
-    def name_language(self, code: str) -> str:
-        """Return a language's English name, in small letters."""
-        ...
+
+def name_language(code: str) -> str:
+    """Return a language's English name, in small letters; a code that is not known is its own."""
+    # On use only: it brings an installed torch along.
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    return LANGUAGES.get(code, code)
+
+
+def find_language_code(language: str) -> str:
+    """Return the code of an English name; what is no such name is returned in small letters."""
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    return TO_LANGUAGE_CODE.get(language.lower(), language.lower())

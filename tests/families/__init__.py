@@ -32,6 +32,7 @@ from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
+from tests.families.voxtral import VOXTRAL
 from tests.families.whisper import WHISPER
 
 _ROWS = (
@@ -77,7 +78,7 @@ _ROWS = (
 )
 FAMILIES = {row.name: row for row in _ROWS}
 """Of models that take pictures."""
-CLIP_FAMILIES = {row.name: row for row in (QWEN2_AUDIO, WHISPER)}
+CLIP_FAMILIES = {row.name: row for row in (QWEN2_AUDIO, VOXTRAL, WHISPER)}
 """Of models that take clips of sound alone."""
 ALL_FAMILIES = {**FAMILIES, **CLIP_FAMILIES}
 TINY_FAMILIES = {name: row.tiny for name, row in ALL_FAMILIES.items() if row.tiny is not None}

@@ -74,8 +74,8 @@ class Family:
     # Its prompts.
     rendered: str
     """What `tests/frontend/test_family_templates.py` says, where a checkpoint has no template."""
-    with_system: tuple[str, str] = ("", "")
-    """What of it a system's message changes: this, and to what."""
+    with_system: tuple[str, str] | None = ("", "")
+    """What of it a system's message changes: this, and to what; None: it is refused."""
     call_hf: Callable[[str, list[Any], Mapping[str, Any]], HFInputs]
     """(prompt, images, processor kwargs) -> what HF makes of them."""
     embed_token_ids: Callable[[BaseMultiModalProcessor[Any]], Sequence[int]] = lambda processor: [
@@ -119,6 +119,8 @@ class Family:
     """Whether HF's processor itself takes a picture of (width, height): some refuse slivers."""
     takes_length: Callable[[int], bool] = lambda num_samples: True
     """Whether a clip of so many samples is taken, at 16,000 a second."""
+    clip_lengths: tuple[int, ...] = (16_000, 5_001, 641, 12_345, 9_600)
+    """Of clips, in samples: most are no whole number of frames, or of embeddings."""
     words: tuple[str, ...] = (
         *("what", " ", "\n", "\n\n", "the car", "Here", " Here", "ü日", "\t", "!", "  ", "<eos>"),
     )

@@ -52,6 +52,7 @@ def test_a_conversation(family: Family, tmp_path: Path):
         hf = family.call_hf(text, [draw(40, 30)], {})
         ids = said.encoder_prompt_token_ids or said.prompt_token_ids
         assert ids == hf.input_ids, "BOS and all"
+        assert family.with_system is not None
         old, new = family.with_system
         system = {"role": "system", "content": SYSTEM}
         prompt = parser.parse([system, *conversation()])

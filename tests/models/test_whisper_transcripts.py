@@ -16,6 +16,7 @@ from mmjax.errors import RequestError
 from mmjax.frontend.output.transcripts import TextDeltas, Transcript
 from mmjax.models.whisper.transcripts import WhisperTokens
 from mmjax.params.sampling_params import SamplingParams
+from mmjax.processing.transcripts import TranscriptFallback
 from tests.families.directories import with_weights
 from tests.families.whisper import RATE, WHISPER, fill_loud, write_files
 
@@ -141,6 +142,95 @@ def test_sampled_tokens_obey_the_rules_too(llm: LLM):
         assert not set(segment.token_ids) & {*first.suppress_tokens, times_from - 1}
         times = [one for one in segment.token_ids if one >= times_from]
         assert times == sorted(times)
+
+
+NEARLY_GREEDY = 1e-3
+"""At which HF samples what is most probable."""
+
+
+class Judged:
+    """How HF judged the windows of a clip, with thresholds at the middle of their values."""
+
+    def __init__(self, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[float, bool, bool]] = []
+        self.values: dict[str, list[float]] = {"ratio": [], "logprob": [], "silence": []}
+        model: Any = reference.model
+        need_fallback, find_ratio = model._need_fallback, model._retrieve_compression_ratio
+        find_average = model._retrieve_avg_logprobs
+
+        def judge(*args: Any) -> Any:
+            needs, skips = need_fallback(*args)
+            self.calls.append((args[-1], needs, skips))
+            silence = next(one for one in args[3] if hasattr(one, "no_speech_prob"))
+            self.values["silence"].append(float(silence.no_speech_prob[0]))
+            return needs, skips
+
+        def note(name: str, find: Any) -> Any:
+            def found(*args: Any) -> Any:
+                value = find(*args)
+                self.values[name].append(float(value))
+                return value
+
+            return found
+
+        monkeypatch.setattr(model, "_need_fallback", judge)
+        monkeypatch.setattr(model, "_retrieve_compression_ratio", note("ratio", find_ratio))
+        monkeypatch.setattr(model, "_retrieve_avg_logprobs", note("logprob", find_average))
+
+    def middle(self, name: str) -> float:
+        """Return a number that lies between the values of windows."""
+        values = sorted({float(f"{one:.4g}") for one in self.values[name]})
+        half = len(values) // 2
+        assert half, f"windows are alike in {name}"
+        return (values[half - 1] + values[half]) / 2
+
+
+THRESHOLDS = {"compression_ratio_threshold": 99.0, "logprob_threshold": -99.0}
+
+
+@pytest.mark.parametrize("prompt", ["", "the red circle"])
+@pytest.mark.parametrize("name", ["ratio", "logprob", "silence"])
+def test_windows_are_judged_as_hf_does(
+    llm: LLM,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    prompt: str,
+):
+    """One reason at a time, and (of silence, which must be improbable too) two."""
+    clip, judged = make_clip(4.3, 9), Judged(reference, monkeypatch)
+    how: dict[str, Any] = {"language": "de", "task": "transcribe", "return_timestamps": True}
+    if prompt:
+        ids = reference.tokenizer(f"<|startofprev|> {prompt}", add_special_tokens=False).input_ids
+        how["prompt_ids"] = torch.tensor(ids)
+    thresholds = {**THRESHOLDS, "no_speech_threshold": 1.0}
+    reference.transcribe(clip, temperature=0.0, **thresholds, **how)
+    if name == "ratio":
+        thresholds["compression_ratio_threshold"] = judged.middle("ratio")
+    if name == "logprob":
+        thresholds["logprob_threshold"] = judged.middle("logprob")
+    if name == "silence":
+        thresholds |= {"logprob_threshold": 0.0, "no_speech_threshold": judged.middle("silence")}
+    judged.calls.clear()
+    expected = reference.transcribe(clip, temperature=(0.0, NEARLY_GREEDY), **thresholds, **how)
+    fallback = TranscriptFallback(temperatures=(NEARLY_GREEDY,), **thresholds)
+    ours = llm.transcribe(clip, language="de", prompt=prompt, fallback=fallback)
+    check(ours, expected)
+    final = [
+        (temperature, skips)
+        for temperature, needs, skips in judged.calls
+        if not needs or temperature == NEARLY_GREEDY
+    ]
+    windows = {segment.seek: segment.temperature for segment in ours.segments}
+    assert list(windows.values()) == [one for one, skips in final if not skips]
+    assert len({*windows.values()}) > 1 or len(windows) < len(final), "all windows went alike"
+    if name == "silence":
+        assert any(skips for _, skips in final)
+
+
+def test_thresholds_that_say_too_little():
+    with pytest.raises(RequestError, match="give both"):
+        TranscriptFallback(no_speech_threshold=0.6)
 
 
 def test_subtitles_and_growing_text(llm: LLM):

@@ -18,6 +18,7 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
 from mmjax.server.openai.transcripts import service
 from mmjax.server.openai.transcripts.room import Room
+from tests.families.voxtral import VOXTRAL
 from tests.families.whisper import RATE, WHISPER
 from tests.server.conftest import MakeServer, Server, servers
 
@@ -185,6 +186,27 @@ def test_a_long_clip_has_a_request_for_each_window(server: Server):
     assert answer["text"] == " ".join(["the circle is red"] * 3)
 
 
+def test_improbable_windows_are_transcribed_again(server: Server):
+    """The engine's tokens have -2 each, and silence -1."""
+    again: dict[str, Any] = {"temperature": "0.5", "logprob_threshold": "-1.9"}
+    answer = post(server, response_format="verbose_json", **again).json()
+    asked = [one.sampling_params for one in server.supervisor.engine.added]
+    assert [one.temperature for one in asked] == [0.5, 0.6, 0.8, 1.0]
+    assert {one["temperature"] for one in answer["segments"]} == {1.0}
+    lines = post(server, stream="true", **again).text.splitlines()
+    deltas = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(one.get("delta", "") for one in deltas) == answer["text"]
+    silent = {**again, "no_speech_threshold": "0.3"}
+    assert post(server, **silent).json()["text"] == ""
+    assert sent(server).sampling_params.prompt_logprobs == 0
+    decode = server.engine_client.input_processor.tokenizer.decode
+    assert decode(sent(server).prompt_token_ids) == "<|startoftranscript|><|nospeech|>"
+    again["logprob_threshold"] = "-2.1"
+    enough = post(server, **again, stream="true")
+    assert enough.status_code == 200
+    assert sent(server).sampling_params.temperature == 0.5
+
+
 def test_a_language_is_found_out_first(make_whisper: MakeServer):
     server = make_whisper()
     server.will_say("<|fr|><|0.00|> the circle<|0.40|>")
@@ -216,6 +238,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     ),
     "included": ({"include[]": "logprobs"}, "not supported", "include"),
     "unknown": ({"hotwords": "a"}, "`hotwords` is not a field", "hotwords"),
+    "silence": ({"no_speech_threshold": "0.6"}, "give both", "no_speech_threshold"),
+    "ratio": ({"compression_ratio_threshold": "nan"}, "finite", "compression_ratio_threshold"),
     "streamed": ({"stream": "true", "response_format": "srt"}, "is not made of", "stream"),
 }
 
@@ -241,6 +265,48 @@ def test_a_model_that_transcribes_nothing(make_server: MakeServer):
     message, param = error_of(post(make_server()))
     assert message.startswith("`tiny` does not transcribe")
     assert param == "model"
+
+
+# ---- a Voxtral -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hearing_processor() -> InputProcessor:
+    return InputProcessor(load_model_config(str(VOXTRAL.path()), served_model_name="tiny"))
+
+
+@pytest.fixture
+def voxtral(hearing_processor: InputProcessor) -> Iterator[Server]:
+    with servers(hearing_processor, hearing_processor) as make:
+        server = make()
+        server.will_say("the circle is red</s>")
+        yield server
+
+
+def test_a_model_that_hears_all_of_a_clip(voxtral: Server):
+    """Of a clip of three units: one request, and one segment."""
+    file = write_wav(2.2)
+    answer = post(voxtral, file=file, response_format="verbose_json", language="de").json()
+    assert (answer["text"], answer["language"]) == ("the circle is red", "german")
+    (segment,) = answer["segments"]
+    assert (segment["start"], segment["end"]) == (0.0, 2.2)
+    decode = voxtral.engine_client.input_processor.tokenizer.decode
+    (request,) = voxtral.supervisor.engine.added
+    clip = "[BEGIN_AUDIO]" + "[AUDIO]" * 30
+    assert decode(request.prompt_token_ids) == f"<s>[INST]{clip}[/INST]lang:de[TRANSCRIBE]"
+    answer = post(voxtral, file=file, response_format="verbose_json", language=None).json()
+    assert "language" not in answer
+    assert decode(sent(voxtral).prompt_token_ids).endswith("[/INST][TRANSCRIBE]")
+    lines = post(voxtral, file=file, stream="true").text.splitlines()
+    deltas = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(one.get("delta", "") for one in deltas) == deltas[-1]["text"] == answer["text"]
+
+
+def test_what_it_has_not_is_refused(voxtral: Server):
+    assert error_of(post(voxtral, route=TRANSLATIONS))[1] == "model"
+    assert error_of(post(voxtral, prompt="the star"))[1] == "prompt"
+    assert error_of(post(voxtral, language="klingon"))[1] == "language"
+    assert error_of(post(voxtral, logprob_threshold="-1"))[1] == "logprob_threshold"
 
 
 # ---- threats -------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """A transcript in the forms that clients ask for: text, subtitles, and text as it grows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mmjax.frontend.output.outputs import CompletionOutput
+from mmjax.frontend.output.outputs import CompletionOutput, Logprob
 from mmjax.processing.transcripts import Segment, Transcriber, Transcription
 
 Decode = Callable[[Sequence[int]], str]
@@ -24,7 +24,7 @@ class Transcript:
     duration: float
     """In seconds."""
     language: str | None = None
-    """A code as `en`; None: not known yet, or the model has but one."""
+    """A code as `en`; None: not known yet, or the model does not say."""
     segments: list[Segment] = field(default_factory=list)
 
     @classmethod
@@ -34,11 +34,15 @@ class Transcript:
         duration = len(samples) / transcriber.sampling_rate
         return cls(transcriber=transcriber, decode=decode, duration=duration)
 
-    def add(self, transcription: Transcription, item: CompletionOutput) -> list[Segment]:
+    def add(
+        self,
+        transcription: Transcription,
+        item: CompletionOutput,
+        prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None,
+    ) -> list[Segment]:
         """Take in the answer to a transcription's request; return the segments that it ends."""
-        logprobs = None
-        if item.logprobs:
-            logprobs = [next(iter(one.values())).logprob for one in item.logprobs]
+        found = [one for one in prompt_logprobs or item.logprobs or () if one]
+        logprobs = [next(iter(one.values())).logprob for one in found] or None
         segments = transcription.take(item.token_ids, logprobs)
         self.segments += segments
         self.language = transcription.language

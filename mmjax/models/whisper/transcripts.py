@@ -15,10 +15,16 @@ import numpy as np
 
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.model_source import read_generation_config
+from mmjax.models.whisper.attempts import Attempts
 from mmjax.models.whisper.host_inputs import FRAMES_PER_STATE
 from mmjax.params.sampling_params import SamplingParams, TranscriptRules
 from mmjax.processing.media.log_mel import LogMel
-from mmjax.processing.transcripts import Segment, TranscriptOptions, TranscriptRequest
+from mmjax.processing.transcripts import (
+    Segment,
+    TranscriptOptions,
+    TranscriptRequest,
+    find_language_code,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,14 @@ class WhisperTokens:
     begin_suppress_tokens: Sequence[int]
     max_initial_timestamp_index: int | None
     prev_sot_token_id: int | None
+
+    vocab_size: int
+
+    @property
+    def no_speech(self) -> int | None:
+        """The token that stands for silence, in HF's `generate` the one before."""
+        none = self.no_timestamps_token_id
+        return None if none is None else none - 1
 
     @classmethod
     def read(cls, path: Path, hf_config: Any) -> "WhisperTokens":
@@ -66,6 +80,7 @@ class WhisperTokens:
             begin_suppress_tokens=list(find("begin_suppress_tokens") or ()),
             max_initial_timestamp_index=settings.get("max_initial_timestamp_index"),
             prev_sot_token_id=settings.get("prev_sot_token_id", previous),
+            vocab_size=hf_config.vocab_size,
         )
 
 
@@ -99,6 +114,13 @@ class WhisperTranscriber:
                 "send a shorter clip, and ask for text",
                 param="response_format",
             )
+        thresholds = options.fallback
+        if thresholds and thresholds.no_speech_threshold is not None and tokens.no_speech is None:
+            raise RequestValueError(
+                "this checkpoint's generation_config.json names no `no_timestamps_token_id`, "
+                "before which the token of silence is; leave `no_speech_threshold` out",
+                param="no_speech_threshold",
+            )
         samples = samples if is_long else self._log_mel.pad(samples)
         return WhisperTranscription(
             self._log_mel(samples),
@@ -114,13 +136,6 @@ class WhisperTranscriber:
         """Return the tokens before the end's: those behind it are marks and timestamps."""
         return [one for one in token_ids if one < self._tokens.eos_token_id]
 
-    def name_language(self, code: str) -> str:
-        """Return a language's name."""
-        # On use only: it brings an installed torch along.
-        from transformers.models.whisper.tokenization_whisper import LANGUAGES
-
-        return LANGUAGES.get(code, code)
-
     def _frame_prompt(self, token_ids: Sequence[int]) -> list[int]:
         """Return a text's last tokens behind the mark of what came before."""
         if not token_ids:
@@ -134,15 +149,12 @@ class WhisperTranscriber:
         return [self._tokens.prev_sot_token_id, *token_ids[-(self._max_positions // 2 - 1) :]]
 
     def _find_language(self, language: str) -> str:
-        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
-
         known = self._tokens.lang_to_id
         if not known:
             raise RequestValueError(
                 "this model knows English alone; leave the language out", param="language"
             )
-        name = language.lower()
-        code = TO_LANGUAGE_CODE.get(name, name)
+        code = find_language_code(language)
         if f"<|{code}|>" not in known:
             codes = ", ".join(sorted(one.strip("<|>") for one in known))
             raise RequestValueError(
@@ -167,7 +179,7 @@ class WhisperTranscription:
         has_timestamps: bool,
     ) -> None:
         """`features`: float32[C, frames], of the whole clip; `prompt`: before each window's."""
-        self.language = language
+        self.language = language if tokens.lang_to_id else "en"
         self._features = features
         self._log_mel = log_mel
         self._tokens = tokens
@@ -176,12 +188,16 @@ class WhisperTranscription:
         self._has_timestamps = has_timestamps
         self._is_detecting = language is None and bool(tokens.lang_to_id)
         self._seek = 0
+        self._attempts = Attempts(options, vocab_size=tokens.vocab_size)
         none = tokens.no_timestamps_token_id
         self._times_from = 2**31 if none is None else none + 1
         """The token of 0.00 s."""
 
     def next_request(self) -> TranscriptRequest | None:
-        """Return the request of the next window, or the one that finds out the language."""
+        """Return the request of the next window, or of one again.
+
+        Or one that finds out the language, or whether anything is said.
+        """
         if self._is_detecting:
             params = SamplingParams(
                 temperature=0.0,
@@ -190,6 +206,13 @@ class WhisperTranscription:
                 allowed_token_ids=list(self._tokens.lang_to_id.values()),
             )
             return self._ask([self._tokens.decoder_start_token_id], params, is_text=False)
+        if self._attempts.is_silence_asked:
+            start, silence = self._tokens.decoder_start_token_id, self._tokens.no_speech
+            assert silence is not None
+            params = SamplingParams(
+                temperature=0.0, max_tokens=1, detokenize=False, prompt_logprobs=0
+            )
+            return self._ask([*self._prompt, start, silence], params, is_text=False)
         if self._seek >= self._features.shape[1]:
             return None
         prompt = [*self._prompt, *self._begin()]
@@ -201,9 +224,10 @@ class WhisperTranscription:
             last_first_timestamp=self._find_last_first(),
         )
         params = msgspec.structs.replace(
-            self._options.sampling_params, max_tokens=None, transcript=rules
+            self._attempts.sampling_params, max_tokens=None, transcript=rules
         )
-        return self._ask(prompt, params, is_text=not self._has_timestamps)
+        is_text = not self._has_timestamps and self._options.fallback is None
+        return self._ask(prompt, params, is_text=is_text)
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Segment]:
         """Read a window's tokens, as HF's `_retrieve_segment`."""
@@ -211,22 +235,36 @@ class WhisperTranscription:
             found = next(k for k, v in self._tokens.lang_to_id.items() if v == token_ids[0])
             self.language, self._is_detecting = found.strip("<|>"), False
             return []
-        average = None if not logprobs else sum(logprobs) / len(logprobs)
+        verdict = self._attempts.judge(token_ids, logprobs)
+        if verdict is None:
+            return []
+        num_frames = min(self._features.shape[1] - self._seek, self._log_mel.num_frames)
+        if verdict.is_silent:
+            self._seek += num_frames
+            return []
+        token_ids = verdict.token_ids
         is_ended = list(token_ids[-1:]) == [self._tokens.eos_token_id]
         window = _Window(
             list(token_ids[:-1] if is_ended else token_ids),
             times_from=self._times_from,
             start=self._seek * self._seconds_per_frame,
-            num_frames=min(self._features.shape[1] - self._seek, self._log_mel.num_frames),
+            num_frames=num_frames,
             seconds_per_frame=self._seconds_per_frame,
         )
-        parts, num_frames = window.split()
+        parts, reached = window.split()
         segments = [
-            Segment(start=start, end=end, token_ids=part, seek=self._seek, avg_logprob=average)
+            Segment(
+                start=start,
+                end=end,
+                token_ids=part,
+                seek=self._seek,
+                avg_logprob=verdict.avg_logprob,
+                temperature=verdict.temperature,
+            )
             for start, end, part in parts
         ]
         # Without progress the same window would be asked for ever.
-        self._seek += num_frames or window.num_frames
+        self._seek += reached or num_frames
         return segments
 
     @property

@@ -10,6 +10,7 @@ from pydantic_core import CoreSchema
 
 from mmjax.errors import RequestValueError
 from mmjax.params.sampling_params import SamplingParams
+from mmjax.processing.transcripts import TranscriptFallback
 from mmjax.server.openai.protocol import GenerationRequest, Label, Strict, bounded
 from mmjax.server.openai.transcripts.form import Form
 
@@ -21,6 +22,7 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
+_THRESHOLDS = ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold")
 
 
 class TranslationRequest(Strict):
@@ -42,6 +44,10 @@ class TranslationRequest(Strict):
     presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
     repetition_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
     seed: Annotated[int, bounded("seed")] | None = None
+    # HF's: a window whose text passes one is transcribed again at higher temperatures, up to 1.
+    compression_ratio_threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logprob_threshold: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = None
+    no_speech_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -61,6 +67,7 @@ class TranslationRequest(Strict):
 
     def check_supported(self) -> None:
         """Refuse what is not made."""
+        self.to_fallback()
         if self.stream and self.response_format in WITH_TIMES:
             raise RequestValueError.about(
                 "stream",
@@ -73,6 +80,14 @@ class TranslationRequest(Strict):
         known = {name: value for name, value in given.items() if value is not None}
         wants_logprobs = self.response_format == "verbose_json"
         return msgspec.structs.replace(defaults, **known, logprobs=0 if wants_logprobs else None)
+
+    def to_fallback(self) -> TranscriptFallback | None:
+        """Return when a window is transcribed again; None: never."""
+        given = {name: getattr(self, name) for name in _THRESHOLDS}
+        if not any(value is not None for value in given.values()):
+            return None
+        higher = tuple(one for one in TranscriptFallback().temperatures if one > self.temperature)
+        return TranscriptFallback(**given, temperatures=higher)
 
     def to_generation(self) -> GenerationRequest:
         """Return what all requests to the engine have."""

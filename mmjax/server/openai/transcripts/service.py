@@ -24,6 +24,7 @@ from mmjax.processing.transcripts import (
     Transcriber,
     Transcription,
     TranscriptOptions,
+    name_language,
 )
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import json_response
@@ -148,6 +149,7 @@ class TranscriptService:
             prompt_token_ids=processor.tokenize_pieces([(prompt, True)], False) if prompt else (),
             has_timestamps=body.response_format in WITH_TIMES,
             sampling_params=body.to_sampling_params(SamplingParams(temperature=0.0)),
+            fallback=body.to_fallback(),
         )
         try:
             samples = clip.decode(transcriber.sampling_rate)
@@ -174,17 +176,19 @@ class TranscriptService:
             )
             job.streams.extend(streams)
             whole = CompletionOutput(index=0, text="", token_ids=[], logprobs=[])
+            prompt_logprobs = None
             outputs = merge(streams)
             try:
                 async for _, output in outputs:
                     (item,) = output.outputs
+                    prompt_logprobs = output.prompt_logprobs or prompt_logprobs
                     whole.token_ids += item.token_ids
                     whole.logprobs = [*(whole.logprobs or ()), *(item.logprobs or ())]
                     if asked.is_text:
                         yield item
             finally:
                 await outputs.aclose()
-            segments = job.transcript.add(job.transcription, whole)
+            segments = job.transcript.add(job.transcription, whole, prompt_logprobs)
             if not asked.is_text:
                 yield segments
 
@@ -219,16 +223,15 @@ def _write_json(job: _Job) -> Response:
 
 def _write_verbose_json(job: _Job) -> Response:
     transcript, body = job.transcript, job.body
-    name = transcript.transcriber.name_language(transcript.language or "en")
     segments = [
-        _describe(transcript, number, segment, body.temperature)
-        for number, segment in enumerate(transcript.segments)
+        _describe(transcript, number, segment) for number, segment in enumerate(transcript.segments)
     ]
-    fields = {"segments": segments} if body.has_segments else {}
+    fields: dict[str, Any] = {"segments": segments} if body.has_segments else {}
+    if transcript.language is not None:
+        fields["language"] = name_language(transcript.language)
     return json_response(
         TranscriptObject(
             task=job.task,
-            language=name,
             duration=round(transcript.duration, 3),
             text=transcript.text,
             usage=_usage(job),
@@ -237,9 +240,7 @@ def _write_verbose_json(job: _Job) -> Response:
     )
 
 
-def _describe(
-    transcript: Transcript, number: int, segment: Segment, temperature: float
-) -> SegmentObject:
+def _describe(transcript: Transcript, number: int, segment: Segment) -> SegmentObject:
     text = transcript.decode_segment(segment)
     data = text.encode()
     return SegmentObject(
@@ -249,7 +250,7 @@ def _describe(
         end=transcript.cut(segment.end),
         text=text,
         tokens=list(segment.token_ids),
-        temperature=temperature,
+        temperature=segment.temperature,
         avg_logprob=segment.avg_logprob or 0.0,
         compression_ratio=len(data) / len(zlib.compress(data)),
     )
