@@ -19,7 +19,7 @@ from mmjax.config.engine_config import EngineConfig, ModelConfig
 from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
-from mmjax.engine.device.encoder import choose_sizes, largest_items
+from mmjax.engine.device.encoder import choose_clip_sizes, choose_sizes, largest_items
 from mmjax.engine.device.functions import AdaptedModel, ModelShape
 from mmjax.engine.device.memory import fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
@@ -104,6 +104,10 @@ class _MediaPlan(NamedTuple):
     """What a prompt's tokens see, of what they may have."""
     keeps_runs_whole: bool
     largest_item: int
+    longest_clip: int
+    """Embeddings of the longest clip, where an encoder of its own takes it; else 0."""
+    largest_seen: int
+    """Embeddings of the largest of the other items."""
     """Embeddings that are encoded at once, at most; 0: none are."""
     encoder_budget: int
     """Embeddings that a step may encode."""
@@ -399,6 +403,9 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
             host_inputs.encoder_spec, config.max_embeds_per_item, config.model.max_model_len
         )
     largest_item = max(largest.values(), default=0)
+    longest_clip = 0 if host_inputs.clip_spec is None else largest.get("audio", 0)
+    seen = (n for m, n in largest.items() if m != "audio" or not longest_clip)
+    largest_seen = max(seen, default=0)
     if module.max_encoder_len:
         # The items have no positions in the decoder's prompt, which alone has chunks.
         keeps_runs_whole = False
@@ -419,6 +426,8 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
         sees=sees,
         keeps_runs_whole=keeps_runs_whole,
         largest_item=largest_item,
+        longest_clip=longest_clip,
+        largest_seen=largest_seen,
         encoder_budget=encoder_budget,
         num_encoder_rows=max(1, encoder_rows),
         max_encoder_len=module.max_encoder_len,
@@ -466,12 +475,17 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         num_shards=placement.num_kv_shards,
     )
     spec, budget = plan.host_inputs.encoder_spec, plan.encoder_budget
-    no_tower: dict[str, Any] = {"max_units": 0}
+    sizes: dict[str, Any] = {"max_units": 0}
+    if plan.has_tower and plan.largest_seen:
+        sizes = choose_sizes(spec, budget, plan.largest_seen)
+    if plan.has_tower:
+        clip_spec = plan.host_inputs.clip_spec
+        sizes["clips"] = choose_clip_sizes(clip_spec, budget, plan.longest_clip)
     speculation = _find_speculation(config, plan)
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        **(choose_sizes(spec, budget, plan.largest_item) if plan.has_tower else no_tower),
+        **sizes,
         max_written=budget if plan.takes_embeds else 0,
         span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,

@@ -1,4 +1,4 @@
-"""The linear layer, with weights `[out, in]` as in checkpoints."""
+"""The linear layers, with weights `[out, in]` as in checkpoints."""
 
 from typing import Any
 
@@ -42,3 +42,17 @@ class Linear(nnx.Module):
         """Project the last axis."""
         out = linear(x, self.weight[...], None if self.bias is None else self.bias[...])
         return out if self.lora is None else out + self.lora(x)
+
+
+class ClippedLinear(Linear):
+    """A linear layer whose inputs and outputs are cut off at bounds that the checkpoint has."""
+
+    def __init__(self, in_features: int, out_features: int, *, use_bias: bool, dtype: Any) -> None:
+        super().__init__(in_features, out_features, use_bias=use_bias, dtype=dtype)
+        bounds = [nnx.Param(jnp.zeros((), dtype)) for _ in range(4)]
+        self.input_min, self.input_max, self.output_min, self.output_max = bounds
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
+        """Project the last axis."""
+        out = super().__call__(jnp.clip(x, self.input_min[...], self.input_max[...]))
+        return jnp.clip(out, self.output_min[...], self.output_max[...])

@@ -6,7 +6,7 @@ jax: all of it depends on the items of a request, and is done before anything re
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -132,6 +132,9 @@ class HostInputs(ABC):
     """One model's host inputs, made from its configuration; pure functions of items."""
 
     encoder_spec: EncoderSpec | PackedEncoderSpec
+    clip_spec: PackedEncoderSpec | None = None
+    """What encodes clips, of a model with `encoder_spec` for what it sees; a row is an embedding.
+    `embed_multimodal` is given the inputs of either."""
     cut_modalities: frozenset[str] = frozenset()
     """Those whose items have text among their embeddings: no run is as long as the item."""
     num_extra_rows: int = 0
@@ -157,13 +160,25 @@ class HostInputs(ABC):
 
         KeyError, TypeError, ValueError where they are none.
         """
-        inputs = self.encoder_spec.inputs
         units = dict(self.units(item))
+        inputs = self.find_spec(units).inputs
         if AFFINE in inputs:
             shape, _ = inputs[AFFINE]
             num_units = len(next(iter(units.values())))
             units[AFFINE] = np.broadcast_to(_find_affine(item).reshape(shape), (num_units, *shape))
         return {name: _as_dtype(units[name], dtype) for name, (_, dtype) in inputs.items()}
+
+    def find_spec(self, units: Collection[str]) -> EncoderSpec | PackedEncoderSpec:
+        """Return the spec of what encodes an item, by the names of its units' arrays."""
+        spec = self.clip_spec
+        return spec if spec is not None and spec.inputs.keys() <= {*units} else self.encoder_spec
+
+    def is_causal(self, item: Mapping[str, np.ndarray]) -> bool:
+        """Return whether an item's embeddings see nothing behind them, whatever the model `sees`.
+
+        `item`: its tensors, or its embeddings, by name.
+        """
+        return False
 
     def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return int32[num_embeds]: which of the encoder's rows an item's embeddings are, in order.

@@ -14,7 +14,7 @@ from flax import nnx
 from mmjax.config.engine_config import Quantization
 from mmjax.engine.device import functions
 from mmjax.engine.device.batch import BatchBuilder
-from mmjax.engine.device.encoder import EncoderCalls, EncoderRows, PromptCalls
+from mmjax.engine.device.encoder import EncoderRows, Encoders, PromptCalls
 from mmjax.engine.device.functions import AdaptedModel, StepState
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import StepBucket
@@ -79,7 +79,7 @@ class PagedModel:
         self.shape = functions.ModelShape.of(self.graphdef, params)
         self._placement = Placement()
         num_rows = self._rows.num_rows + self.host_inputs.num_extra_rows
-        self._calls = EncoderCalls(self.host_inputs.encoder_spec, self._placement, num_rows)
+        self._encoders = Encoders(self.host_inputs, self._placement, num_rows)
         self._prompt_calls = PromptCalls(max_len=self.max_encoder_len, num_rows=num_rows)
         self._builder = BatchBuilder(
             num_blocks=self._num_blocks + self._num_encoder_blocks,
@@ -95,7 +95,7 @@ class PagedModel:
 
     def _jit(self) -> None:
         graphdef = self.graphdef
-        encode = partial(functions.encode, graphdef, None, self._calls.gather)
+        encode = partial(functions.encode, graphdef, None, self._placement.gather)
         self._encode = jax.jit(partial(_recorded, encode))
         encode_prompts = partial(functions.encode_prompts, graphdef, self._placement.gather)
         self._encode_prompts = jax.jit(partial(_recorded, encode_prompts))
@@ -150,7 +150,7 @@ class PagedModel:
     def run(self, sample: Sample, *, by_modality: bool = False) -> dict[str, np.ndarray]:
         """Return every probed module's output and the logits at every prompt position.
 
-        The encoder's are in the order of the prompt; or of images, then of videos.
+        The encoders' are in the order of the prompt; or of images, then of videos.
         """
         request = self._make_request(sample, max_tokens=1)
         is_video = [any("video" in name for name in item.tensors) for item in sample.items]
@@ -224,12 +224,13 @@ class PagedModel:
             pool = functions.write_extra(self.graphdef, self.params, pool)
         recorded: list[dict[str, np.ndarray]] = []
         for item in request.media_items:
-            places = self._calls.allocate(item, self._rows)
-            is_unit = isinstance(self.host_inputs.encoder_spec, EncoderSpec)
+            calls = self._encoders.of(item)
+            places = calls.allocate(item, self._rows)
+            is_unit = isinstance(self.host_inputs.find_spec(item.units), EncoderSpec)
             size = 1 if is_unit else len(next(iter(item.units.values())))
             of_item: list[dict[str, np.ndarray]] = []
             num_outputs = 0
-            for call in self._calls.fill([item], [places], [size]):
+            for call in calls.fill([item], [places], [size]):
                 arrays = {"inputs": call.inputs, "dst_rows": call.dst_rows}
                 (pool, _), outputs = self._encode(params=self.params, pool=pool, **arrays)
                 of_item.append(jax.device_get(outputs))
@@ -284,8 +285,8 @@ class PagedModel:
 
 def _join(outputs: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return the outputs of several calls as those of one."""
-    names = outputs[0] if outputs else ()
-    return {name: np.concatenate([one[name] for one in outputs]) for name in names}
+    names = dict.fromkeys(name for one in outputs for name in one)
+    return {name: np.concatenate([one[name] for one in outputs if name in one]) for name in names}
 
 
 def _leave_out(

@@ -22,7 +22,7 @@ from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
     r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|(\w+_)?merger(_list\.\d+)?"
-    r"|connector|\w*projector|embed_vision|language_projection|norm)$"
+    r"|connector|\w*projector|embed_vision|embed_audio|language_projection|norm)$"
 )
 """Modules whose outputs are compared, by HF's names, which both models have."""
 
@@ -131,6 +131,13 @@ def run_reference(model: Any, inputs: Any, rules: Sequence[RuleTypes]) -> dict[s
             for name, found in calls.items()
             if not name.startswith("language_model.")
         }
+    is_frame = inputs.get("input_features_mask")
+    if is_frame is not None:
+        outputs |= {
+            name: _leave_silence_out(value, is_frame.numpy())
+            for name, value in outputs.items()
+            if name == "embed_audio"
+        }
     outputs[LOGITS] = logits[0].numpy()
     # Of a norm within a layer HF may have rows of all heads in place of the batch of one.
     return {
@@ -148,6 +155,13 @@ def _join(outputs: Sequence[np.ndarray]) -> np.ndarray:
     """Return the outputs of several calls, rows of units or patches, as those of one."""
     first, *others = outputs
     return np.concatenate([first, *(one for one in others if one.shape[1:] == first.shape[1:])])
+
+
+def _leave_silence_out(outputs: np.ndarray, is_frame: np.ndarray) -> np.ndarray:
+    """Return the rows of clips without their padding; `is_frame`: of a tower that halves them."""
+    while is_frame.shape[1] > outputs.shape[1]:
+        is_frame = is_frame[:, ::2]
+    return outputs[is_frame]
 
 
 def _join_units(outputs: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:

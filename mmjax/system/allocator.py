@@ -1,6 +1,7 @@
 """What is not used any more is returned to the system: freed memory, and pages of files.
 
-What is read again and again may lie in large pages. Without effect on other systems than Linux with glibc.
+What is read again and again may lie in large pages. Without effect on other systems than Linux with
+glibc.
 """
 
 import ctypes

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.segments import segment_attention
-from mmjax.layers.linear import Linear
+from mmjax.layers.linear import ClippedLinear, Linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import GemmaRMSNorm, divide_by_rms
@@ -69,20 +69,6 @@ class Gemma4ViTConfig:
     def make_norm(self, width: int, *, dtype: Any) -> GemmaRMSNorm:
         """Return a norm of so many features."""
         return GemmaRMSNorm(width, eps=self.rms_norm_eps, is_centred=False, dtype=dtype)
-
-
-class ClippedLinear(Linear):
-    """A linear layer whose inputs and outputs are cut off at bounds that the checkpoint has."""
-
-    def __init__(self, in_features: int, out_features: int, *, use_bias: bool, dtype: Any) -> None:
-        super().__init__(in_features, out_features, use_bias=use_bias, dtype=dtype)
-        bounds = [nnx.Param(jnp.zeros((), dtype)) for _ in range(4)]
-        self.input_min, self.input_max, self.output_min, self.output_max = bounds
-
-    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P F"]:
-        """Project the last axis."""
-        out = super().__call__(jnp.clip(x, self.input_min[...], self.input_max[...]))
-        return jnp.clip(out, self.output_min[...], self.output_max[...])
 
 
 class Gemma4ViTAttention(nnx.Module):

@@ -9,8 +9,8 @@ import numpy as np
 
 from mmjax.engine.device.encoder import (
     TEXT_ROW,
-    EncoderCalls,
     EncoderRows,
+    Encoders,
     PromptCall,
     PromptCalls,
     patch_buckets,
@@ -18,7 +18,7 @@ from mmjax.engine.device.encoder import (
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.layers.attention.segments import BLOCK_SIZE
-from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec, Sees
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec, Sees
 from mmjax.processing.tensors.inputs import MultiModalInputs
 from mmjax.rounding import round_up
 from mmjax.training.samples import Sample, make_request, make_sample
@@ -30,7 +30,7 @@ _STEPS = 8
 
 
 class EncoderInputs(NamedTuple):
-    """What `encode` is given: the units, or the patches, of all items of a batch, each once."""
+    """What `encode` is given: units, or patches, of a batch's items for one encoder, each once."""
 
     inputs: Mapping[str, Any]
     """By name, arrays as `encode` takes them."""
@@ -70,8 +70,8 @@ class ScoreBatch:
     """int32[B, A]"""
     answer_starts: Any
     """int32[B]: position of an answer's first token, the length of its prompt."""
-    encoder: EncoderInputs | None
-    """None: no prompt has an item."""
+    encoders: tuple[EncoderInputs, ...]
+    """Of each encoder that a prompt has an item for."""
     prompts: PromptInputs | None
     """None for a decoder alone."""
     num_pool_rows: int = field(metadata={"static": True})
@@ -113,7 +113,7 @@ class BatchMaker:
         requests = [self._make_request(number, *pair) for number, pair in enumerate(pairs)]
         if not requests or any(request.num_prompt_tokens == 0 for request in requests):
             raise ValueError("a batch needs prompts, each with a token at least")
-        rows, encoder, prompts = self._encode(requests)
+        rows, encoders, prompts = self._encode(requests)
         num_tokens = round_size(max(one.num_tokens for one in requests), _LEAST_TOKENS)
         answer_len = round_size(max(one.num_output_tokens for one in requests), _LEAST_ANSWER)
         shape = (len(requests), num_tokens)
@@ -142,7 +142,7 @@ class BatchMaker:
             span_end=None if self._sees == "past" else span_end,
             answer_ids=answer_ids,
             answer_starts=np.array([one.num_prompt_tokens for one in requests], np.int32),
-            encoder=encoder,
+            encoders=encoders,
             prompts=prompts,
             num_pool_rows=rows.num_rows + self.num_extra_rows,
         )
@@ -168,7 +168,7 @@ class BatchMaker:
 
     def _encode(
         self, requests: Sequence[Request]
-    ) -> tuple[EncoderRows, EncoderInputs | None, PromptInputs | None]:
+    ) -> tuple[EncoderRows, tuple[EncoderInputs, ...], PromptInputs | None]:
         """Return where each item's embeddings are in the pool, and what the encoders are given."""
         items = {item.identifier: item for one in requests for item in one.media_items}
         states = {
@@ -178,9 +178,9 @@ class BatchMaker:
         host_inputs = self._host_inputs
         rows = EncoderRows(round_size(needed, _LEAST_TOKENS), host_inputs.num_extra_rows)
         num_rows = rows.num_rows + host_inputs.num_extra_rows
-        encoder = _encode_items(list(items.values()), host_inputs, rows, num_rows)
+        encoders = _encode_items(list(items.values()), host_inputs, rows, num_rows)
         if not self._max_encoder_len:
-            return rows, encoder, None
+            return rows, encoders, None
         for identifier, one in states.items():
             rows.allocate(identifier, one.num_embeds)
         longest = max((one.num_embeds for one in states.values()), default=1)
@@ -191,25 +191,27 @@ class BatchMaker:
         for row, request in enumerate(requests):
             assert request.encoder is not None, "a prompt has none for the encoder"
             state_rows[row, : request.encoder_len] = rows.get(request.encoder.identifier)
-        return rows, encoder, PromptInputs(call, state_rows)
+        return rows, encoders, PromptInputs(call, state_rows)
 
 
 def _encode_items(
     items: Sequence[EncoderItem], host_inputs: HostInputs, rows: EncoderRows, num_rows: int
-) -> EncoderInputs | None:
-    """Give rows to items, and return the one call that encodes them."""
-    if not items:
-        return None
-    calls = EncoderCalls(host_inputs.encoder_spec, Placement(), num_rows)
-    places = [calls.allocate(item, rows) for item in items]
-    sizes = _find_sizes(host_inputs, [len(next(iter(item.units.values()))) for item in items])
-    (call,) = calls.fill(items, places, sizes)
-    return EncoderInputs(call.inputs, call.dst_rows)
+) -> tuple[EncoderInputs, ...]:
+    """Give rows to items, and return the one call of each encoder that encodes them."""
+    encoders, found = Encoders(host_inputs, Placement(), num_rows), list[EncoderInputs]()
+    for calls in encoders.by_function.values():
+        own = [item for item in items if encoders.of(item) is calls]
+        if own:
+            places = [calls.allocate(item, rows) for item in own]
+            counts = [len(next(iter(item.units.values()))) for item in own]
+            sizes = _find_sizes(host_inputs.find_spec(own[0].units), counts)
+            (call,) = calls.fill(own, places, sizes)
+            found.append(EncoderInputs(call.inputs, call.dst_rows))
+    return tuple(found)
 
 
-def _find_sizes(host_inputs: HostInputs, counts: Sequence[int]) -> Sequence[int]:
+def _find_sizes(spec: EncoderSpec | PackedEncoderSpec, counts: Sequence[int]) -> Sequence[int]:
     """Return the sizes that a call with all items may have."""
-    spec = host_inputs.encoder_spec
     if not isinstance(spec, PackedEncoderSpec):
         return [round_size(sum(counts))]
     # No more than if each began where a block of keys of its own would.

@@ -84,6 +84,7 @@ def make_request(
             mm_position=position,
             units=host_inputs.encoder_inputs(tensors),
             rows=host_inputs.embed_rows(tensors),
+            is_causal=host_inputs.is_causal(tensors),
         )
         for identifier, (position, tensors) in zip(identifiers, sample.items, strict=True)
     ]

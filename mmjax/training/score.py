@@ -192,10 +192,10 @@ def _encode(params: Params, model: ScoredModel, batch: ScoreBatch) -> Shaped[Arr
     """Return the pool with the outputs of all encoders."""
     graphdef, shape = model.graphdef, model.shape
     pool = jnp.zeros((batch.num_pool_rows, shape.embed_width), shape.dtype)
-    if model.batch_maker.num_extra_rows and batch.encoder is not None:
+    if model.batch_maker.num_extra_rows and batch.encoders:
         pool = write_extra(graphdef, params, pool)
-    if batch.encoder is not None:
-        arguments = batch.encoder._asdict()
+    for inputs in batch.encoders:
+        arguments = inputs._asdict()
         pool, _ = encode(graphdef, None, _alone, params=params, pool=pool, **arguments)
     if batch.prompts is not None:
         arguments = batch.prompts.call._asdict()

@@ -1,5 +1,6 @@
 """The oracle for many requests: greedy answers by passes over whole sequences, memoised."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -63,7 +64,10 @@ class DenseOracle:
         is_embed[:prompt] = sample.is_embed
         if rows is not None:
             embeds[is_embed] = rows
-        ahead = see_ahead(sample, "past" if is_causal else self._paged.sees, self._length)
+        looks_back = self._paged.host_inputs.is_causal
+        items = [item for item in sample.items if not looks_back(item.tensors)]
+        sees = "past" if is_causal else self._paged.sees
+        ahead = see_ahead(replace(sample, items=items), sees, self._length)
         rotary = self._paged.host_inputs.rotary_positions(sample.num_tokens, sample.items)
         indices = np.tile(np.arange(self._length, dtype=np.int32), (3, 1))
         positions = indices if rotary is None else rotary.between(0, self._length)

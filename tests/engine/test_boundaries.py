@@ -85,7 +85,7 @@ def in_its_window(core: EngineCore, patch: pytest.MonkeyPatch) -> None:
 
 
 def in_encoding_its_picture(core: EngineCore, patch: pytest.MonkeyPatch) -> None:
-    calls = core._runner._encoder_calls
+    calls = core._runner._encoders
     fill = calls.fill
 
     def fill_or_fail(items: Any, *args: Any) -> Any:

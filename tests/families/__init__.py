@@ -14,7 +14,7 @@ from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
-from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from tests.families.gemma4 import GEMMA4, GEMMA4_CLIPS, GEMMA4_UNIFIED, GEMMA4_UNIFIED_CLIPS
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
@@ -78,8 +78,10 @@ _ROWS = (
 )
 FAMILIES = {row.name: row for row in _ROWS}
 """Of models that take pictures."""
-CLIP_FAMILIES = {row.name: row for row in (QWEN2_AUDIO, VOXTRAL, WHISPER)}
-"""Of models that take clips of sound alone."""
+CLIP_FAMILIES = {
+    row.name: row for row in (GEMMA4_CLIPS, GEMMA4_UNIFIED_CLIPS, QWEN2_AUDIO, VOXTRAL, WHISPER)
+}
+"""Of models that take clips of sound; of those that take pictures, too, as asked about clips."""
 ALL_FAMILIES = {**FAMILIES, **CLIP_FAMILIES}
 TINY_FAMILIES = {name: row.tiny for name, row in ALL_FAMILIES.items() if row.tiny is not None}
 """Those that transformers has a class of, whose arrays are compared with it."""

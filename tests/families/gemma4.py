@@ -1,7 +1,7 @@
-"""Tiny Gemma 4s: images and videos of any grid, layers that share caches, parts of tokens."""
+"""Tiny Gemma 4s: images and videos of any grid, clips, shared caches, parts of tokens."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -21,9 +21,13 @@ from transformers import (
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import (
+    Gemma4UnifiedAudioFeatureExtractor,
+)
 from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
 from transformers.video_utils import default_sample_indices_fn
 
+from mmjax.models.gemma4.clips import as_batch
 from mmjax.models.gemma4.model import (
     Gemma4ForConditionalGeneration,
     Gemma4UnifiedForConditionalGeneration,
@@ -31,9 +35,8 @@ from mmjax.models.gemma4.model import (
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor
+from tests.families.family import Family, HFInputs, assemble, call_processor
 from tests.families.hf_videos import HFVideos
-from tests.families.published import Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.kit import fill_by_name
 
@@ -96,11 +99,25 @@ UNIFIED_VISION: dict[str, Any] = {
     "output_proj_dims": 24,
     "mm_posemb_size": 64,
 }
+AUDIO: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "attention_chunk_size": 4,
+    "attention_context_left": 5,
+    "conv_kernel_size": 3,
+    "output_proj_dims": 20,
+}
+"""Of 8 mel bins."""
+UNIFIED_AUDIO: dict[str, Any] = {"audio_embed_dim": 8}
 GRIDS = {"image": [(9, 3), (3, 6), (6, 6), (3, 3)], "video": [(6, 3), (3, 3), (3, 6), (9, 3)]}
 """Columns and rows of patches, by turns."""
 NUM_PATCHES = 36
 """Of an image with its padding."""
 NUM_FRAMES = (2, 1, 3)
+NUM_CLIP_FRAMES = (23, 7, 1, 12, 18)
+"""Of clips, by turns; four are an embedding."""
 
 
 def tiny_config(
@@ -108,6 +125,8 @@ def tiny_config(
     *,
     text: Mapping[str, Any] | None = None,
     vision: Mapping[str, Any] | None = None,
+    audio: Mapping[str, Any] | None = None,
+    hears: bool = True,
     is_tied: bool = True,
 ) -> Any:
     """Return HF's config of either kind, of width 32."""
@@ -117,6 +136,9 @@ def tiny_config(
     config = (Gemma4UnifiedConfig if is_unified else Gemma4Config)(
         text_config={**text_config, "tie_word_embeddings": is_tied},
         vision_config={**(UNIFIED_VISION if is_unified else VISION), **(vision or {})},
+        audio_config={**(UNIFIED_AUDIO if is_unified else AUDIO), **(audio or {})}
+        if hears
+        else None,
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         audio_token_id=AUDIO_TOKEN,
@@ -180,7 +202,9 @@ def draw_places(columns: int, rows: int) -> np.ndarray:
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
-    """Return a processed image or video, each with marks around what takes embeddings."""
+    """Return a processed image, video or clip, each with marks around what takes embeddings."""
+    if media.modality == "audio":
+        return draw_clip(config, media.seed)
     vision = config.vision_config
     columns, rows = GRIDS[media.modality][media.seed % 4]
     num_values, side = 3 * vision.patch_size**2, vision.pooling_kernel_size
@@ -211,10 +235,29 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     return DrawnItem(tensors, ids, np.equal(ids, VIDEO_TOKEN))
 
 
+def draw_clip(config: Any, seed: int) -> DrawnItem:
+    """Return a clip's frames, and one more that HF's processor pads it with."""
+    number = NUM_CLIP_FRAMES[seed % len(NUM_CLIP_FRAMES)]
+    num_embeds, num_values = -(-number // 4), 8
+    if config.model_type == "gemma4_unified":
+        number, num_values = num_embeds, config.audio_config.audio_embed_dim
+    frames = np.random.default_rng(seed).normal(size=(number, num_values)).astype(np.float32)
+    tensors = {
+        "input_features": np.pad(frames, ((0, 1), (0, 0))),
+        "num_clip_frames": np.array([number + 1, number]),
+    }
+    return DrawnItem(tensors, [AUDIO_TOKEN] * num_embeds, before=[START], after=[END])
+
+
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     """Return the sample as HF's processor would give it."""
-    items = [make_pixels(item.tensors, colours_last=True) for item in sample.items]
-    data = {}
+    seen = [item.tensors for item in sample.items if "input_features" not in item.tensors]
+    heard = [item.tensors for item in sample.items if "input_features" in item.tensors]
+    items = [make_pixels(tensors, colours_last=True) for tensors in seen]
+    data: dict[str, Any] = {}
+    if heard:
+        frames, counts = ([one[name] for one in heard] for name in heard[0])
+        data = as_batch(np.concatenate(frames), np.stack(counts))
     for name in dict.fromkeys(name for item in items for name in item):
         rows = [item[name] for item in items if name in item]
         # HF stacks pictures, and joins the frames of all videos.
@@ -250,12 +293,15 @@ TINY = TinyFamily(
     fill=fill,
     word_ids=range(10, 90),
     published_head_dim=256,
-    max_embeds={"image": 4, "video": 9},
+    max_embeds={"image": 4, "video": 9, "audio": 6},
+    num_clip_states=1,
     variants={
         "small": Variant({}, 8),
         "large": Variant({"text": LARGE}, 8),
         "experts": Variant({"text": LARGE | EXPERTS}, 8),
         "bounds and a standard": Variant({"vision": CLIPPED, "is_tied": False}, 8),
+        "deaf": Variant({"hears": False}, 8, prompts=("two images",)),
+        "loud": Variant({"audio": {"use_clipped_linears": False, "gradient_clipping": 0.5}}, 8),
         "parts without shared caches": Variant(
             {"text": {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}}, 8
         ),
@@ -289,6 +335,10 @@ MARKS = {
 }
 BUDGET = 140
 """Of the directory's images; of frames it is 70."""
+MEL: dict[str, Any] = {"feature_size": 8, "mel_floor": 0.01, "per_bin_mean": [0.5] * 8}
+SAMPLES: dict[str, Any] = {"feature_size": 640, "audio_samples_per_token": 640}
+MAX_CLIP_ROWS = 25
+"""Of the directory's clips: a second."""
 
 
 def write_files(path: Path, kind: str = "gemma4") -> Path:
@@ -302,10 +352,13 @@ def write_files(path: Path, kind: str = "gemma4") -> Path:
         "use_bidirectional_attention": None,
     }
     places: dict[str, Any] = {"mm_posemb_size": BUDGET}
+    audio, features = {"audio_embed_dim": 640}, SAMPLES
     if kind == "gemma4":
         sizes["vocab_size_per_layer_input"] = vocab_size
         places = {"position_embedding_size": 3 * BUDGET}
-    config = tiny_config(kind, text={**sizes, "num_key_value_heads": 4}, vision=places)
+        audio, features = AUDIO, MEL
+    text = {**sizes, "num_key_value_heads": 4}
+    config = tiny_config(kind, text=text, vision=places, audio=audio)
     for name in ("boi", "eoi", "image", "audio"):
         token_id = tokenizer.convert_tokens_to_ids(MARKS[f"{name}_token"])
         setattr(config, f"{name}_token_id", token_id)
@@ -317,6 +370,8 @@ def write_files(path: Path, kind: str = "gemma4") -> Path:
         tokenizer,
         processor_config={
             "processor_class": "Gemma4Processor",
+            "audio_seq_length": MAX_CLIP_ROWS,
+            "feature_extractor": features,
             "image_processor": {**sides, "max_soft_tokens": BUDGET},
             "video_processor": {**sides, "max_soft_tokens": 70, "num_frames": 4},
         },
@@ -335,8 +390,16 @@ def hf_processor(video_processor: Any = None) -> Any:
         directory(),
         video_processor=video_processor,
         has_videos=True,
-        feature_extractor=Gemma4AudioFeatureExtractor(),
+        feature_extractor=Gemma4AudioFeatureExtractor(**MEL),
     )
+
+
+def call_with_clips(
+    load: Callable[[], Any], prompt: str, clips: list[Any], kwargs: Mapping[str, Any]
+) -> HFInputs:
+    """Call HF's processor, which `load` returns, with clips."""
+    outputs = load()(text=[prompt], audio=clips or None, return_tensors="np")
+    return HFInputs([int(token_id) for token_id in outputs["input_ids"][0]], outputs)
 
 
 def cut_frames(videos: HFVideos, seen: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -372,12 +435,6 @@ GEMMA4 = Family(
     needless_files=frozenset(
         {"chat_template.jinja", "processor_config.json", "tokenizer_config.json"}
     ),
-    published=Published(
-        unread=(
-            "model.audio_tower.output_proj.bias",
-            "model.embed_audio.embedding_projection.weight",
-        )
-    ),
     probed=("embed_vision",),
     rendered=(
         "<|turn>user\n"
@@ -405,6 +462,21 @@ GEMMA4 = Family(
     tensors={"pixel_values": 1e-6, "image_position_ids": 0.0},
     colours_last=True,
 )
+
+CLIP = "<|audio|>"
+GEMMA4_CLIPS = replace(
+    GEMMA4,
+    name="gemma4 clips",
+    tiny=None,
+    probed=("embed_audio",),
+    rendered=GEMMA4.rendered.replace(GEMMA4.placeholder, CLIP),
+    call_hf=partial(call_with_clips, hf_processor),
+    embed_token_ids=lambda processor: [processor.info.get_hf_config().audio_token_id],
+    placeholder=CLIP,
+    tensors={"input_features": 1e-6, "input_features_mask": 0},
+    takes_length=lambda num_samples: 160 < num_samples <= 16_000,
+)
+"""The same checkpoints, asked about clips."""
 
 
 # ---- the unified one -----------------------------------------------------------------------------
@@ -445,7 +517,7 @@ def hf_unified() -> Any:
         SquaresPil,
         unified_directory(),
         has_videos=True,
-        feature_extractor=Gemma4AudioFeatureExtractor(),
+        feature_extractor=Gemma4UnifiedAudioFeatureExtractor(**SAMPLES),
     )
 
 
@@ -459,4 +531,13 @@ GEMMA4_UNIFIED = replace(
     write=with_weights(write_unified, fill),
     call_hf=partial(call_processor, hf_unified),
     load_hf_videos=None,  # as the other one's, of squares
+)
+GEMMA4_UNIFIED_CLIPS = replace(
+    GEMMA4_CLIPS,
+    name="gemma4_unified clips",
+    architecture="Gemma4UnifiedForConditionalGeneration",
+    path=unified_directory,
+    write=with_weights(write_unified, fill),
+    call_hf=partial(call_with_clips, hf_unified),
+    takes_length=lambda num_samples: num_samples <= 16_000,
 )

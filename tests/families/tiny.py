@@ -129,6 +129,8 @@ class TinyFamily:
     """Of the decoders of published checkpoints (of the smallest, where they differ)."""
     max_embeds: Mapping[str, int]
     """Of the largest item of each modality."""
+    num_clip_states: int = 0
+    """Outputs that are compared of what projects clips, where a prompt has them beside pictures."""
     max_items: int = 3
     """In a prompt."""
     longest_run: int = 0
@@ -174,8 +176,13 @@ class TinyFamily:
         return reference, self.torch_inputs(reference, sample)
 
     @property
+    def hears_and_sees(self) -> bool:
+        """Whether a prompt may have clips beside pictures."""
+        return {"image", "audio"} <= self.max_embeds.keys()
+
+    @property
     def prompts(self) -> dict[str, Parts]:
-        """Prompts of no image to as many as the family takes, and of its videos."""
+        """Prompts of no image to as many as the family takes, and of its videos and clips."""
         image, two = Media(0), (Words(1, 9), Media(0), Words(2, 5), Media(1), Words(3, 7))
         prompts: dict[str, Parts] = {"text": (Words(4, 20),), "image": (image, Words(1, 6))}
         if self.max_items > 1:
@@ -188,6 +195,9 @@ class TinyFamily:
             prompts["video"] = (Words(1, 4), video, Words(2, 6))
             prompts["both"] = (Words(1, 3), Media(1), Words(2, 2), video, Words(3, 4), Media(0))
             prompts["both"] += (Words(4, 5),)
+        if self.hears_and_sees:
+            clips = (Media(1, "audio"), Words(2, 2), Media(0), Words(3, 4), Media(2, "audio"))
+            prompts["clips"] = (Words(1, 3), *clips, Words(4, 2), Media(3, "audio"))
         return prompts
 
     def variant_prompts(self, name: str) -> dict[str, Parts]:
@@ -195,6 +205,7 @@ class TinyFamily:
         if self.variants[name].prompts:
             return {prompt: self.prompts[prompt] for prompt in self.variants[name].prompts}
         chosen = ("two images", "both") if "video" in self.max_embeds else ("two images", "image")
+        chosen += ("clips",)
         found = {name: self.prompts[name] for name in chosen if name in self.prompts}
         return found if "video" in self.max_embeds else dict([next(iter(found.items()))])
 
@@ -203,12 +214,13 @@ class TinyFamily:
         """Prompts for an engine: equal beginnings with other ends, equal texts of other images."""
         video = Media(1, "video") if "video" in self.max_embeds else Media(4)
         more = [Media(1), Words(7, 2)] if self.max_items > 1 else []
+        heard = [Media(3, "audio"), Words(6, 1)] if self.hears_and_sees else []
         return [
             (Words(0, 10), Media(0), Words(1, 9)),
             (Words(2, 21),),
             (Words(0, 10), Media(0), Words(1, 4), *more),
             (Words(0, 10), video, Words(1, 9)),
-            (Media(2), Words(5, 20)),
+            (Media(2), Words(5, 20 - len(heard)), *heard),
         ]
 
 

@@ -1,6 +1,6 @@
 """What tests of families share: samples as the engine's requests, and what it must answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -79,6 +79,13 @@ def count_least_blocks(model: TinyModel, max_model_len: int, block_size: int = 8
     return cdiv(max_model_len, block_size) + cdiv(model.paged.max_encoder_len, block_size)
 
 
+def find_modality(tensors: Iterable[str]) -> str:
+    """Return an item's modality, by the names of its tensors."""
+    if "input_features" in tensors:
+        return "audio"
+    return "video" if any("video" in name for name in tensors) else "image"
+
+
 def make_request(
     request_id: str,
     sample: Sample,
@@ -103,7 +110,7 @@ def make_request(
         features.append(
             MultiModalFeatureSpec(
                 data=MultiModalKwargsItem(elems),
-                modality="video" if any("video" in name for name in own) else "image",
+                modality=find_modality(own),
                 identifier=name,
                 mm_position=place,
                 mm_hash=name,

@@ -176,8 +176,9 @@ def test_dummy_inputs_have_exactly_the_declared_maximum(family: Family) -> None:
         profiler = MultiModalProfiler(family.make_processor(**mm))
         declared = profiler.info.get_mm_max_tokens_per_item(4096, {"audio": 1})
         assert declared is not None
-        measured = profiler.measure_mm_max_tokens_per_item(4096, {"audio": 1})
-        assert measured == declared == profiler.get_mm_max_tokens_per_item(4096)
+        measured = profiler.measure_mm_max_tokens_per_item(4096, {"audio": 1})["audio"]
+        planned = profiler.get_mm_max_tokens_per_item(4096)["audio"]
+        assert measured == declared["audio"] == planned
         profiler.check_settings()
         inputs = profiler.get_dummy_mm_inputs({"audio": 1}, max_num_batched_tokens=1024)
         assert inputs.mm_placeholders["audio"][0].get_num_embeds() == declared["audio"]
@@ -224,8 +225,11 @@ def test_the_length_that_an_operator_describes_is_what_is_planned_for(family: Fa
 @pytest.mark.parametrize("family", ROWS)
 def test_other_media_are_refused(family: Family) -> None:
     processor, _ = make_once(family)
-    with pytest.raises(RequestError, match="Unsupported modality: image; this model takes `audio`"):
-        processor.apply("look", {"image": [np.zeros((8, 8, 3), np.uint8)]})
+    known = ", ".join(f"`{name}`" for name in processor.info.supported_mm_limits)
+    with pytest.raises(
+        RequestError, match=f"Unsupported modality: scent; this model takes {known}"
+    ):
+        processor.apply("look", {"scent": [np.zeros((8, 8, 3), np.uint8)]})
 
 
 # ---- conversations ------------------------------------------------------------------------------

@@ -72,14 +72,17 @@ def make_case(parity: Parity, media: str) -> Case:
     return Case(name=media, prompt=parity.write_prompt("what is it", 1), images=[draw(60, 40)])
 
 
-def find_blocks(leaves: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the last block of the language model, and the first one of each other stack."""
+def find_blocks(leaves: Mapping[str, Any], media: str) -> Iterator[str]:
+    """Yield the last block of the language model, and the first one of each other stack.
+
+    Of two towers the one that takes the media.
+    """
     blocks = [found.group() for found in map(_BLOCK.search, leaves) if found]
     of_text = [block for block in blocks if block.startswith("language_model.")]
     yield of_text[-1]
     stacks: dict[str, str] = {}
     for block in blocks:
-        if block not in of_text:
+        if block not in of_text and block.startswith("audio_tower.") == (media == "audio"):
             stacks.setdefault(block.partition(".")[0], block)
     yield from stacks.values()
 
@@ -110,7 +113,7 @@ def test_two_swapped_tensors_are_found(family: Family, media: str):
     parity = load(family)
     case, right = make_case(parity, media), parity.ours.params
     leaves = flatten_params(right)
-    for block in find_blocks(leaves):
+    for block in find_blocks(leaves, media):
         parity.ours.params = unflatten_params(swap(leaves, block))
         try:
             report = parity.run(case, max_tokens=1)

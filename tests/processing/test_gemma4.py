@@ -1,5 +1,7 @@
-"""Gemma 4's own: videos as HF's processor writes them, budgets of images, no sounds."""
+"""Gemma 4's own: videos as HF's processor writes them, budgets of images, models that hear none."""
 
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,13 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 )
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.errors import RequestError
+from mmjax.errors import CheckpointError, RequestError
 from mmjax.parity.reference import make_pixels
 from mmjax.processing.image_processors.token_budget import BUDGETS
 from mmjax.processing.items.items import ImageSize
-from tests.families.gemma4 import GEMMA4, load_hf_videos
+from tests.families.directories import edit_json, golden_processor
+from tests.families.family import Family
+from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, load_hf_videos
 from tests.kit import draw
 
 VIDEO = "<|video|>"
@@ -88,12 +92,47 @@ def test_images_are_resized_as_hf_resizes_them(processor: Any, budget: int):
     assert largest.width * largest.height == budget * 12**2
 
 
+def test_a_model_without_a_tower_for_clips_hears_none(tmp_path: Path):
+    path = Path(copytree(GEMMA4.path(), tmp_path / "deaf"))
+    edit_json(path / "config.json", {"audio_config": None})
+    deaf = golden_processor("deaf", path=path)
+    assert deaf.info.get_mm_max_tokens_per_item(4096).keys() == {"image", "video"}
+    for prompt in ("hear <|audio|>", [deaf.info.get_hf_config().audio_token_id]):
+        with pytest.raises(RequestError, match="mark of a clip, and this model hears none"):
+            deaf.apply(prompt, {})
+    with pytest.raises(RequestError, match="audio; this model takes `image`, `video`"):
+        deaf.apply("hear", {"audio": [np.zeros(100)]})
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        (GEMMA4, {"dither": 0.1}, "`dither` of the feature extractor is 0.1: noise"),
+        (GEMMA4, {"feature_size": 9}, "is 9, and `subsampling_conv_channels` takes 8"),
+        (GEMMA4, {"sampling_rate": 8_000}, "is 8000, and mmjax takes 16000"),
+        (GEMMA4_UNIFIED, {"audio_samples_per_token": 1}, "is 1, and `audio_embed_dim` takes 640"),
+        (GEMMA4_UNIFIED, {"sampling_rate": 8_000}, "is 8000, and mmjax takes 16000"),
+    ],
+)
+def test_what_is_made_of_clips_otherwise_is_refused(
+    family: Family, settings: dict[str, Any], words: str, tmp_path: Path
+):
+    path = Path(copytree(family.path(), tmp_path / "other"))
+    edits = {f"feature_extractor.{name}": value for name, value in settings.items()}
+    edit_json(path / "processor_config.json", edits)
+    with pytest.raises(CheckpointError, match=words):
+        golden_processor("other", path=path).info.get_hf_processor()
+
+
+def test_a_clip_has_no_more_embeddings_than_the_longest(processor: Any):
+    info = processor.info
+    info.check_num_embeds("audio", info.max_clip_rows)
+    for number, words in ((info.max_clip_rows + 1, "a clip has 25 at most"), (0, "no rows")):
+        with pytest.raises(RequestError, match=words):
+            info.check_num_embeds("audio", number)
+
+
 def test_what_is_refused(processor: Any):
-    for prompt in ("hear <|audio|>", [processor.info.get_hf_config().audio_token_id]):
-        with pytest.raises(RequestError, match="mark of a sound"):
-            processor.apply(prompt, {})
-    with pytest.raises(RequestError, match="audio"):
-        processor.apply("hear", {"audio": [np.zeros(100)]})
     image = {"image": draw(40, 40)}
     with pytest.raises(RequestError, match="one of 70, 140, 280, 560, 1120"):
         processor.apply("<|image|>", image, hf_processor_mm_kwargs={"max_soft_tokens": 71})

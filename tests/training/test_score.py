@@ -70,8 +70,8 @@ def test_an_item_of_two_prompts_is_encoded_once():
 
 
 def count_units(batch: Any) -> int:
-    assert batch.encoder is not None
-    return len(next(iter(batch.encoder.inputs.values())))
+    (encoder,) = batch.encoders
+    return len(next(iter(encoder.inputs.values())))
 
 
 def test_sizes_are_rounded_up_so_that_few_programs_are_compiled():

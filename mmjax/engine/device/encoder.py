@@ -22,7 +22,7 @@ from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import ConfigError, RequestRuntimeError, RequestTypeError, RequestValueError
 from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
-from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec
 from mmjax.processing.items.embeddings import EMBEDS_DTYPES
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.rounding import cdiv, round_up
@@ -42,6 +42,8 @@ TEXT_ROW = -1
 class EncoderCall(NamedTuple):
     """The host's arguments of one call of `encode`."""
 
+    function: str
+    """The name of its programs."""
     bucket: int
     inputs: dict[str, np.ndarray]
     dst_rows: np.ndarray
@@ -75,13 +77,19 @@ class EncoderCalls:
         *,
         min_units: int = 1,
         has_adapters: bool = False,
+        function: str = "encode",
     ) -> None:
         """Smaller calls are padded to `min_units`. `has_adapters`: whether units have adapters."""
+        self.function = function
         self._spec = spec
         self._placement = placement
         self._num_rows = num_rows
         self._min_units = min_units
         self._has_adapters = has_adapters
+
+    def takes(self, item: EncoderItem) -> bool:
+        """Return whether it encodes an item, and not the model's other encoder."""
+        return item.units.keys() == self._spec.inputs.keys()
 
     def allocate(self, item: EncoderItem, pool_rows: "EncoderRows") -> np.ndarray:
         """Give rows of the pool to an item; return where each of its outputs goes."""
@@ -152,7 +160,7 @@ class EncoderCalls:
         if self._has_adapters:
             inputs[ADAPTER_SLOTS] = np.full(size, NO_SLOT, np.int32)
         dst_rows = np.full(self._num_outputs(size), self._num_rows, np.int32)
-        return EncoderCall(bucket, inputs, dst_rows)
+        return EncoderCall(self.function, bucket, inputs, dst_rows)
 
     def _num_outputs(self, size: int) -> int:
         if isinstance(self._spec, PackedEncoderSpec):
@@ -162,6 +170,54 @@ class EncoderCalls:
     def _outputs(self, units: slice) -> slice:
         first = self._num_outputs(units.start)
         return slice(first, first + self._num_outputs(units.stop - units.start))
+
+
+class Encoders:
+    """Makes the calls of all encoders: of `encoder_spec`, and of clips where another hears them."""
+
+    def __init__(
+        self,
+        host_inputs: HostInputs,
+        placement: Placement,
+        num_rows: int,
+        *,
+        min_units: int = 1,
+        has_adapters: bool = False,
+    ) -> None:
+        """As `EncoderCalls`."""
+        specs = {"encode": host_inputs.encoder_spec}
+        if host_inputs.clip_spec is not None:
+            specs["encode clips"] = host_inputs.clip_spec
+        self.by_function = {
+            function: EncoderCalls(
+                spec,
+                placement,
+                num_rows,
+                min_units=min_units,
+                has_adapters=has_adapters,
+                function=function,
+            )
+            for function, spec in specs.items()
+        }
+        """By the names of their programs."""
+
+    def of(self, item: EncoderItem) -> EncoderCalls:
+        """Return the calls of an item's encoder; of embeddings, of any."""
+        calls = [*self.by_function.values()]
+        return next((one for one in calls if one.takes(item)), calls[0])
+
+    def fill(
+        self,
+        items: Sequence[EncoderItem],
+        rows: Sequence[np.ndarray],
+        sizes: Mapping[str, Sequence[int]],
+    ) -> Iterator[EncoderCall]:
+        """Yield the calls that encode items, as `EncoderCalls.fill`; `sizes`: by function."""
+        for function, calls in self.by_function.items():
+            own = [place for place, item in enumerate(items) if self.of(item) is calls]
+            if own:
+                chosen = [items[place] for place in own], [rows[place] for place in own]
+                yield from calls.fill(*chosen, sizes[function])
 
 
 def _count_units(item: EncoderItem) -> int:
@@ -240,6 +296,18 @@ def choose_sizes(
         patches_per_start=spec.patches_per_start,
     )
     return {"max_units": 0, "patches": patches}
+
+
+def choose_clip_sizes(
+    spec: PackedEncoderSpec | None, encoder_budget: int, longest_clip: int
+) -> tuple[int, ...]:
+    """Return the sizes of the calls of an encoder of clips; none where there is none.
+
+    `longest_clip`: its embeddings; 0: no prompt may have one.
+    """
+    if spec is None or not longest_clip:
+        return ()
+    return choose_sizes(spec, encoder_budget, longest_clip)["patches"]
 
 
 def patch_buckets(

@@ -20,7 +20,7 @@ from mmjax.engine.device.batch import (
     step_layout,
 )
 from mmjax.engine.device.compilation import Program, compiler_options
-from mmjax.engine.device.encoder import EncoderCalls, PrecomputedEmbeds, PromptCalls
+from mmjax.engine.device.encoder import Encoders, PrecomputedEmbeds, PromptCalls
 from mmjax.engine.device.functions import (
     AdaptedModel,
     AdapterArrays,
@@ -94,8 +94,8 @@ class Programs:
         self.host_inputs, self.num_encoder_rows = host_inputs, num_encoder_rows
         self.num_extra_rows = host_inputs.num_extra_rows
         num_rows = num_encoder_rows + host_inputs.num_extra_rows
-        self.encoder_calls = EncoderCalls(
-            host_inputs.encoder_spec,
+        self.encoders = Encoders(
+            host_inputs,
             placement,
             num_rows,
             min_units=2 if self._is_small(placement, model, is_tower=True) else 1,
@@ -149,11 +149,14 @@ class Programs:
         jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
 
         self._functions = {
-            "encode": jit(
-                partial(encode, graphdef, self.adapted, self.encoder_calls.gather),
-                donate_argnames="pool",
-                out_shardings=whole,
-            ),
+            **{
+                function: jit(
+                    partial(encode, graphdef, self.adapted, calls.gather),
+                    donate_argnames="pool",
+                    out_shardings=whole,
+                )
+                for function, calls in self.encoders.by_function.items()
+            },
             "encode prompts": jit(
                 partial(encode_prompts, graphdef, placement.gather),
                 donate_argnames="pool",
@@ -316,7 +319,8 @@ class Programs:
     def _make(self, key: ProgramKey, arrays: DeviceArrays) -> Program:
         describe = {
             "step": self._describe_step,
-            "encode": self._describe_encode,
+            "encode": partial(self._describe_encode, "encode"),
+            "encode clips": partial(self._describe_encode, "encode clips"),
             "encode prompts": self._describe_encode_prompts,
             "write": self._describe_write,
             "sample": self._describe_sample,
@@ -328,10 +332,14 @@ class Programs:
 
         Those that `encode` reads: of a model whose items are tokens' embeddings, the table, too.
         """
-        if not self.buckets.encode:
-            return frozenset()
-        given = self._describe_encode(self.buckets.encode[0], self.describe_arrays(1))
-        call = partial(encode, self._shape.graphdef, self.adapted, self.encoder_calls.gather)
+        sizes = self.buckets.encode_sizes
+        found = (self._find_read(name, many[0]) for name, many in sizes.items() if many)
+        return frozenset[str]().union(*found)
+
+    def _find_read(self, function: str, bucket: int) -> frozenset[str]:
+        given = self._describe_encode(function, bucket, self.describe_arrays(1))
+        gather = self.encoders.by_function[function].gather
+        call = partial(encode, self._shape.graphdef, self.adapted, gather)
         params = given.pop("params")
         traced = jax.make_jaxpr(lambda params, rest: call(params=params, **rest))(params, given)
         read = {id(one) for equation in traced.jaxpr.eqns for one in equation.invars}
@@ -354,8 +362,8 @@ class Programs:
             "adapters": self.describe_adapters() if bucket.has_adapters else None,
         }
 
-    def _describe_encode(self, bucket: int, arrays: DeviceArrays) -> dict[str, Any]:
-        inputs, num_outputs = self.encoder_calls.describe(bucket)
+    def _describe_encode(self, function: str, bucket: int, arrays: DeviceArrays) -> dict[str, Any]:
+        inputs, num_outputs = self.encoders.by_function[function].describe(bucket)
         return {
             "params": self.params,
             "pool": arrays.pool,

@@ -88,7 +88,7 @@ class ModelRunner:
         self.params = params
         """By names of the tree; none while the weights are released."""
         self._placement = programs.placement
-        self._encoder_calls = programs.encoder_calls
+        self._encoders = programs.encoders
         self._num_blocks = num_blocks
         self._builder = BatchBuilder(
             num_blocks=num_blocks,
@@ -332,10 +332,11 @@ class ModelRunner:
         )
 
     def _run_encode(self, call: EncoderCall) -> None:
-        self._lead("encode", call.bucket)
-        sharding = self._encoder_calls.sharding(len(next(iter(call.inputs.values()))))
+        self._lead(call.function, call.bucket)
+        calls = self._encoders.by_function[call.function]
+        sharding = calls.sharding(len(next(iter(call.inputs.values()))))
         self._pool, self._encoded = self._compiled(
-            "encode",
+            call.function,
             call.bucket,
             params=self.params,
             pool=self._pool,
@@ -362,11 +363,12 @@ class ModelRunner:
         """Encode, or write, the items that are not in the pool yet; then prompts with items."""
         new = [item for item in items if item.identifier not in self.rows]
         ready = self._compiled.ready
-        places = {item.identifier: self._encoder_calls.allocate(item, self.rows) for item in new}
+        encoders = self._encoders
+        places = {item.identifier: encoders.of(item).allocate(item, self.rows) for item in new}
         encoded = [item for item in new if item.embeds is None and item.prompt is None]
         if encoded:
             rows = [places[item.identifier] for item in encoded]
-            for call in self._encoder_calls.fill(encoded, rows, ready.encode):
+            for call in encoders.fill(encoded, rows, ready.encode_sizes):
                 self._run_encode(call)
         written = [item for item in new if item.embeds is not None]
         if written:
@@ -433,8 +435,8 @@ class ModelRunner:
         function, size = key
         if function == "step":
             return self._run_step(size, self._builder.empty_step(size)[0])
-        if function == "encode":
-            self._run_encode(self._encoder_calls.empty(size))
+        if function in self._encoders.by_function:
+            self._run_encode(self._encoders.by_function[function].empty(size))
         elif function == "encode prompts":
             self._run_encode_prompts(self._programs.prompt_calls.empty(size))
         elif function == "write":

@@ -80,7 +80,7 @@ class ProgramKey(NamedTuple):
     """One program: a jitted function, and the bucket that it is compiled for."""
 
     function: str
-    """"step", "encode", "encode prompts", "write" or "sample"."""
+    """"step", "encode", "encode clips", "encode prompts", "write" or "sample"."""
     size: Any
     """A `StepBucket`, a `SampleBucket`, or a number of units, patches, prompts or rows."""
 
@@ -96,6 +96,8 @@ class Buckets:
     sample: tuple[int, ...]
     encode: tuple[int, ...]
     """Units, or patches of a packed encoder."""
+    clips: tuple[int, ...] = ()
+    """Rows of an encoder of clips alone, beside that."""
     write: tuple[int, ...] = ()
     """Precomputed embeddings; empty if the engine takes none."""
     prompts: tuple[int, ...] = ()
@@ -111,6 +113,7 @@ class Buckets:
         max_num_batched_tokens: int,
         max_units: int,
         patches: tuple[int, ...] = (),
+        clips: tuple[int, ...] = (),
         max_written: int = 0,
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
@@ -128,6 +131,7 @@ class Buckets:
             max_num_batched_tokens: Tokens of the largest step.
             max_units: Units that a step may encode; 0: the encoder is packed, or there is none.
             patches: Sizes of the calls of a packed encoder.
+            clips: Sizes of the calls of an encoder of clips beside another.
             max_written: Precomputed embeddings that a step may write; 0: none.
             span_variants: Values of `has_spans`. Both if images attend in both directions and
                 causal steps have a faster attention, which decoding then uses.
@@ -167,6 +171,7 @@ class Buckets:
             mixed=tuple(mixed),
             sample=sample,
             encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else patches,
+            clips=clips,
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
             has_adapters=has_adapters,
@@ -184,12 +189,17 @@ class Buckets:
         samples = [SampleBucket(*pair) for pair in product(self.sample, (True, False))]
         sizes: dict[str, Sequence[Any]] = {
             "step": self.steps,
-            "encode": self.encode,
+            **self.encode_sizes,
             "encode prompts": self.prompts,
             "write": self.write,
             "sample": samples,
         }
         return [ProgramKey(name, size) for name, many in sizes.items() for size in reversed(many)]
+
+    @property
+    def encode_sizes(self) -> dict[str, tuple[int, ...]]:
+        """The sizes of the encoders' calls, by function."""
+        return {"encode": self.encode, "encode clips": self.clips}
 
     @property
     def max_num_seqs(self) -> int:
@@ -251,6 +261,7 @@ class Buckets:
             "decode": _ends_first(self.decode),
             "sample": _ends_first(self.sample),
             "encode": self.encode,
+            "clips": self.clips,
             "prompts": self.prompts,
             "write": self.write,
         }
@@ -309,7 +320,7 @@ class Buckets:
         return replace(found, has_adapters=True) if has_adapters else found
 
 
-_KINDS = ("mixed", "decode", "sample", "encode", "prompts", "write")
+_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write")
 """The fields of `Buckets` that hold sizes."""
 
 

@@ -64,6 +64,8 @@ class EncoderItem:
     None: all, in order."""
     embeds: np.ndarray | None = None
     """[num_embeds, D]: precomputed embeddings; the item is then not encoded."""
+    is_causal: bool = False
+    """Whether its embeddings see nothing behind them, whatever the model's items see."""
     adapter_slot: int = NO_SLOT
     """Where the adapter is that the towers encode it with."""
     prompt: "EncoderPrompt | None" = None
@@ -262,7 +264,8 @@ class Request:
     def spans(self) -> Spans:
         """What its prompt's tokens see beside those before them."""
         places = [item.mm_position for item in self.items]
-        return find_spans(places, self.num_prompt_tokens, self._sees)
+        causal = [item.mm_position for item in self.items if item.is_causal]
+        return find_spans(places, self.num_prompt_tokens, self._sees, causal)
 
     @cached_property
     def chunk_ends(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -68,7 +69,7 @@ class RequestMaker:
         )
         check_places(features)
         adapter = None if message.lora_name is None else self._adapters.find(message.lora_name)
-        items = [self._to_item(feature, adapter) for feature in features]
+        items = [self._make_item(feature, adapter) for feature in features]
         encoder, rotary = None, None
         if limits.max_encoder_len:
             encoder = self._make_encoder(message, features, items)
@@ -169,6 +170,14 @@ class RequestMaker:
             prompt=EncoderPrompt(token_ids=np.array(token_ids, np.int32), items=items),
         )
 
+    def _make_item(
+        self, feature: MultiModalFeatureSpec, adapter: RegisteredAdapter | None
+    ) -> EncoderItem:
+        item = self._to_item(feature, adapter)
+        assert feature.tensors is not None, "resolved already"
+        is_causal = self._host_inputs.is_causal(feature.tensors.get_data())
+        return replace(item, is_causal=is_causal)
+
     def _to_item(
         self, feature: MultiModalFeatureSpec, adapter: RegisteredAdapter | None
     ) -> EncoderItem:
@@ -179,7 +188,7 @@ class RequestMaker:
         embeds = self._precomputed.find(feature)
         if embeds is not None:
             return self._precomputed.make_item(feature, embeds)
-        if not self._buckets.encode:
+        if not any(self._buckets.encode_sizes.values()):
             raise RequestValueError(
                 f"item {feature.identifier} asks for embeddings of a tower, which this engine was "
                 "started without; allow media with `--limit-mm-per-prompt`",
@@ -187,19 +196,22 @@ class RequestMaker:
             )
         item = feature.tensors
         assert item is not None, "resolved already"
-        spec = self._host_inputs.encoder_spec
+        host_inputs = self._host_inputs
         try:
-            arrays = self._host_inputs.encoder_inputs(item.get_data())
-            rows = self._host_inputs.embed_rows(item.get_data())
+            arrays = host_inputs.encoder_inputs(item.get_data())
+            rows = host_inputs.embed_rows(item.get_data())
         except (KeyError, TypeError, ValueError) as error:
             raise RequestRuntimeError(
                 f"item {feature.identifier} lacks what the model encodes; each needs "
-                f"{', '.join(sorted(spec.inputs))}",
+                f"{', '.join(sorted(host_inputs.encoder_spec.inputs))}",
                 param="multi_modal_data",
             ) from error
+        spec = host_inputs.find_spec(arrays)
         num_outputs = check_shapes(feature, arrays, spec)
         if isinstance(spec, PackedEncoderSpec):
-            self._check_patches(feature.identifier, num_outputs * spec.patches_per_token)
+            sizes = self._buckets.clips if spec is host_inputs.clip_spec else self._buckets.encode
+            num_patches = num_outputs * spec.patches_per_token
+            _check_patches(feature.identifier, num_patches, max(sizes, default=0))
         num_embeds = feature.mm_position.get_num_embeds()
         if num_embeds != (num_outputs if rows is None else len(rows)):
             raise RequestRuntimeError(
@@ -219,15 +231,6 @@ class RequestMaker:
             rows=rows,
         )
 
-    def _check_patches(self, identifier: str, num_patches: int) -> None:
-        largest = self._buckets.encode[-1]
-        if num_patches > largest:
-            raise RequestRuntimeError(
-                f"item {identifier} has {num_patches} patches; the encoder takes {largest}: use a "
-                "smaller picture, or fewer frames, or raise `max_num_batched_tokens`",
-                param="multi_modal_data",
-            )
-
     def _find_positions(
         self, num_tokens: int, features: Sequence[MultiModalFeatureSpec]
     ) -> RotaryPositions | None:
@@ -237,3 +240,12 @@ class RequestMaker:
             if feature.tensors is not None
         ]
         return self._host_inputs.rotary_positions(num_tokens, items)
+
+
+def _check_patches(identifier: str, num_patches: int, largest: int) -> None:
+    if num_patches > largest:
+        raise RequestRuntimeError(
+            f"item {identifier} has {num_patches} patches; the encoder takes {largest}: use a "
+            "smaller picture, or fewer frames, or raise `max_num_batched_tokens`",
+            param="multi_modal_data",
+        )

@@ -151,9 +151,10 @@ class Scheduler:
             self._limits = self._final_limits
             return
         num_embeds = self._final_limits.max_num_encoder_input_tokens
+        # An item is not divided over calls of packs.
         if self._patches_per_token and ready.encode:
-            # An item is not divided over calls.
             num_embeds = min(num_embeds, ready.encode[-1] // self._patches_per_token)
+        num_embeds = min([num_embeds, *ready.clips[-1:]])
         self._limits = StepLimits(
             min(ready.max_num_seqs, self._final_limits.max_num_seqs),
             min(ready.max_num_batched_tokens, self._final_limits.max_num_batched_tokens),

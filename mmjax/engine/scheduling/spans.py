@@ -47,8 +47,15 @@ class Spans:
         return bool((found < 0).any() or (end - start > 1 and found.any()))
 
 
-def find_spans(places: Sequence[PlaceholderRange], num_tokens: int, sees: Sees) -> Spans:
+def find_spans(
+    places: Sequence[PlaceholderRange],
+    num_tokens: int,
+    sees: Sees,
+    causal: Sequence[PlaceholderRange] = (),
+) -> Spans:
     """Return the spans of a prompt of `num_tokens`, whose items have these places.
+
+    `causal`: those of items that see nothing behind each token, whatever others see.
 
     Two text tokens, an image of three, text, an image of one: 0 0 5 5 5 0 7, or, where images see
     each other, 0 0 7 7 7 0 7; of a prompt that sees itself -7 -7 -7 -7 -7 -7 -7.
@@ -60,8 +67,12 @@ def find_spans(places: Sequence[PlaceholderRange], num_tokens: int, sees: Sees) 
     for place in places:
         for first, last in place.extract_embeds_range():
             ends[first : last + 1] = last + 1
+    run_ends = ends.copy()
+    for place in causal:
+        for first, last in place.extract_embeds_range():
+            ends[first : last + 1] = 0
     if sees != "all_items" or not ends.any():
-        return Spans(ends=ends, run_ends=ends)
+        return Spans(ends=ends, run_ends=run_ends)
     first, stop = int(np.flatnonzero(ends)[0]), int(ends.max())
     runs = np.zeros(num_tokens, np.int32)
     runs[first:stop] = stop

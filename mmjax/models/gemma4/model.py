@@ -1,4 +1,4 @@
-"""Gemma 4: a tower that averages squares of patches, a projection, and the decoder."""
+"""Gemma 4: a tower that averages squares of patches, one that hears, projections, the decoder."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +18,7 @@ from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import TOWER, WRAPPER_RULES
 from mmjax.rounding import cdiv
+from mmjax.towers.gemma4_conformer import Gemma4Conformer, Gemma4ConformerConfig
 from mmjax.towers.gemma4_vit import Gemma4ViT, Gemma4ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes
 
@@ -25,15 +26,16 @@ from mmjax.weights.rules import Rule, RuleTypes
 class Gemma4MultimodalEmbedder(nnx.Module):
     """A tower's rows, normed without a weight, in the decoder's width."""
 
-    def __init__(self, hf_config: Any, width: int, *, dtype: Any) -> None:
+    def __init__(self, hf_config: Any, width: int, *, eps: float, dtype: Any) -> None:
         self.embedding_projection = Linear(
             width, hf_config.text_config.hidden_size, use_bias=False, dtype=dtype
         )
-        self.eps = hf_config.vision_config.rms_norm_eps
+        self.eps, self.dtype = eps, dtype
 
     def __call__(self, rows: Float[Array, "_rows D"]) -> Float[Array, "_rows _out"]:
-        """Norm and project."""
-        return self.embedding_projection(divide_by_rms(rows, self.eps).astype(rows.dtype))
+        """Round, norm and project."""
+        normed = divide_by_rms(rows.astype(self.dtype), self.eps)
+        return self.embedding_projection(normed.astype(self.dtype))
 
 
 class Gemma4UnifiedVisionEmbedder(nnx.Module):
@@ -49,7 +51,7 @@ class Gemma4UnifiedVisionEmbedder(nnx.Module):
         self.pos_embedding = nnx.Param(jnp.zeros((vision.mm_posemb_size, 2, width), dtype))
         self.pos_norm = LayerNorm(width, **norm)
         self.multimodal_embedder = Gemma4MultimodalEmbedder(
-            hf_config, vision.output_proj_dims, dtype=dtype
+            hf_config, vision.output_proj_dims, eps=vision.rms_norm_eps, dtype=dtype
         )
 
     def __call__(
@@ -63,13 +65,16 @@ class Gemma4UnifiedVisionEmbedder(nnx.Module):
 
 
 class Gemma4ForConditionalGeneration(MultiModalModel):
-    """Served as HF's class of this name, without its tower for sounds."""
+    """Served as HF's class of this name."""
 
     host_inputs = Gemma4HostInputs
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         with self._mark_tower_model(hf_config, {"image", "video"}):
             self._build_tower(hf_config, dtype=dtype)
+        if hf_config.audio_config is not None:
+            with self._mark_tower_model(hf_config, "audio"):
+                self._build_audio_tower(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
         text = hf_config.get_text_config()
         self.sees = "items" if text.use_bidirectional_attention == "vision" else "past"
@@ -81,7 +86,17 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
     def _build_tower(self, hf_config: Any, *, dtype: Any) -> None:
         vision = hf_config.vision_config
         self.vision_tower = Gemma4ViT(Gemma4ViTConfig.from_hf(vision), dtype=dtype)
-        self.embed_vision = Gemma4MultimodalEmbedder(hf_config, vision.hidden_size, dtype=dtype)
+        self.embed_vision = Gemma4MultimodalEmbedder(
+            hf_config, vision.hidden_size, eps=vision.rms_norm_eps, dtype=dtype
+        )
+
+    def _build_audio_tower(self, hf_config: Any, *, dtype: Any) -> None:
+        audio = hf_config.audio_config
+        config = Gemma4ConformerConfig.from_hf(audio)
+        self.audio_tower = Gemma4Conformer(config, dtype=dtype)
+        self.embed_audio = Gemma4MultimodalEmbedder(
+            hf_config, config.output_proj_dims, eps=audio.rms_norm_eps, dtype=dtype
+        )
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
@@ -91,8 +106,13 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
         """
         text = hf_config.get_text_config()
         num_layers, num_shared = text.num_hidden_layers, text.num_kv_shared_layers or 0
+        audio, layers = r"^(model\.)?audio_tower\.", "audio_tower.encoder_layers."
         return (
-            Rule(r"^(model\.)?(audio_tower|embed_audio)\.", None),
+            Rule(audio + r"layers\.(.*)\.linear\.", rf"{layers}\2."),
+            Rule(audio + r"layers\.", layers),
+            Rule(audio + r"(.*\.layer\d)\.norm\.", r"audio_tower.\2.channel_norm."),
+            Rule(audio, "audio_tower."),
+            Rule(r"^(model\.)?embed_audio\.", "embed_audio."),
             *(
                 Rule(rf"language_model\.(model\.)?layers\.{number}\.self_attn\.[kv]_", None)
                 for number in range(num_layers - num_shared, num_layers)
@@ -130,13 +150,32 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
         return jnp.where(is_mark, self.pad_id, token_ids)
 
     def embed_multimodal(
+        self, *, segment_ids: Int[Array, " P"], **inputs: Array
+    ) -> Float[Array, "_rows D"]:
+        """Return the embeddings of packed pictures and videos, or of packed clips."""
+        if "input_features" in inputs:
+            return self._embed_clips(segment_ids=segment_ids, **inputs)
+        return self._embed_pictures(segment_ids=segment_ids, **inputs)
+
+    def _embed_clips(
         self,
+        *,
+        input_features: Float[Array, "P _values"],
+        num_frames: Int[Array, " P"],
+        segment_ids: Int[Array, " P"],
+    ) -> Float[Array, "P D"]:
+        with jax.named_scope("audio_tower"):
+            rows = self.audio_tower(input_features, num_frames=num_frames, segment_ids=segment_ids)
+        return self.embed_audio(rows)
+
+    def _embed_pictures(
+        self,
+        *,
         pixel_values: Float[Array, "P _pixels"],
         places: Int[Array, "P 2"],
         segment_ids: Int[Array, " P"],
         frame_ids: Int[Array, " P"],
     ) -> Float[Array, "_rows D"]:
-        """Return the embeddings of packed pictures and videos; `frame_ids`: within an item."""
         num_frames = cdiv(len(segment_ids), self.vision_tower.config.pooling_kernel_size**2)
         frames = refine_segments(segment_ids, frame_ids, num_parts=num_frames)
         with jax.named_scope("vision_tower"):
@@ -147,7 +186,7 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
 
 
 class Gemma4UnifiedForConditionalGeneration(Gemma4ForConditionalGeneration):
-    """Served as HF's class of this name: no tower, squares of pixels alone."""
+    """Served as HF's class of this name: no towers, squares of pixels and samples alone."""
 
     host_inputs = Gemma4UnifiedHostInputs
 
@@ -164,12 +203,19 @@ class Gemma4UnifiedForConditionalGeneration(Gemma4ForConditionalGeneration):
             *Gemma4ForConditionalGeneration.rules(hf_config),
         )
 
-    # The inputs of its host, by name.
-    def embed_multimodal(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        pixel_values: Float[Array, "P _pixels"],
-        places: Int[Array, "P 2"],
-        segment_ids: Int[Array, " P"],
+    def _build_audio_tower(self, hf_config: Any, *, dtype: Any) -> None:
+        audio = hf_config.audio_config
+        self.embed_audio = Gemma4MultimodalEmbedder(
+            hf_config, audio.output_proj_dims, eps=audio.rms_norm_eps, dtype=dtype
+        )
+
+    def _embed_clips(
+        self, *, input_features: Float[Array, "P _values"], **_: Array
     ) -> Float[Array, "P D"]:
-        """Return the embeddings of packed pictures and videos: no square sees another."""
+        return self.embed_audio(input_features)
+
+    def _embed_pictures(
+        self, *, pixel_values: Float[Array, "P _pixels"], places: Int[Array, "P 2"], **_: Array
+    ) -> Float[Array, "P D"]:
+        # No square sees another.
         return self.embed_vision(pixel_values, places)

@@ -2,19 +2,22 @@
 
 Before: `look <|image|>`. After: `look <|image> <|image|>*N <image|>`, of which the N take
 embeddings. A video's `<|video|>` becomes `00:00 <|image> <|video|>*N <image|> 00:01 ...`: minutes
-and seconds before each frame. The model's sounds are not served.
+and seconds before each frame. A clip's `<|audio|>` becomes `<|audio> <|audio|>*N <audio|>`, one of
+the N for 40 ms; models without `audio_config` hear none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
+from mmjax.models.gemma4.clips import SAMPLING_RATE, Gemma4Features, as_batch
 from mmjax.models.gemma4.host_inputs import Gemma4HostInputs, Gemma4UnifiedHostInputs
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
+    load_feature_settings,
     load_image_settings,
     load_video_settings,
 )
@@ -23,9 +26,9 @@ from mmjax.processing.image_processors.token_budget import (
     TokenBudgetVideoPatcher,
 )
 from mmjax.processing.items.parse import (
-    ImageEmbedsDataParser,
     ImageSize,
     MultiModalDataItems,
+    MultiModalDataParser,
 )
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -34,7 +37,7 @@ CHAT_TEMPLATE = r"""
 {%- for message in messages -%}
     {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
     {%- for part in message.content -%}
-        {{- '<|' + part.type + '|>' if part.type in ('image', 'video') else part.text | trim -}}
+        {{- part.text | trim if part.type == 'text' else '<|' + part.type + '|>' -}}
     {%- endfor -%}
     {{- '<turn|>\n' -}}
 {%- endfor -%}
@@ -47,7 +50,11 @@ Frames = tuple[tuple[str, ...], int]
 """What stands before each frame of a video, and how many embeddings each has."""
 
 
-class Gemma4DataParser(ImageEmbedsDataParser):
+class Gemma4DataParser(MultiModalDataParser):
+    embedding_fields: ClassVar = {
+        "image": {"image_embeds": "values"},
+        "audio": {"audio_embeds": "values"},
+    }
     keeps_metadata = True
 
 
@@ -56,9 +63,21 @@ class Gemma4ProcessingInfo(FamilyInfo):
     data_parser = Gemma4DataParser
     host_inputs = Gemma4HostInputs
     limits: ClassVar = {"image": None, "video": None}
-    placeholders: ClassVar = {"image": "<|image|>", "video": "<|video|>"}
+    placeholders: ClassVar = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"}
     has_squares: ClassVar[bool] = False
     """Whether a square of patches is cut out as one."""
+
+    @property
+    def hears(self) -> bool:
+        """Whether the model takes clips."""
+        return self.get_hf_config().audio_config is not None
+
+    @property
+    def audio_rate(self) -> int | None:
+        return SAMPLING_RATE if self.hears else None
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {**self.limits, **({"audio": None} if self.hears else {})}
 
     def get_embed_token_id(self, modality: str) -> int:
         return getattr(self.get_hf_config(), f"{modality}_token_id")
@@ -72,8 +91,8 @@ class Gemma4ProcessingInfo(FamilyInfo):
                 "`vision_config` of config.json is missing: a model of text; mmjax serves Gemma 4 "
                 "with its tower"
             )
-        for modality, placeholder in self.placeholders.items():
-            self.check_token(placeholder, f"{modality}_token_id")
+        for modality in self.supported_mm_limits:
+            self.check_token(self.placeholders[modality], f"{modality}_token_id")
         sizes = {
             "patch_size": vision.patch_size,
             "pooling_size": vision.pooling_kernel_size,
@@ -85,7 +104,22 @@ class Gemma4ProcessingInfo(FamilyInfo):
                 load_image_settings(path, are_needed=False), **sizes
             ),
             video_processor=TokenBudgetVideoPatcher(load_video_settings(path), **sizes),
+            feature_extractor=self.load_features() if self.hears else None,
         )
+
+    def load_features(self) -> Gemma4Features:
+        """Return what makes spectrograms of clips."""
+        audio = self.get_hf_config().audio_config
+        return Gemma4Features.of_spectrograms(
+            load_feature_settings(self.ctx.model_config.path),
+            max_rows=self.max_clip_rows,
+            num_mel_bins=audio.subsampling_conv_channels[0],
+        )
+
+    @property
+    def max_clip_rows(self) -> int:
+        """How many embeddings a clip may have."""
+        return self.processor_settings.get("audio_seq_length", 750)
 
     # ---- sizes -----------------------------------------------------------------------------------
 
@@ -130,12 +164,26 @@ class Gemma4ProcessingInfo(FamilyInfo):
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
         num_frames = self.get_max_frames(seq_len, mm_counts)
-        return {
+        most = {
             "image": self.get_budget("image"),
             "video": num_frames * self.get_budget("video"),
+            "audio": self.max_clip_rows,
         }
+        return {modality: most[modality] for modality in self.supported_mm_limits}
+
+    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
+        return self.get_hf_processor().feature_extractor.num_samples
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        if modality == "audio":
+            super().check_num_embeds(modality, num_embeds)
+            if num_embeds > self.max_clip_rows:
+                raise RequestValueError(
+                    f"{modality} embeddings have {num_embeds} rows; a clip has "
+                    f"{self.max_clip_rows} at most",
+                    param="multi_modal_data",
+                )
+            return
         most = self.get_budget("image")
         self.check_rows(modality, num_embeds, range(1, most + 1), f"1 to {most}")
 
@@ -157,9 +205,19 @@ class Gemma4ProcessingInfo(FamilyInfo):
                 on_host=["num_frames_per_video", "num_soft_tokens_per_video"],
             ),
             "timestamps": seconds,
+            **item_fields(
+                "audio",
+                units=["input_features"],
+                counts=np.reshape(outputs.get("num_clip_frames", ()), (-1, 2))[:, 0],
+                on_host=["num_clip_frames"],
+            ),
         }
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | Frames:
+        if modality == "audio":
+            _, number = tensors["num_clip_frames"]
+            host_inputs: Any = self._own_host_inputs
+            return host_inputs.count_rows(int(number))
         num_embeds = int(tensors[f"num_soft_tokens_per_{modality}"])
         if modality == "image":
             return num_embeds
@@ -167,6 +225,12 @@ class Gemma4ProcessingInfo(FamilyInfo):
         return tuple(f"{second // 60:02d}:{second % 60:02d}" for second in whole), num_embeds
 
     def write_item(self, modality: str, size: Any) -> list[int]:
+        if modality == "audio":
+            start, end = (
+                self.get_token_id(self.find_token(name, default))
+                for name, default in (("boa_token", "<|audio>"), ("eoa_token", "<audio|>"))
+            )
+            return [start, *[self.get_embed_token_id(modality)] * size, end]
         config, tokenizer = self.get_hf_config(), self.get_tokenizer()
         times, num_embeds = (("",), size) if modality == "image" else size
         embeds = [self.get_embed_token_id(modality)] * num_embeds
@@ -177,6 +241,16 @@ class Gemma4ProcessingInfo(FamilyInfo):
             tokens += [config.boi_token_id, *embeds, config.eoi_token_id]
         return tokens
 
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Pad clips to the longest, as HF's processor does."""
+        if "num_clip_frames" not in tensors:
+            return tensors
+        kept = dict(tensors)
+        numbers = np.reshape(kept.pop("num_clip_frames"), (-1, 2))
+        return {**kept, **as_batch(np.asarray(kept["input_features"]), numbers)}
+
 
 class Gemma4MultiModalProcessor(FamilyProcessor[Gemma4ProcessingInfo]):
     def _create_prompts(
@@ -185,14 +259,14 @@ class Gemma4MultiModalProcessor(FamilyProcessor[Gemma4ProcessingInfo]):
         mm_items: MultiModalDataItems,
         decoder_prompt: str | list[int] | None,
     ) -> tuple[str | list[int], str | list[int] | None]:
-        """Refuse a prompt with the mark of a sound, whose embeddings HF's model would expect."""
+        """Refuse the mark of a clip where HF's model, which has no tower, would expect one."""
         token_id = self.info.get_hf_config().audio_token_id
-        if token_id is not None:
+        if token_id is not None and not self.info.hears:
             mark = self.info.get_tokenizer().decode([token_id])
             if (mark if isinstance(prompt, str) else token_id) in prompt:
                 raise RequestValueError(
-                    f"prompt has `{mark}`, the mark of a sound; mmjax serves Gemma 4's images and "
-                    "videos alone: leave it out",
+                    f"prompt has `{mark}`, the mark of a clip, and this model hears none (no "
+                    "`audio_config` in config.json): leave it out",
                     param="prompt",
                 )
         return super()._create_prompts(prompt, mm_items, decoder_prompt)
@@ -204,6 +278,13 @@ FACTORIES = make_factories(Gemma4ProcessingInfo, Gemma4MultiModalProcessor)
 class Gemma4UnifiedProcessingInfo(Gemma4ProcessingInfo):
     host_inputs = Gemma4UnifiedHostInputs
     has_squares = True
+
+    def load_features(self) -> Gemma4Features:
+        return Gemma4Features.of_samples(
+            load_feature_settings(self.ctx.model_config.path),
+            max_rows=self.max_clip_rows,
+            samples_per_frame=self.get_hf_config().audio_config.audio_embed_dim,
+        )
 
 
 UNIFIED_FACTORIES = make_factories(Gemma4UnifiedProcessingInfo, Gemma4MultiModalProcessor)

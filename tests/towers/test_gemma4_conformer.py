@@ -1,0 +1,95 @@
+"""Gemma 4's encoder of sounds against HF's, of clips side by side in one pack."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma4AudioConfig, Gemma4AudioModel
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.module import bind, build_abstract
+from mmjax.towers.gemma4_conformer import (
+    FRAMES_PER_ROW,
+    Gemma4Conformer,
+    Gemma4ConformerConfig,
+)
+from mmjax.weights.rules import Rule
+from tests.families.gemma4 import AUDIO, fill
+from tests.oracle import assert_close, params_of
+
+RULES = (
+    Rule(r"(\.layer\d)\.norm\.", r"\1.channel_norm."),
+    Rule(r"^layers\.(.*)\.linear\.", r"encoder_layers.\1."),
+    Rule(r"^layers\.", "encoder_layers."),
+)
+LENGTHS = (37, 1, 24, 7, 2, 30)
+"""Frames of clips: every rest of four, more rows than a state sees, fewer, and one alone."""
+
+
+def pack(clips: list[np.ndarray], size: int) -> dict[str, Any]:
+    """Return the rows of clips, one behind the other, and padding."""
+    rows, counts, ids = [], [], []
+    for number, clip in enumerate(clips):
+        padded = np.pad(clip, ((0, -len(clip) % FRAMES_PER_ROW), (0, 0)))
+        rows.append(padded.reshape(-1, FRAMES_PER_ROW * clip.shape[1]))
+        left = len(clip) - FRAMES_PER_ROW * np.arange(len(rows[-1]))
+        counts.append(np.minimum(left, FRAMES_PER_ROW))
+        ids.append(np.full(len(rows[-1]), number))
+    end = size - sum(map(len, rows))
+    return {
+        "input_features": jnp.asarray(np.pad(np.concatenate(rows), ((0, end), (0, 0)))),
+        "num_frames": jnp.asarray(np.pad(np.concatenate(counts), (0, end)), jnp.int32),
+        "segment_ids": jnp.asarray(np.pad(np.concatenate(ids), (0, end), constant_values=-1)),
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="as published"),
+        pytest.param({"use_clipped_linears": False, "gradient_clipping": 0.5}, id="clipped"),
+        pytest.param({"attention_chunk_size": 6, "attention_context_left": 5}, id="wide chunks"),
+        pytest.param({"attention_logit_cap": 1.5, "residual_weight": 0.3}, id="capped"),
+    ],
+)
+def test_the_states_are_hfs(settings: dict[str, Any]):
+    config = Gemma4AudioConfig(**{**AUDIO, **settings})
+    reference = Gemma4AudioModel(config).eval()
+    fill(reference)
+    read = Gemma4ConformerConfig.from_hf(config)
+    rng = np.random.default_rng(0)
+    clips = [rng.normal(size=(n, read.num_mel_bins)).astype(np.float32) for n in LENGTHS]
+    mask = np.arange(max(LENGTHS) + 5) < np.array(LENGTHS)[:, None]
+    padded = np.zeros((*mask.shape, read.num_mel_bins), np.float32)
+    padded[mask] = np.concatenate(clips)
+    with torch.no_grad():
+        found = reference(torch.tensor(padded), torch.tensor(mask))
+    expected = found.last_hidden_state[found.attention_mask].numpy()
+
+    graphdef, abstract = build_abstract(Gemma4Conformer, read, dtype=jnp.float32)
+    params = params_of(reference, abstract, RULES)
+    run = jax.jit(lambda params, inputs: bind(graphdef, params)(**inputs))
+    states = np.asarray(run(params, pack(clips, 40)))[: len(expected)]
+    assert_close({"states": states}, {"states": expected}, atol=5e-6)
+    # Whatever lies beside a clip, its bits are the same.
+    alone = [np.asarray(run(params, pack([clip], 40))) for clip in clips]
+    joined = np.concatenate(
+        [one[: -(-n // FRAMES_PER_ROW)] for one, n in zip(alone, LENGTHS, strict=True)]
+    )
+    np.testing.assert_array_equal(joined, states)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"attention_context_right": 1}, "attention_context_right` is 1; expected 0"),
+        ({"attention_context_left": 1}, "attention_context_left` is 1; expected 2 to 5"),
+        ({"attention_context_left": 6}, "attention_context_left` is 6; expected 2 to 5"),
+    ],
+)
+def test_what_is_not_served(settings: dict[str, Any], words: str):
+    with pytest.raises(CheckpointError, match=words):
+        Gemma4ConformerConfig.from_hf(Gemma4AudioConfig(**{**AUDIO, **settings}))
