@@ -44,7 +44,7 @@ def _share_compiled_programs() -> None:
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 _share_compiled_programs()
@@ -53,6 +53,7 @@ import jax  # noqa: E402 (the environment comes first)
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests import shared_programs  # noqa: E402
 from tests.kit import tiny_gemma3_checkpoint  # noqa: E402
 
 # How long an example takes says more of the machine's load than of the code.
@@ -78,8 +79,33 @@ def _forget_programs() -> Iterator[None]:
         return
     num_pages = int(status.read_text(encoding="ascii").split()[1])
     if num_pages * os.sysconf("SC_PAGE_SIZE") > MAX_RESIDENT_BYTES:
+        shared_programs.forget()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_programs() -> None:
+    """Let engines that are alike share their programs."""
+    shared_programs.install()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _freeze_imports() -> None:
+    """Let no collection of garbage look at half a million objects of what was imported."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    own = {"monkeypatch", "own_programs"}
+    shared_programs.is_paused = not own.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture
+def own_programs() -> None:
+    """For a test whose engines share no programs with others."""
 
 
 @pytest.fixture(scope="session")

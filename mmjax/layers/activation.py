@@ -1,7 +1,7 @@
 """Activation functions by the names that config.json uses."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,12 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+@cache
 def get_activation(name: str) -> Callable[[Array], Array]:
-    """Return HF's activation `name`; `CheckpointError` where mmjax does not have it."""
+    """Return HF's activation `name`; `CheckpointError` where mmjax does not have it.
+
+    The same object each time: blocks that are alike must be equal to be traced once.
+    """
     if name not in _ACTIVATIONS:
         raise CheckpointError(f"activation `{name}` is unknown; known: {', '.join(_ACTIVATIONS)}")
     return partial(_in_float32, _ACTIVATIONS[name])

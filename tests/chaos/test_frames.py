@@ -16,6 +16,7 @@ from mmjax.transport.channel import _NUMBER
 from mmjax.transport.messages import StepOutput
 from tests.chaos.service import ECHO_MAIN, Service, echo_config, run, serving
 
+SLOW = pytest.mark.slow
 LONG = SamplingParams(ignore_eos=True, max_tokens=60)
 
 Mischief = Callable[[list[list[Any]]], list[list[Any]]]
@@ -101,8 +102,20 @@ async def ask_all(service: Service) -> Any:
     return await asyncio.gather(*(service.ask(text, LONG) for text in texts))
 
 
-@pytest.mark.parametrize(("mischief", "is_fatal"), MISCHIEF.values(), ids=MISCHIEF)
-@pytest.mark.parametrize("direction", ["requests", "outputs"])
+@pytest.mark.parametrize(
+    ("mischief", "is_fatal", "direction"),
+    [
+        # Each starts a P1, or two: by default a direction has half of them.
+        pytest.param(
+            *values,
+            direction,
+            id=f"{direction}-{name}",
+            marks=() if (direction == "requests") == (name in ("lost", "doubled")) else SLOW,
+        )
+        for name, values in MISCHIEF.items()
+        for direction in ("requests", "outputs")
+    ],
+)
 def test_no_answer_differs(
     input_processor: InputProcessor, mischief: Mischief, is_fatal: bool, direction: str
 ) -> None:
@@ -168,8 +181,15 @@ UNREADABLE: dict[str, Callable[[list[Any]], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-@pytest.mark.parametrize("direction", ["requests", "outputs"])
+@pytest.mark.parametrize(
+    ("direction", "name"),
+    [
+        ("requests", "whose request is known"),
+        ("outputs", "of nobody"),
+        pytest.param("requests", "of nobody", marks=SLOW),
+        pytest.param("outputs", "whose request is known", marks=SLOW),
+    ],
+)
 def test_a_message_that_came_whole_but_cannot_be_decoded(
     input_processor: InputProcessor, name: str, direction: str
 ) -> None:

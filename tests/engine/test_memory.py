@@ -247,6 +247,7 @@ def test_what_programs_take_is_known_and_does_not_grow_with_the_cache() -> None:
     assert shard_bytes(kv_cache) == 16 * one_block == 16 * 2 * 3 * 16 * 8 * 4
 
 
+@pytest.mark.usefixtures("own_programs")
 def test_no_shape_compiles_twice() -> None:
     compiled: list[str] = []
 

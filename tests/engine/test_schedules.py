@@ -31,8 +31,6 @@ would take hours. It is in the test of few schedules."""
 LEAST_ALIKE = {
     "blip2",  # an item is inserted before the prompt
     "florence2",  # encoder and decoder
-    "fuyu",  # no tower
-    "gemma3",  # rows of an item see each other; windows
     "gemma4",  # layers that share a cache
     "internvl gpt_oss",  # sinks, experts
     "molmo2",  # rows of all items see each other
@@ -40,7 +38,8 @@ LEAST_ALIKE = {
     "qwen2_5_vl",  # windows of a tower; rotary positions of three axes
     "qwen3_vl",  # features for the first decoder layers
 }
-"""In the default run: what an engine does differently for one family and another."""
+"""In the default run: what an engine does differently for one family and another. Gemma 3's rows
+of an item, which see each other, and windows are in `test_bits.py` and `test_mixed_fields.py`."""
 FEW = [
     pytest.param(name, marks=() if name in LEAST_ALIKE else pytest.mark.slow)
     for name in TINY_FAMILIES

@@ -86,6 +86,20 @@ ALL_FAMILIES = {**FAMILIES, **CLIP_FAMILIES}
 TINY_FAMILIES = {name: row.tiny for name, row in ALL_FAMILIES.items() if row.tiny is not None}
 """Those that transformers has a class of, whose arrays are compared with it."""
 
+NEAR = {
+    "cohere2_vision": "aya_vision",
+    "glm46v": "glm4v",
+    "glm4v_moe": "glm4v",
+    "internvl gpt_oss": "internvl",
+    "lighton_ocr": "mistral3",
+    "llava siglip": "llava",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_vl_moe": "qwen3_vl",
+    "smolvlm": "idefics3",
+}
+"""Rows that are little but others of another row's parts: laws that take seconds a row ask them in
+the slow run alone. `tests/models/test_array_laws.py` compares the arrays of all with HF's."""
+
 
 @cache
 def served_model(name: str) -> TinyModel:

@@ -7,6 +7,7 @@ share them.
 import atexit
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -18,7 +19,11 @@ from transformers import AutoConfig
 
 from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.models.model_source import load_model_config
-from mmjax.models.registry import create_processor, get_processor_factories
+from mmjax.models.registry import (
+    MULTIMODAL_REGISTRY,
+    create_processor,
+    get_processor_factories,
+)
 from mmjax.processing import BaseMultiModalProcessor
 from mmjax.processing.prepared import ProcessorCache
 from tests.kit import WORDS
@@ -191,9 +196,15 @@ def made_once(write: Callable[[Path], Path]) -> Callable[[], Path]:
     def make() -> Path:
         folder = Path(mkdtemp(prefix="mmjax-family-"))
         atexit.register(rmtree, folder, ignore_errors=True)
-        return write(folder)
+        path = write(folder)
+        _UNCHANGING.add(path)
+        return path
 
     return make
+
+
+_UNCHANGING: set[Path] = set()
+"""What `made_once` has made."""
 
 
 # ---- our processors of them ----------------------------------------------------------------------
@@ -208,16 +219,27 @@ def golden_processor(
 ) -> BaseMultiModalProcessor[Any]:
     """Return our processor for the tiny checkpoint in `tests/golden/<name>`, or at `path`."""
     path = path or golden_path(name)
-    loaded = load_model_config(str(path))
+    is_unchanging = path in _UNCHANGING or path.parent in (GOLDEN, GOLDEN_MODELS)
+    loaded, tokenizer = (_load_once if is_unchanging else _load)(path)
     config = ModelConfig(
         model=f"tiny-{name}",
         path=path,
-        hf_config=loaded.hf_config,
+        hf_config=deepcopy(loaded.hf_config),
         architecture=loaded.architecture,
         max_model_len=4096,
         mm=MultiModalConfig(**mm),
     )
-    return create_processor(config, cache=processor_cache)
+    return create_processor(config, tokenizer, cache=processor_cache)
+
+
+def _load(path: Path) -> tuple[ModelConfig, Any]:
+    """Return a directory's configuration and its tokenizer."""
+    config = load_model_config(str(path))
+    return config, MULTIMODAL_REGISTRY.load_tokenizer(config)
+
+
+_load_once = cache(_load)
+"""Of a directory that nobody changes: most of the time that a processor takes to make."""
 
 
 def get_placeholder_str(architecture: str, modality: str, i: int) -> str | None:

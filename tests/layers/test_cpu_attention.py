@@ -51,6 +51,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": 70},
     "soft cap and sinks": {"soft_cap": 2.0, "window": 300, "has_sinks": True},
 }
+FIRST = next(iter(SHAPES))
+PAIRS = [
+    # By default each shape and each option.
+    pytest.param(shape, name, marks=() if name == "global" or shape == FIRST else pytest.mark.slow)
+    for shape in SHAPES
+    for name in OPTIONS
+]
 LENGTHS = (1, 15, 16, 33, 256, 257, 511, 700)
 
 
@@ -151,8 +158,7 @@ def answer(tokens: Tokens, row: int, *, window: int | None, soft_cap: float | No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "name"), PAIRS)
 def test_a_token_attends_as_the_formula_says(shape: str, name: str, dtype: str) -> None:
     options = {"window": None, "soft_cap": None, **OPTIONS[name]}
     tokens = draw(SHAPES[shape], LENGTHS, dtype, has_sinks=options.pop("has_sinks", False))

@@ -8,17 +8,18 @@ import re
 from functools import cache
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mmjax.engine.core import EngineCore
-from mmjax.layers.module import flatten_params
+from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.models.registry import MODELS
 from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.rounding import cdiv
-from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
+from tests.families import ALL_FAMILIES, NEAR, TINY_FAMILIES, served_model
 from tests.families.tiny import Parts, TinyFamily, TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
 from tests.oracle import TOLERANCE, assert_close
@@ -30,15 +31,30 @@ MAX_TOKENS = 16
 NEVER = np.finfo(np.float32).min
 """The logit of a token that is never sampled."""
 VARIANTS = [
-    pytest.param(family, name, id=f"{family.name}-{name}")
-    for family in TINY_FAMILIES.values()
-    for name in family.variants
+    pytest.param(
+        family,
+        name,
+        id=f"{family.name}-{name}",
+        marks=pytest.mark.slow if row in NEAR and number else (),
+    )
+    for row, family in TINY_FAMILIES.items()
+    for number, name in enumerate(family.variants)
 ]
 
 
 def test_every_architecture_is_under_the_laws():
     under = {family.folder for family in ALL_FAMILIES.values() if family.tiny is not None}
     assert under | WITH_GOLDEN_MODELS == {row.folder for row in MODELS.values()}
+
+
+def test_models_of_one_configuration_are_equal():
+    """Their blocks too, which are traced and lowered once where they are alike (`call_block`)."""
+    for name, family in TINY_FAMILIES.items():
+        config = family.make_config()
+        graph, again = (
+            build_abstract(family.model_class, config, dtype=jnp.float32)[0] for _ in range(2)
+        )
+        assert graph == again, name
 
 
 # ---- one model alone -----------------------------------------------------------------------------

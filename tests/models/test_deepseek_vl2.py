@@ -37,6 +37,7 @@ NAMES = (
     *("square", "wide", "tall", "tiny", "photo"),
     *("two_images", "three_images_nocrop", "multi_turn", "text_only"),
 )
+MIXED = ("tiny", "text_only", "wide", "square")
 NUM_STEPS = 16
 
 
@@ -102,8 +103,15 @@ def test_ids_ranges_and_tiles_are_the_published_ones(size: str, name: str):
             np.testing.assert_allclose(ours, pixels, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        # `base` has all that the others have, but for plain attention.
+        pytest.param(size, name, marks=() if size == "base" or name in MIXED else pytest.mark.slow)
+        for size in SIZES
+        for name in NAMES
+    ],
+)
 def test_embeddings_logits_and_answers_are_the_published_ones(size: str, name: str):
     case, ours = expected(size)[name], model(size)
     sample = make_sample(process(size, case))
@@ -174,7 +182,6 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MIXED = ("tiny", "text_only", "wide", "square")
 MAX_EMBEDS = 205
 
 

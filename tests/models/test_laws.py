@@ -19,7 +19,7 @@ from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.validation import validate_num_embeds
 from tests.families import ALL_FAMILIES, FAMILIES
 from tests.families.family import Family
-from tests.kit import draw
+from tests.kit import draw, num_examples
 
 SIZES = [(1, 1), (37, 211), (640, 480), (2000, 300), (56, 56), (520, 260)]
 FAMILY_ROWS = [pytest.param(family, id=name) for name, family in FAMILIES.items()]
@@ -112,7 +112,7 @@ def test_prompts_and_pixels_equal_hf(family: Family, kwargs: dict[str, Any], num
 def assert_tensors_equal(family: Family, ours: MultiModalInputs, theirs: Any) -> None:
     sent = ours.mm_kwargs.get_data()
     data = make_pixels(sent, colours_last=family.colours_last)
-    data = family.make_processor().info.reference_inputs(ours.prompt_token_ids, data)
+    data = make_once(family)[0].info.reference_inputs(ours.prompt_token_ids, data)
     for key, tolerance in family.tensors.items():
         is_list = isinstance(data[key], list)  # of several sizes, which HF pads
         if "pixel_values" in key or key in ("images", "image_patches"):
@@ -166,7 +166,9 @@ def test_images_of_any_mode_are_hfs_of_the_image_on_white(family: Family):
 
 
 @pytest.mark.parametrize(("family", "kwargs"), CASES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=num_examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(data=st.data(), seed=st.integers(0, 3))
 def test_any_words_around_pictures_give_hf_tokens(
     family: Family, kwargs: dict[str, Any], data: st.DataObject, seed: int
@@ -264,7 +266,7 @@ def test_dummy_inputs_have_exactly_the_declared_maximum(family: Family, mm: dict
 
 
 @pytest.mark.parametrize("family", FAMILY_ROWS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(width=st.integers(1, 1200), height=st.integers(1, 1200))
 def test_no_picture_exceeds_the_declared_maximum(family: Family, width: int, height: int):
     if not family.takes_size(width, height):

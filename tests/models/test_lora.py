@@ -147,7 +147,8 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return AdaptedModel(request.param, tmp_path_factory.mktemp("adapters"))
 
 
-IN_DEFAULT_RUN = {("qwen2_vl", "two slots"), ("qwen2_vl", "chunked, preempted")}
+IN_DEFAULT_RUN = {("qwen2_vl", "chunked, preempted")}
+"""`tests/engine/test_adapters.py` has two slots there."""
 BATCHES = [
     pytest.param(name, engine, marks=() if (name, engine) in IN_DEFAULT_RUN else pytest.mark.slow)
     for name in NAMES

@@ -26,8 +26,8 @@ from tests.layers.test_quantization import ask
 from tests.weights.packers import FORMS, INT8, W8A8, Form, compressed_config, pack_gptq
 
 DENSE, WITH_EXPERTS = "gemma3", "glm4v_moe"
-BY_DEFAULT = [(DENSE, form) for form in ("w4a16-zeros", "awq", "gptq-actorder", "fp8-blocks")]
-BY_DEFAULT += [(WITH_EXPERTS, form) for form in ("w4a16", "gptq-actorder", "int8")]
+BY_DEFAULT = [(DENSE, form) for form in ("awq", "gptq-actorder", "fp8-blocks")]
+BY_DEFAULT += [(WITH_EXPERTS, form) for form in ("w4a16", "int8")]
 OTHERS = [
     pytest.param(family, form, marks=pytest.mark.slow)
     for family in TINY_FAMILIES

@@ -14,7 +14,6 @@ from mmjax.parity.case import Case, Parity
 from mmjax.parity.reference import generate_reference
 from tests.kit import draw
 
-NUM_QUESTIONS = 200
 SIZES = ((640, 480), (37, 211), (1, 1))
 TASK_MODULES = ("batches", "evaluate", "italian", "questions", "scenes")
 
@@ -50,8 +49,11 @@ def test_logits_and_tokens_are_hfs(parity: Parity, num_images: int):
 
 
 @pytest.mark.timeout(900)
-def test_answers_are_hfs(parity: Parity, evaluate: Any, default_checkpoint: Path):
-    items = evaluate.draw_items(NUM_QUESTIONS, seed=7)
+@pytest.mark.parametrize("num_questions", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_answers_are_hfs(
+    parity: Parity, evaluate: Any, default_checkpoint: Path, num_questions: int
+):
+    items = evaluate.draw_items(num_questions, seed=7)
     pictures = [[evaluate.draw(scene) for scene in item.scenes] for item in items]
     prompts = [
         parity.write_prompt(item.question.text, len(shown))

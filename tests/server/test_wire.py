@@ -22,6 +22,8 @@ from tests.test_serve import Served, message_about
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "red"}]
 HEADERS = {"Content-Type": "application/json"}
+EITHER = [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+"""The signals that end a server; each test starts one, and `tests/test_serve.py` sends SIGTERM."""
 PROMPTLY_S = 25.0
 """Far less than the hour that a stuck prompt takes, far more than an end does."""
 
@@ -206,7 +208,7 @@ def test_the_end_comes_in_time_whatever_threads_do(stuck_wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("stuck_wire", ["3000"], indirect=True)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", EITHER)
 def test_a_second_signal_ends_at_once(stuck_wire: Wire, number: int) -> None:
     process = stuck_wire.served.process
     pid = int(stuck_wire.served.wait_for(r"engine process \(pid (\d+)\)").group(1))
@@ -221,7 +223,7 @@ def test_a_second_signal_ends_at_once(stuck_wire: Wire, number: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", EITHER)
 @pytest.mark.parametrize("mark", ["reading the configuration", "started the engine process"])
 def test_signals_during_the_start_show_no_traceback(
     tiny_gemma3: Path, number: int, mark: str
@@ -241,7 +243,7 @@ def test_signals_during_the_start_show_no_traceback(
 LOUD = ("ERROR", "CRITICAL", "Traceback", "Warning", "leaked", "Exception")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", EITHER)
 def test_what_all_processes_get_ends_the_server_quietly(own_wire: Any, number: int) -> None:
     """As a terminal sends Ctrl-C, and a service manager SIGTERM: not to P0 alone."""
     wire = own_wire(

@@ -1,0 +1,97 @@
+"""Engines of one structure share, in a test process, what their programs were compiled to.
+
+Tests start hundreds of engines, most of them alike but for their weights and requests. A program is
+another's where all is equal that it is traced from: the function, the model's graph, the devices,
+and the shapes of its arguments. As of one that JAX fetches from its compile cache, an event tells
+that it was compiled, so that an engine's `compilations` counts the same.
+"""
+
+from typing import Any
+
+import jax
+
+is_paused = False
+"""Whether nothing is shared, since a test may replace a part of what programs are traced from."""
+_compiled: dict[Any, Any] = {}
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+_graphs: list[tuple[Any, object]] = []
+"""Graphs of the models that were met, which cannot be hashed, and what stands for each in keys."""
+
+
+def forget() -> None:
+    """Drop all programs that no engine holds."""
+    _compiled.clear()
+    _graphs.clear()
+
+
+def _find(graph: Any) -> object:
+    """Return what stands for a graph, and for those that equal it."""
+    for known, key in _graphs:
+        if known == graph:
+            return key
+    _graphs.append((graph, object()))
+    return _graphs[-1][1]
+
+
+class _Lowered:
+    """A lowered program, or one that was compiled before."""
+
+    def __init__(self, key: Any, lowered: Any, compiled: Any) -> None:
+        self._key, self._lowered, self._compiled = key, lowered, compiled
+
+    def compile(self) -> Any:
+        if self._compiled is None:
+            self._compiled = _compiled[self._key] = self._lowered.compile()
+        else:
+            jax.monitoring.record_event_duration_secs(_COMPILE_EVENT, 0.0)
+        return self._compiled
+
+
+class _Shared:
+    """A jitted function whose compiled programs are shared."""
+
+    def __init__(self, jitted: Any, key: Any) -> None:
+        self._jitted, self._key = jitted, key
+
+    def lower(self, **arguments: Any) -> Any:
+        if is_paused:
+            return self._jitted.lower(**arguments)
+        leaves, tree = jax.tree.flatten(arguments)
+        key = (self._key, tree, *leaves)
+        compiled = _compiled.get(key)
+        lowered = self._jitted.lower(**arguments) if compiled is None else None
+        return _Lowered(key, lowered, compiled)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
+def install() -> None:
+    """Let the engines of this process share their programs."""
+    # NOTE: not imported with this module: jaxtyping must see the package's first import.
+    from mmjax.engine.device.programs import Programs
+    from mmjax.models.host_inputs import PackedEncoderSpec
+
+    jit = Programs._jit
+
+    def jit_shared(self: Programs, model: Any, logprobs_mode: Any) -> None:
+        jit(self, model, logprobs_mode)
+        adapted = self.adapted
+        traced_from = (
+            _find(self._shape.graphdef),
+            adapted
+            and (_find(adapted.graphdef), adapted.has_towers, tuple(adapted.shapes.items())),
+            isinstance(self.host_inputs.encoder_spec, PackedEncoderSpec),
+            self.placement.home,
+            self._is_small(self.placement, model, is_tower=False),
+            logprobs_mode,
+            *jax.tree.leaves(self._shardings),
+        )
+        shared: Any = {
+            name: _Shared(one, (name, traced_from)) for name, one in self._functions.items()
+        }
+        self._functions = shared
+
+    Programs._jit = jit_shared
