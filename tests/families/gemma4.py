@@ -432,9 +432,7 @@ GEMMA4 = Family(
     is_written=True,
     path=directory,
     write=with_weights(write_files, fill),
-    needless_files=frozenset(
-        {"chat_template.jinja", "processor_config.json", "tokenizer_config.json"}
-    ),
+    needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
     probed=("embed_vision",),
     rendered=(
         "<|turn>user\n"
@@ -526,6 +524,7 @@ GEMMA4_UNIFIED = replace(
     name="gemma4_unified",
     architecture="Gemma4UnifiedForConditionalGeneration",
     tiny=TINY_UNIFIED,
+    needless_files=GEMMA4.needless_files | {"processor_config.json"},
     probed=(),
     path=unified_directory,
     write=with_weights(write_unified, fill),

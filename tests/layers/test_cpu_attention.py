@@ -49,6 +49,7 @@ SHAPES = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "global": {},
     "window": {"window": 70},
+    "a cap far above": {"soft_cap": 1e6},
     "soft cap and sinks": {"soft_cap": 2.0, "window": 300, "has_sinks": True},
 }
 FIRST = next(iter(SHAPES))

@@ -36,12 +36,12 @@ def quantize(model: TinyModel, quantization: Any) -> PagedModel:
 def restore(params: Any, plain: Any) -> Any:
     """Return float32 weights of the values that quantised ones stand for, in shapes of `plain`."""
     leaves = flatten_params(params)
-    widths = {name: leaf.shape[-1] for name, leaf in flatten_params(plain).items()}
+    of_plain = flatten_params(plain)
     for name, scales in find_quantized(leaves).items():
         codes, scale = leaves[name], leaves.pop(scales)
         if codes.dtype == jnp.uint8:
             weight = Grouped(layout=INT4, codes=jnp.asarray(codes), scale=jnp.asarray(scale))
-            leaves[name] = dequantize(weight, widths[name], jnp.float32)
+            leaves[name] = dequantize(weight, of_plain[name].shape[-1], jnp.float32)
         else:
             leaves[name] = codes.astype(jnp.float32) * scale[:, None]
     return unflatten_params(leaves)
