@@ -61,11 +61,10 @@ def test_every_answer_is_the_lone_one_and_every_state_the_same(name: str) -> Non
     for seed in range(12):
         bench.run(seed, is_recording=True)
     assert bench.differences == []
-    # Prompts here are too short for a recurrent layer's states to be found again.
     paged = bench.model.paged
-    assert (bench.num_prefix_hits > 0) == (
-        not paged.max_encoder_len and not paged.cache_spec.states
-    )
+    # Of a recurrent layer, prompts of 64 tokens and more alone: few families have such here.
+    if not paged.cache_spec.states:
+        assert (bench.num_prefix_hits > 0) == (not paged.max_encoder_len)
     check_states(bench, num_shared=30)
 
 
