@@ -73,8 +73,9 @@ def test_the_states_are_hfs(settings: dict[str, Any]):
     params = params_of(reference, abstract, RULES)
     run = jax.jit(lambda params, inputs: bind(graphdef, params)(**inputs))
     states = np.asarray(run(params, pack(clips, 40)))[: len(expected)]
-    # Clipped states keep a rounding that would else fade: 5.2e-6 of the largest.
-    assert_close({"states": states}, {"states": expected}, atol=1e-5)
+    # The clipped case is 5.2e-6 of the largest state away; which of its sums differs is not known.
+    atol = 1e-5 if "gradient_clipping" in settings else 5e-6
+    assert_close({"states": states}, {"states": expected}, atol=atol)
     # Whatever lies beside a clip, its bits are the same.
     alone = [np.asarray(run(params, pack([clip], 40))) for clip in clips]
     joined = np.concatenate(
