@@ -101,6 +101,7 @@ function take(message, chunk) {
     message.finish = reason ?? message.finish;
     message.stop = stop ?? message.stop;
   }
+  message.model ??= chunk.model; // asked before the page knew which models there are
   message.usage = chunk.usage ?? message.usage;
   message.metrics = chunk.metrics ?? message.metrics;
 }

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -250,6 +250,26 @@ def test_two_answers_stand_beside_each_other(
     assert len(playground.requests) == 2, "it was there already"
     page.get_by_role("button", name="Keep the answer on the right").click()
     expect(page.get_by_role("group", name="Versions")).to_have_text("2/2")
+
+
+def test_an_answer_asked_before_the_models_are_known_names_its_model(
+    make_playground: MakePlayground,
+) -> None:
+    playground = make_playground(lora=LoRAConfig(enable_lora=True, lora_modules=("boxed=/boxed",)))
+    page = playground.page
+    held: list[Route] = []
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.reload()
+    expect(page.locator("body[data-started]")).to_be_attached()
+    playground.ask("a star")
+    expect(page.locator("#model-box")).to_be_hidden()
+    assert held
+    page.unroute("**/v1/models")
+    expect(page.locator("#model-box")).to_be_visible()
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_label("Compare with").select_option(label="A new answer of boxed")
+    page.get_by_role("button", name="Show both").click()
+    expect(page.locator(".pair h3")).to_have_text(["tiny, any seed", "boxed, any seed"])
 
 
 # ---- fingers ------------------------------------------------------------------------------------
