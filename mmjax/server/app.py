@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from msgspec.structs import replace
@@ -21,6 +21,8 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
+from mmjax.server.batches.endpoints import Endpoints, Route
+from mmjax.server.batches.lines import Url
 from mmjax.server.control import (
     AdapterService,
     ControlService,
@@ -114,6 +116,7 @@ def create_app(
     _add_responses_routes(app, posts, ResponsesService(chats, generation, config))
     _add_audio_routes(posts, TranscriptService(client, generation, reader))
     _add_token_routes(posts, TokenizationService(client, chats, generation))
+    app.state.endpoints = Endpoints(client, reader, posts.batched)
     describe(app, _BODIES)
     _add_model_routes(app, client, _model_card(client, chat))
     if lora is not None and lora.allow_runtime_lora_updating and lora.lora_dir is not None:
@@ -169,6 +172,8 @@ class _Posts:
     app: FastAPI
     reader: RequestReader
     paths: set[str] = field(default_factory=set)
+    batched: dict[str, Route] = field(default_factory=dict)
+    """Those that the lines of a batch may name."""
 
     def add(
         self,
@@ -182,6 +187,8 @@ class _Posts:
             return await serve(request, await self.reader.read(request, model))
 
         self.paths.add(path)
+        if path in get_args(Url):
+            self.batched[path] = Route(model, serve)
         self.app.add_api_route(
             path,
             endpoint,

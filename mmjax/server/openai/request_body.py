@@ -113,6 +113,11 @@ class RequestReader:
             if not timeout.expired():
                 timeout.reschedule(asyncio.get_running_loop().time())
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the server drains."""
+        return self._is_stopping
+
     def close(self) -> None:
         """End the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
