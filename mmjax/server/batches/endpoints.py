@@ -46,6 +46,12 @@ class Endpoints:
         self._client = client
         self._reader = reader
         self._routes = routes
+        self._turn = asyncio.Lock()
+
+    @property
+    def max_in_work(self) -> int:
+        """How many lines that give way are in work: those that run, and as many behind them."""
+        return 2 * self._client.max_num_seqs
 
     async def answer(
         self, url: str, body: bytes, *, owner: str = "", gives_way: bool = False
@@ -103,14 +109,18 @@ class Endpoints:
 
     async def _wait_for_room(self, gives_way: bool) -> None:
         """Wait while others need the engine, and for ever once the server drains."""
-        while gives_way and (self._reader.is_stopping or not self._has_room()):
-            await asyncio.sleep(_LOOK_S)
+        if not gives_way:
+            return
+        # One line at a time looks.
+        async with self._turn:
+            while self._reader.is_stopping or not self._has_room():
+                await asyncio.sleep(_LOOK_S)
 
     def _has_room(self) -> bool:
         limit = self._client.max_num_seqs
         if self._client.scheduling_policy == "priority":
-            # What runs is preempted for others; some more are processed ahead.
-            return self._client.capacity.num_seqs < 2 * limit
+            return self._client.capacity.num_seqs < self.max_in_work
+        # None waits in the engine, where others would stand behind it.
         return self._client.capacity.num_seqs < max(1, int(_SHARE_OF_SEQS * limit))
 
 
