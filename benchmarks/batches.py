@@ -54,8 +54,8 @@ def write_input(path: Path, num_lines: int) -> None:
 
 
 def run(folder: Path, num_lines: int, num_kills: int, *flags: str) -> list[list[Sampled]]:
-    """Kill the command again and again, then let it end; return what each of its lives was."""
-    kills = [num_lines * (one + 1) // (num_kills + 1) for one in range(num_kills)]
+    """Kill the command again and again over one half, then let it end; return its lives."""
+    kills = [num_lines // 2 * (one + 1) // max(1, num_kills) for one in range(num_kills)]
     lives = [_live(folder, kill_at, *flags) for kill_at in (*kills, None)]
     counted = Counter(json.loads(line)["custom_id"] for line in (folder / "out.jsonl").open("rb"))
     assert counted == {f"line-{number}": 1 for number in range(1, num_lines + 1)}
@@ -105,9 +105,11 @@ def engines_rate(num_lines: int) -> float:
 
 
 def steady_rate(life: list[Sampled]) -> float:
-    """Return the lines a second of the second half of a life, when all is compiled."""
-    middle, last = life[len(life) // 2], life[-1]
-    return (last.num_lines - middle.num_lines) / (last.at - middle.at)
+    """Return the lines a second of the second half of a life's lines, when all is compiled."""
+    last = next(one for one in life if one.num_lines == life[-1].num_lines)
+    middle = (life[0].num_lines + last.num_lines) / 2
+    first = next(one for one in life if one.num_lines >= middle)
+    return (last.num_lines - first.num_lines) / max(last.at - first.at, 1e-9)
 
 
 def main() -> None:
