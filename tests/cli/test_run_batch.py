@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 
+from benchmarks import batches
 from mmjax.cli.main import main
 from mmjax.errors import ConfigError
 from mmjax.server.batches.journal import Journal, LineError, LineResponse
@@ -278,6 +279,16 @@ def test_each_line_is_answered_once_whatever_kills_the_command(
     check_answers(tmp_path, total)
     # Nothing is started for what is done.
     assert main(["run-batch", str(tmp_path / "in.jsonl"), str(output), *flags]) == 0
+
+
+@pytest.mark.slow  # the default model answers some 200 lines a second
+@pytest.mark.timeout(7200)
+def test_a_hundred_thousand_lines_and_ten_kills_in_flat_memory(tmp_path: Path) -> None:
+    batches.write_input(tmp_path / "in.jsonl", 100_000)
+    last = batches.run(tmp_path, 100_000, 10)[-1]
+    working = [one.rss_mib for one in last if one.num_lines > last[0].num_lines]
+    early = working[len(working) // 10]
+    assert max(working) < early + 40.0
 
 
 @pytest.mark.parametrize(
