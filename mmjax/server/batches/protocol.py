@@ -7,7 +7,7 @@ from pydantic import Field
 
 from mmjax.server.batches.lines import Url
 from mmjax.server.openai.protocol import Object, Strict
-from mmjax.server.openai.responses_api.protocol import Metadata
+from mmjax.server.openai.responses_api.protocol import ItemsQuery, Metadata
 
 BatchStatus = Literal[
     "validating",
@@ -104,11 +104,8 @@ class UploadFile(Strict):
     file: Any = None
 
 
-class ListQuery(Strict):
+class ListQuery(ItemsQuery):
     """The query of the lists."""
 
-    limit: Annotated[int, Field(ge=1, le=10_000)] = 100
-    after: Annotated[str, Field(max_length=128)] | None = None
-    order: Literal["asc", "desc"] = "desc"
     purpose: Annotated[str, Field(max_length=64)] | None = None
     """Of files alone."""
