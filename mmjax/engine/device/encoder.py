@@ -535,6 +535,10 @@ class EncoderRows:
         embeds = self._embeds.get(identifier)
         return self._rows[identifier] if embeds is None else embeds
 
+    def held(self, identifier: str) -> np.ndarray:
+        """Return the rows that an item has, int32[rows]: of its outputs, those that are kept."""
+        return self._rows[identifier]
+
     def free(self, identifier: str) -> None:
         """Take an item's rows back."""
         rows = self._rows.pop(identifier)

@@ -396,6 +396,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
             times=request.times if is_first else None,
             encoded=request.encoded if is_first else [],
+            found_on_disk=request.found_on_disk if is_first else [],
             prompt_logprobs=prompt_logprobs,
             weights_version=self.weights_version,
         )
