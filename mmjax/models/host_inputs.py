@@ -132,9 +132,9 @@ class HostInputs(ABC):
     """One model's host inputs, made from its configuration; pure functions of items."""
 
     encoder_spec: EncoderSpec | PackedEncoderSpec
-    clip_spec: PackedEncoderSpec | None = None
-    """What encodes clips, of a model with `encoder_spec` for what it sees; a row is an embedding.
-    `embed_multimodal` is given the inputs of either."""
+    clip_spec: EncoderSpec | PackedEncoderSpec | None = None
+    """What encodes clips, of a model with `encoder_spec` for what it sees; a packed one's row is an
+    embedding. `embed_multimodal` is given the inputs of either."""
     cut_modalities: frozenset[str] = frozenset()
     """Those whose items have text among their embeddings: no run is as long as the item."""
     num_extra_rows: int = 0

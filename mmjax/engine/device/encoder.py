@@ -18,7 +18,7 @@ from jaxtyping import Array, Shaped
 from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.engine.device.batch import ADAPTER_SLOTS
 from mmjax.engine.device.mesh import Placement
-from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls
+from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls, unit_sizes
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import ConfigError, RequestRuntimeError, RequestTypeError, RequestValueError
 from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
@@ -299,7 +299,7 @@ def choose_sizes(
 
 
 def choose_clip_sizes(
-    spec: PackedEncoderSpec | None, encoder_budget: int, longest_clip: int
+    spec: EncoderSpec | PackedEncoderSpec | None, encoder_budget: int, longest_clip: int
 ) -> tuple[int, ...]:
     """Return the sizes of the calls of an encoder of clips; none where there is none.
 
@@ -307,7 +307,8 @@ def choose_clip_sizes(
     """
     if spec is None or not longest_clip:
         return ()
-    return choose_sizes(spec, encoder_budget, longest_clip)["patches"]
+    sizes = choose_sizes(spec, encoder_budget, longest_clip)
+    return sizes.get("patches") or unit_sizes(sizes["max_units"])
 
 
 def patch_buckets(
