@@ -5,7 +5,7 @@ A grid is (time, rows, columns) of patches. The patches of a frame come square b
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -95,19 +95,33 @@ class GridHostInputs(HostInputs):
             return None
         parts, index, place = [], 0, 0
         for item in items:
-            runs = item.position.extract_embeds_range()
-            time, rows, columns = self._find_run_grid(item, len(runs))
-            cells = np.indices((time, rows, columns)).reshape(3, -1)
-            cells[0] = self.times(item.tensors, time)[cells[0]]
-            for first, last in runs:
+            for first, cells, extent in self.find_runs(item):
                 parts.append(np.tile(np.arange(first - index) + place, (3, 1)))
                 place += first - index
                 parts.append(cells + place)
-                place += self.find_extent(cells)
-                index = last + 1
+                place += extent
+                index = first + cells.shape[1]
         parts.append(np.tile(np.arange(num_tokens - index) + place, (3, 1)))
         prompt = np.concatenate(parts, axis=1).astype(np.int32)
         return RotaryPositions(prompt, place - index)
+
+    def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
+        """Yield the runs of an item's tokens that are not positioned as text.
+
+        Of each: where it begins in the prompt, int[3, tokens] from the position that text would
+        have there, and how far behind that the text goes on.
+        """
+        runs = item.position.extract_embeds_range()
+        time, rows, columns = self._find_run_grid(item, len(runs))
+        cells = self.find_cells(item.tensors, (time, rows, columns))
+        for first, _ in runs:
+            yield first, cells, self.find_extent(cells)
+
+    def find_cells(self, item: Mapping[str, np.ndarray], grid: Grid) -> np.ndarray:
+        """Return int[3, cells]: time, row and column of each, in order."""
+        cells = np.indices(grid).reshape(3, -1)
+        cells[0] = self.times(item, grid[0])[cells[0]]
+        return cells
 
     def find_extent(self, cells: np.ndarray) -> int:
         """Return how far behind a run's first position the text goes on.

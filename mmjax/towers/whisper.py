@@ -1,6 +1,7 @@
 """Whisper's encoder (arXiv 2212.04356): a log-mel spectrogram to a state every 20 ms.
 
-Qwen2-Audio (arXiv 2407.10759) and Voxtral (arXiv 2507.13264) have it too, by the same names.
+Qwen2-Audio (arXiv 2407.10759) and Voxtral (arXiv 2507.13264) have it too, by the same names;
+Qwen2.5-Omni (arXiv 2503.20215) has it over each chunk of a clip.
 """
 
 from dataclasses import dataclass

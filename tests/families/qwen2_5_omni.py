@@ -49,9 +49,10 @@ def tiny_config(
     text: Mapping[str, Any] | None = None,
     vision: Mapping[str, Any] | None = None,
     audio: Mapping[str, Any] | None = None,
+    are_heard: bool = False,
     **ids: Any,
 ) -> Any:
-    """Return HF's config of a thinker of width 32."""
+    """Return HF's config of a thinker of width 32; `are_heard`: whether drawn videos are."""
     own = {k: v for k, v in VISION["qwen2_5_vl"].items() if k != "tokens_per_second"}
     settings = {name: value for name, value in (text or {}).items() if name != "head_dim"}
     config = Qwen2_5OmniThinkerConfig(
@@ -61,11 +62,13 @@ def tiny_config(
         **{
             **{"image_token_index": IMAGE_TOKEN, "video_token_index": VIDEO_TOKEN},
             **{"audio_token_index": AUDIO_TOKEN, "audio_start_token_id": AUDIO_START},
+            "audio_end_token_id": AUDIO_END,
             **{"vision_start_token_id": VISION_START, "position_id_per_seconds": 3},
             **ids,
         },
     )
     config.architectures = ["Qwen2_5OmniThinkerForConditionalGeneration"]
+    config.are_videos_heard = are_heard
     return config
 
 
@@ -73,27 +76,56 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image, video or clip."""
     if media.modality != "audio":
         grid, seconds = GRIDS[media.modality][media.seed % 3]
-        return draw_grid(config, media.modality, media.seed, grid, seconds)
-    number = NUM_FRAMES[media.seed % len(NUM_FRAMES)]
-    shape = (number, config.audio_config.num_mel_bins)
-    frames = np.random.default_rng(media.seed).normal(size=shape).astype(np.float32)
-    tensors = {"input_features": frames, "num_clip_frames": np.array(number)}
-    ids = [AUDIO_TOKEN] * Qwen25OmniHostInputs.count_rows(number)
+        drawn = draw_grid(config, media.modality, media.seed, grid, seconds)
+        is_heard = media.modality == "video" and config.are_videos_heard
+        return add_sound(config, media.seed, drawn) if is_heard else drawn
+    frames = draw_frames(config, media.seed)
+    tensors = {"input_features": frames, "num_clip_frames": np.array(len(frames))}
+    ids = [AUDIO_TOKEN] * Qwen25OmniHostInputs.count_rows(len(frames))
     return DrawnItem(tensors, ids, before=[AUDIO_START], after=[AUDIO_END])
+
+
+def draw_frames(config: Any, seed: int, more: int = 0) -> np.ndarray:
+    """Return a spectrogram, of so many frames more than a clip has."""
+    shape = (NUM_FRAMES[seed % len(NUM_FRAMES)] + more, config.audio_config.num_mel_bins)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def add_sound(config: Any, seed: int, video: DrawnItem) -> DrawnItem:
+    """Return a video that is heard, in one piece or two."""
+    frames = draw_frames(config, seed + 1, 12)
+    sound = {"sound_features": frames, "num_sound_frames": np.array(len(frames))}
+    tensors = {**video.tensors, **sound}
+    ids: list[int] = []
+    for piece in Qwen25OmniHostInputs(config).find_pieces(tensors):
+        ids += [AUDIO_TOKEN if piece.is_sound else VIDEO_TOKEN] * (piece.end - piece.start)
+    ids = [AUDIO_START, *ids, AUDIO_END]
+    is_embed = np.isin(ids, (VIDEO_TOKEN, AUDIO_TOKEN))
+    return DrawnItem(tensors, ids, is_embed, before=video.before, after=video.after)
 
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     """Return the sample as HF's processor would give it."""
     items = [make_pixels(item.tensors) for item in sample.items]
     data: dict[str, Any] = {}
-    clips = [item.pop("input_features").T for item in items if "input_features" in item]
+    clips = []
+    for item in items:
+        for name, number in (
+            ("input_features", "num_clip_frames"),
+            ("sound_features", "num_sound_frames"),
+        ):
+            if name in item:
+                clips.append(item.pop(name).T)
+                item.pop(number)
     for name in dict.fromkeys(name for item in items for name in item):
         rows = [item[name] for item in items if name in item]
         data[name] = np.concatenate(rows) if name.startswith("pixel_values") else np.array(rows)
     if clips:
-        counts = data.pop("num_clip_frames")
+        counts = np.array([clip.shape[1] for clip in clips])
         mask = np.arange(counts.max())[None, :] < counts[:, None]
         data |= {"input_features": clips, "feature_attention_mask": mask.astype(np.int64)}
+    if any("num_sound_frames" in item.tensors for item in sample.items):
+        data["use_audio_in_video"] = np.array(True)
     if "second_per_grid_ts" in data:
         data["video_second_per_grid"] = data.pop("second_per_grid_ts")
     return make_reference_inputs(sample.token_ids, data)
@@ -117,18 +149,19 @@ TINY = TinyFamily(
     reference_class=HFModel,
     make_config=tiny_config,
     resize=resize,
-    served={},
+    served={"are_heard": True},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(5, 88),
     published_head_dim=128,
-    max_embeds={"image": 15, "video": 18, "audio": 6},
+    max_embeds={"image": 15, "video": 27, "audio": 6},
     fill=partial(fill_with_unit_norms, sharpness=1.4),
     variants={
         "plain": Variant({}, 8),
         "other chunks, another rate": Variant(
             {"audio": {"n_window": 6}, "position_id_per_seconds": 7}, 8
         ),
+        "videos with their sound": Variant({"are_heard": True}, 8, prompts=("video", "both")),
     },
 )
 
@@ -152,6 +185,8 @@ EXTRACTOR: dict[str, Any] = {
 }
 VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 """That HF's processor gives all videos, whatever the checkpoint's files say."""
+POSITIONS_PER_SECOND = 5
+"""Of the directory's videos: ten embeddings of sound are a piece."""
 PATCHES: dict[str, Any] = {
     **{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 28, "merge_size": 2},
     **{"temporal_patch_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 50_176}},
@@ -171,7 +206,9 @@ def write_files(path: Path) -> Path:
         video_token_index=ids["video_token"],
         audio_token_index=ids["audio_token"],
         audio_start_token_id=ids["audio_bos_token"],
+        audio_end_token_id=ids["audio_eos_token"],
         vision_start_token_id=ids["vision_bos_token"],
+        position_id_per_seconds=POSITIONS_PER_SECOND,
     )
     return write_directory(path, config, tokenizer, preprocessor_config={**PATCHES, **EXTRACTOR})
 

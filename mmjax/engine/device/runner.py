@@ -364,7 +364,7 @@ class ModelRunner:
         new = [item for item in items if item.identifier not in self.rows]
         ready = self._compiled.ready
         encoders = self._encoders
-        places = {item.identifier: encoders.of(item).allocate(item, self.rows) for item in new}
+        places = {item.identifier: encoders.allocate(item, self.rows) for item in new}
         encoded = [item for item in new if item.embeds is None and item.prompt is None]
         if encoded:
             rows = [places[item.identifier] for item in encoded]
