@@ -46,7 +46,7 @@ from mmjax.layers.module import (
 )
 from mmjax.layers.quantization import Layouts, quantize_params
 from mmjax.layers.recurrent.chunks import CHUNK
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, Sees
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec, Sees
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
 from mmjax.models.registry import load_model_class
@@ -590,6 +590,7 @@ def _make_scheduler(
         patches_per_token=0
         if isinstance(spec, EncoderSpec)
         else spec.patches_per_kept or spec.patches_per_token,
+        packs_clips=isinstance(plan.host_inputs.clip_spec, PackedEncoderSpec),
         keeps_runs_whole=plan.keeps_runs_whole,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,

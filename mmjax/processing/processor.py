@@ -178,6 +178,12 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         """
         return hf_processor_mm_kwargs
 
+    def _choose_items(
+        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> MultiModalDataItems:
+        """Return what of a request's items its kwargs have processed (a family's hook)."""
+        return mm_items
+
     def _tokenize(
         self,
         prompt: str | list[int],
@@ -345,6 +351,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         validate_placeholder_counts(self.info, own_prompt, mm_items.get_all_counts())
         mm_kwargs = dict(hf_processor_mm_kwargs or {})
         self.info.check_mm_kwargs(mm_kwargs)
+        mm_items = self._choose_items(mm_items, mm_kwargs)
         validate_mm_uuids(mm_items, uuids)
         names = {"id_domain": id_domain, "cache_salt": cache_salt, "request_id": request_id}
         factors = self._get_hash_kwargs(mm_items, mm_kwargs)

@@ -396,7 +396,7 @@ class ModelRunner:
         new = [item for item in items if item.identifier not in self.rows]
         ready = self._compiled.ready
         encoders = self._encoders
-        places = {item.identifier: encoders.of(item).allocate(item, self.rows) for item in new}
+        places = {item.identifier: encoders.allocate(item, self.rows) for item in new}
         encoded = [item for item in new if item.embeds is None and item.prompt is None]
         written = [item for item in new if item.embeds is not None]
         encoded, found, keys = self._load(encoded)
