@@ -171,6 +171,7 @@ def engine_config(
     num_blocks: int | None = None,
     block_size: int = 8,
     encoder_cache_size: int | None = None,
+    encoder_cache_dir: Path | None = None,
     enable_prefix_caching: bool = True,
     precompile: Precompile | None = None,
     **scheduler: Any,
@@ -189,6 +190,7 @@ def engine_config(
             block_size=block_size,
             kv_cache_memory_bytes=None if num_blocks is None else num_blocks * bytes_per_block,
             encoder_cache_size=encoder_cache_size,
+            encoder_cache_dir=encoder_cache_dir,
             enable_prefix_caching=enable_prefix_caching,
         ),
         scheduler=SchedulerConfig(
