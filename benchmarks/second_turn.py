@@ -1,14 +1,15 @@
 """Time to first token of a second turn about a picture, beside texts of the same new length.
 
-`python -m benchmarks.second_turn [--layers 4] [--repeats 9] [--narrow]` makes a random Gemma 3 with
-layers of the 4B's shape (`--narrow`: of `benchmarks.step`'s), whose pictures take 1,024 tokens. For
-each length of a question it measures in turn, over answers of several lengths: the first turn (a
-new picture), the second (picture, first question, answer, question), a text of as many tokens as
-the second computes, and a text of the question's tokens alone.
+`python -m benchmarks.second_turn [--layers 4] [--repeats 9] [--narrow] [--recurrent]` makes a
+random Gemma 3 with layers of the 4B's shape (`--narrow`: of `benchmarks.step`'s), whose pictures
+take 1,024 tokens; `--recurrent`: a Qwen3.5 of the 4B's shape (0.8B's), of which each fourth layer
+attends. For each length of a question it measures in turn, over answers of several lengths: the
+first turn (a new picture), the second (picture, first question, answer, question), a text of as
+many tokens as the second computes, and a text of the question's tokens alone.
 
 The second and third differ in what a picture costs that has been seen: looking up, hashing, and
 attention to its tokens. The fourth tells what whole blocks cost: the end of the last answer, up to
-a block, is computed again.
+a block, is computed again; by a recurrent model all of it is, from the last snapshot in the prompt.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from mmjax import LLM, SamplingParams
+from tests.families.directories import edit_json
+from tests.families.qwen3_vl import QWEN3_5, write_files
 from tests.kit import IMAGE_START, draw, tiny_gemma3_checkpoint
 
 QUESTIONS = (16, 48, 96, 160)
@@ -46,6 +49,38 @@ NARROW_SHAPE = {
     "num_key_value_heads": 1,
     "sliding_window": 512,
 }
+RECURRENT_4B = {
+    **{"hidden_size": 2560, "intermediate_size": 9216, "head_dim": 256},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+NARROW_RECURRENT = {
+    **RECURRENT_4B,
+    **{"hidden_size": 1024, "intermediate_size": 3584, "linear_num_value_heads": 16},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2},
+}
+"""Qwen3.5's 4B and 0.8B."""
+
+
+def make_recurrent_checkpoint(path: Path, shape: dict[str, int], layers: int) -> Path:
+    """Write the model's files but for weights: 1,024 tokens for pictures of 1,024 pixels a side."""
+    folder = write_files("qwen3_5", path)
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    text = {
+        **shape,
+        "num_hidden_layers": layers,
+        "layer_types": [kinds[number % 4] for number in range(layers)],
+        "rope_parameters.mrope_section": [11, 11, 10],
+        "rope_parameters.partial_rotary_factor": 0.25,
+    }
+    edits = {f"text_config.{name}": value for name, value in text.items()}
+    edit_json(
+        folder / "config.json", {**edits, "vision_config.out_hidden_size": shape["hidden_size"]}
+    )
+    size = {"shortest_edge": 4096, "longest_edge": 1024**2}
+    edit_json(folder / "preprocessor_config.json", {"size": size})
+    return folder
 
 
 def make_checkpoint(path: Path, shape: dict[str, int], layers: int) -> Path:
@@ -62,18 +97,15 @@ def make_checkpoint(path: Path, shape: dict[str, int], layers: int) -> Path:
 class Asker:
     """Makes prompts that were never seen, of given lengths, and asks them."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, placeholder: str, side: int) -> None:
+        """`placeholder`: a picture's, in a prompt; `side`: of a picture, in pixels."""
         self._llm = llm
+        self._side = side
         self._rng = random.Random(0)
         tokenizer = llm.get_tokenizer()
         words = tokenizer("what color is the circle in picture and how", add_special_tokens=False)
         self._words: list[int] = words["input_ids"]
-        self._begin: list[int] = tokenizer(f"{IMAGE_START} what is it ?")["input_ids"]
-        self._bos: int = tokenizer.bos_token_id
-
-    def text(self, length: int) -> list[int]:
-        """Return a text prompt of `length` tokens."""
-        return [self._bos, *self.question(length - 1)]
+        self._begin: list[int] = tokenizer(f"{placeholder} what is it ?")["input_ids"]
 
     def question(self, length: int) -> list[int]:
         """Return `length` tokens of words."""
@@ -81,7 +113,7 @@ class Asker:
 
     def picture(self, number: int) -> dict[str, Any]:
         """Return the first prompt about a picture of its own."""
-        media = {"image": draw(640, 480, seed=number)}
+        media = {"image": draw(self._side, self._side, seed=number)}
         return {"prompt_token_ids": self._begin, "multi_modal_data": media}
 
     def first_turn(self, prompt: dict[str, Any], answer_tokens: int) -> list[int]:
@@ -118,8 +150,8 @@ def measure(asker: Asker, length: int, repeats: int) -> dict[str, list[float]]:
         seconds, computed = asker.first_token(turn)
         rows["turn"].append(seconds)
         rows["computed"].append(computed)
-        rows["text"].append(asker.first_token(asker.text(computed))[0])
-        rows["alone"].append(asker.first_token(asker.text(length + 1))[0])
+        rows["text"].append(asker.first_token(asker.question(computed))[0])
+        rows["alone"].append(asker.first_token(asker.question(length))[0])
     return {name: values[1:] for name, values in rows.items()}
 
 
@@ -132,16 +164,27 @@ def main() -> None:
     """Print a row for each length of a question."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--narrow", action="store_true", help="18 layers of width 640")
-    parser.add_argument("--layers", type=int, help="default: 4, or 18 of the narrow ones")
+    parser.add_argument("--recurrent", action="store_true", help="Qwen3.5's shape")
+    parser.add_argument(
+        "--layers", type=int, help="default: 4, or 18 of the narrow ones, 8 of recurrent ones"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     flags = parser.parse_args()
-    shape = NARROW_SHAPE if flags.narrow else SHAPE_4B
-    layers = flags.layers or (18 if flags.narrow else 4)
+    if flags.recurrent:
+        make, settings = make_recurrent_checkpoint, {**SETTINGS, "load_format": "dummy"}
+        shape = NARROW_RECURRENT if flags.narrow else RECURRENT_4B
+        placeholder, side = QWEN3_5.placeholder, 1024
+    else:
+        make, settings = make_checkpoint, SETTINGS
+        shape = NARROW_SHAPE if flags.narrow else SHAPE_4B
+        placeholder, side = IMAGE_START, 640
+    narrow_layers = 8 if flags.recurrent else 18
+    layers = flags.layers or (narrow_layers if flags.narrow else 4)
     all_ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = make_checkpoint(Path(folder), shape, layers)
-        with LLM(str(model), **SETTINGS) as llm:
-            asker = Asker(llm)
+        model = make(Path(folder), shape, layers)
+        with LLM(str(model), **settings) as llm:
+            asker = Asker(llm, placeholder, side)
             print("milliseconds to the first token, medians; ratios of pairs, medians")
             print(
                 "question  computed  second turn  text as long  ratio  question alone  ratio  first"
@@ -160,7 +203,7 @@ def main() -> None:
             compiled = llm.engine.compilations
     print(
         f"second turn / text of the same new length: {statistics.median(all_ratios):.2f}"
-        f" (ceiling 1.2); compilations: {compiled}"
+        f" (ceiling 1.2, recurrent 1.3); compilations: {compiled}"
     )
 
 

@@ -78,6 +78,9 @@ class PackedEncoderSpec:
     `patches_per_token`, rounded up; else it starts at a multiple. `False` wastes room where that is
     no power of two: keys lie in blocks of such numbers."""
 
+    patches_per_key: int = 1
+    """So many rows are joined to one midway, which is then a key to others: a power of two."""
+
     @property
     def patches_per_start(self) -> int:
         """What the rows at which items start, and the buckets' sizes, are multiples of."""

@@ -215,7 +215,8 @@ def _find_sizes(spec: EncoderSpec | PackedEncoderSpec, counts: Sequence[int]) ->
     if not isinstance(spec, PackedEncoderSpec):
         return [round_size(sum(counts))]
     # No more than if each began where a block of keys of its own would.
-    most = sum(round_up(count, BLOCK_SIZE) + spec.patches_per_start for count in counts)
+    block = BLOCK_SIZE * spec.patches_per_key
+    most = sum(round_up(count, block) + spec.patches_per_start for count in counts)
     largest = 1 << (most - 1).bit_length()
     return patch_buckets(
         largest_item=largest, encoder_budget=largest, patches_per_start=spec.patches_per_start

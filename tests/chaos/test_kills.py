@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +20,16 @@ from tests.chaos.service import (
     serving,
     until,
 )
+from tests.families.family import Family
+from tests.families.lfm2_vl import LFM2_VL
+from tests.families.minicpmv4_6 import MINICPMV4_6
+from tests.families.qwen3_vl import QWEN3_5
+from tests.kit import draw
 
 FEW = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
 """As tests/test_serve.py: their programs are compiled once."""
 MANY = ("--max-model-len", "512", "--max-num-seqs", "32")
+LONG = ("--max-model-len", "512", "--max-num-seqs", "4", "--precompile", "none")
 
 
 async def ask_all(service: Service, numbers: Sequence[int], max_tokens: int) -> list[Answer]:
@@ -96,6 +105,39 @@ def test_kills_at_every_stage() -> None:
             assert service.client.num_requests == 0
 
     run(body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", [QWEN3_5, LFM2_VL, MINICPMV4_6], ids=lambda one: one.name)
+def test_50_kills_of_recurrent_states(family: Family, tmp_path: Path) -> None:
+    """Each is a start of seconds. Prompts and answers of 1 to 5 chunks, begun again at any step."""
+    path, rng = family.write(tmp_path), random.Random(0)
+
+    def make_prompt(number: int) -> Any:
+        text = f"What is the color of number {number}? " * (2 + 6 * (number % 3))
+        if number % 2:
+            return text
+        image = draw(64 + 8 * number, 64, number)
+        return {"prompt": f"{family.placeholder} {text}", "multi_modal_data": {"image": image}}
+
+    async def ask(service: Service) -> list[Answer]:
+        asked = (service.ask(make_prompt(one), params(one, 80)) for one in range(6))
+        return await asyncio.gather(*asked)
+
+    async def body() -> None:
+        config = default_config(str(path), *LONG)
+        async with serving(config, has_standby=True) as service:
+            expected = await ask(service)
+            for number in range(50):
+                asked = asyncio.create_task(ask(service))
+                await until_tokens(service, rng.randrange(400))
+                await service.kill()
+                assert await asked == expected, f"{number=}"
+            assert service.supervisor.num_restarts == 50
+            assert service.client.num_requests == 0
+
+    asyncio.run(body())
 
 
 def _num_tokens(service: Service) -> list[int]:

@@ -78,6 +78,9 @@ def test_the_first_call_with_room_takes_an_item() -> None:
         (128, [(2, 0, 64, 0), (0, 0, 60, 64), (1, 0, 4, 124)])
     ]
     assert plan_calls([], buckets, 1) == []
+    # Where four patches are a key to others, a block of keys is of 1,024 patches.
+    assert plan_calls([600, 300], (2048,), 1) == [(2048, [(0, 0, 600, 0), (1, 0, 300, 768)])]
+    assert plan_calls([600, 300], (2048,), 1, 4) == [(2048, [(0, 0, 600, 0), (1, 0, 300, 1024)])]
 
 
 # ---- an engine, of Qwen2.5-VL: windows, and layers that see a whole picture ----------------------

@@ -96,6 +96,16 @@ def test_a_larger_bucket_changes_no_bit() -> None:
     np.testing.assert_array_equal(np.asarray(small)[:450], np.asarray(large)[:450])
 
 
+def test_a_bucket_smaller_than_a_block_changes_no_bit() -> None:
+    """Such are those of a tower that joins patches midway."""
+    attend = jax.jit(partial(segment_attention, scale=SCALE))
+    rows, ids = draw(256), ids_of([8, 9], 256)
+    expected = np.asarray(attend(*rows, ids))[:17]
+    for size in (32, 64, 96):
+        found = np.asarray(attend(*rows[:, :size], ids[:size]))[:17]
+        np.testing.assert_array_equal(found, expected, err_msg=f"{size=}")
+
+
 @pytest.mark.parametrize("loudness", [0.0, 1.0, 1e15])
 def test_padding_stays_finite(attend: Callable[..., Any], loudness: float) -> None:
     rows = np.float32(loudness) * draw(600)

@@ -133,8 +133,9 @@ class EncoderCalls:
     def _plan(
         self, counts: Sequence[int], sizes: Sequence[int]
     ) -> Iterable[tuple[int, list[Piece]]]:
-        if isinstance(self.spec, PackedEncoderSpec):
-            return plan_calls(counts, sizes, self.spec.patches_per_start)
+        spec = self.spec
+        if isinstance(spec, PackedEncoderSpec):
+            return plan_calls(counts, sizes, spec.patches_per_start, spec.patches_per_key)
         return _plan_units(counts, sizes)
 
     def describe(self, bucket: int) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
@@ -243,21 +244,26 @@ def _plan_units(counts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[i
 
 
 def plan_calls(
-    num_patches: Sequence[int], buckets: Sequence[int], patches_per_start: int
+    num_patches: Sequence[int],
+    buckets: Sequence[int],
+    patches_per_start: int,
+    patches_per_key: int = 1,
 ) -> list[tuple[int, list[Piece]]]:
     """Put each item into the first call with room for it, and each call into its bucket.
 
     The largest first: items of 600, 700, 100 patches, buckets up to 1,024: 700 patches of item 1
     and, from 768 on, item 2's in one call; item 0's in another. An item starts where its own blocks
     of keys would, so that its embeddings are summed in one order whatever lies beside it
-    (docs/determinism.md), and at a multiple of `patches_per_start`.
+    (docs/determinism.md), and at a multiple of `patches_per_start`. `patches_per_key`: as the spec
+    says.
     """
     calls: list[list[Piece]] = []
     ends: list[int] = []
     for number in sorted(range(len(num_patches)), key=lambda n: -num_patches[n]):
         size = num_patches[number]
         assert 0 <= size <= buckets[-1], f"{size=} {buckets[-1]=}"
-        step = math.lcm(min(BLOCK_SIZE, 1 << (size - 1).bit_length()), patches_per_start)
+        block = BLOCK_SIZE * patches_per_key
+        step = math.lcm(min(block, 1 << (size - 1).bit_length()), patches_per_start)
         starts = [round_up(end, step) for end in ends]
         place = next((n for n, s in enumerate(starts) if s + size <= buckets[-1]), len(calls))
         if place == len(calls):

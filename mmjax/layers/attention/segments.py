@@ -14,12 +14,16 @@ from mmjax.layers.attention.backend import triton_takes
 from mmjax.layers.attention.gpu_segments import Packed, gpu_segment_attention
 from mmjax.layers.attention.gpu_tiles import choose_sizes
 from mmjax.layers.attention.paged import MASKED
+from mmjax.rounding import round_up
 
 PADDING = -1
 """Segment id of padding."""
 
 BLOCK_SIZE = 256
 """Rows of a block of queries, and of keys."""
+_ROW_STEP = 64
+"""Fewer rows are one block of a multiple of these. Over 32 or 96 keys XLA's CPU library adds in
+another order than over 64, 128, 192 or 256."""
 
 
 def segment_attention(
@@ -91,7 +95,7 @@ def _blockwise_attention(
     Each block of queries computes only the range of key blocks with its segments. A block that a
     query does not attend to leaves its state unchanged, bit for bit.
     """
-    size = min(BLOCK_SIZE, len(query))
+    size = min(BLOCK_SIZE, round_up(len(query), _ROW_STEP))
     blocks = Blocks(
         _to_blocks(query, size),
         _to_blocks(key, size),

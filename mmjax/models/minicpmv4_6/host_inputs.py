@@ -56,6 +56,7 @@ class MiniCPMV46HostInputs(HostInputs):
                 **dict.fromkeys(("unit_ids", "position_ids", *offsets), ((), "int32")),
             },
             patches_per_token=WINDOW**2 if self.joins_windows else WINDOW,
+            patches_per_key=WINDOW if self.joins_windows else 1,
         )
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
