@@ -243,6 +243,12 @@ class CacheConfig:
     prefix_caching_hash_algo: PrefixCachingHashAlgorithm = setting(
         "sha256", "Hash that identifies blocks of tokens."
     )
+    kv_offload_gb: float = setting(
+        0.0,
+        """Host memory, in GiB, for blocks that are evicted from the device; requests find them
+        there, and copy them back in place of computing them (docs/caches.md). 0 disables it.""",
+        minimum=0,
+    )
     num_state_snapshots: int = setting(
         16,
         """Prefixes of prompts of which a model with recurrent layers keeps the state, beside those

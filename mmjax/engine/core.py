@@ -478,9 +478,10 @@ class EngineCore:
         """
         self._check_alone()
         assert self._in_flight is None or self._failure is not None, "a step is on the device"
+        has_failed = self._failure is not None
         self._in_flight = self._failure = None
         self._open_outputs.clear()
-        self._scheduler.forget_all()
+        self._scheduler.forget_all(keeps_host=not has_failed)
         self._runner.release_arrays()
         if level == 2:
             self._weights.release()
@@ -568,6 +569,7 @@ class EngineCore:
             num_generation_tokens=scheduler.num_generation_tokens,
             prefix_cache_hits=prefix.hits,
             prefix_cache_queries=prefix.total,
+            **self._offload_stats(),
             encoder_cache_hits=encoder.hits,
             encoder_cache_queries=encoder.total,
             encoder_cache_usage=self.encoder_usage(),
@@ -582,10 +584,31 @@ class EngineCore:
             memory_bytes=self._measure_memory(),
         )
 
+    def _offload_stats(self) -> dict[str, Any]:
+        """Return the heartbeat's fields about KV blocks in host memory."""
+        pool, info = self._runner.host_pool, self._scheduler.kv_cache.host_info
+        if pool is None:
+            return {}
+        return {
+            "kv_offload_hits": info.hits,
+            "kv_offload_queries": info.total,
+            "kv_offload_copied_bytes": pool.copied_bytes,
+            "kv_offload_restored_bytes": pool.restored_bytes,
+            "kv_offload_copied_s": pool.copied_s,
+            "kv_offload_restored_s": pool.restored_s,
+        }
+
     def _measure_memory(self) -> dict[str, int]:
-        cache = self._receiver_cache
+        cache, host, pool = (
+            self._receiver_cache,
+            self._scheduler.kv_cache.host,
+            self._runner.host_pool,
+        )
         items = 0 if cache is None else cache.currsize
-        return resident_by_cause({**self._host_bytes, "processed_items": items})
+        known = {**self._host_bytes, "processed_items": items}
+        if host is not None and pool is not None:
+            known["kv_offload"] = host.num_used * pool.bytes_per_block
+        return resident_by_cause(known)
 
     def _name_loras(self, requests: Iterable[Request]) -> list[str]:
         if not self.config.lora.enable_lora:

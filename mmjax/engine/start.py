@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import StateSlots
 from mmjax.config.engine_config import EngineConfig, ModelConfig
@@ -21,7 +22,8 @@ from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_clip_sizes, choose_sizes, largest_items
 from mmjax.engine.device.functions import AdaptedModel, ModelShape
-from mmjax.engine.device.memory import fit_kv_cache
+from mmjax.engine.device.host_pool import HostPool
+from mmjax.engine.device.memory import count_host_slots, count_staged, fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
@@ -152,10 +154,10 @@ def start_engine(
         num_blocks = fit_kv_cache(config, programs, weights=shard_bytes(model.params))
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks)
     with timed("allocate", "allocating the caches"):
-        limits, scheduler = _make_scheduler(config, plan, programs, num_blocks)
-        runner = ModelRunner(
-            programs, compiled, model.params, num_blocks=num_blocks, has_spans=plan.sees != "past"
-        )
+        pool = _make_host_pool(config, programs)
+        limits, scheduler = _make_scheduler(config, plan, programs, num_blocks, pool)
+        options: dict[str, Any] = {"has_spans": plan.sees != "past", "host_pool": pool}
+        runner = ModelRunner(programs, compiled, model.params, num_blocks=num_blocks, **options)
     weights = EngineWeights(programs, runner, _make_weights_source(config, model, programs))
     reader = _make_adapter_reader(config, model, lambda: runner.params)
     adapters = _open_adapters(config, reader)
@@ -407,6 +409,7 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     seen = (n for m, n in largest.items() if m != "audio" or not longest_clip)
     largest_seen = max(seen, default=0)
     if module.max_encoder_len:
+        _check_offload(config, shares_blocks=False)
         # The items have no positions in the decoder's prompt, which alone has chunks.
         keeps_runs_whole = False
         # A request starts in one step: with the encoder's hidden states, and, of the items in
@@ -549,8 +552,20 @@ def _order_programs(
     return compiled, warm_up_keys if is_alone else order[:num_first]
 
 
+def _make_host_pool(config: EngineConfig, programs: Programs) -> HostPool | None:
+    """Return what keeps evicted KV blocks; None: nothing does."""
+    num_slots = count_host_slots(config, programs)
+    if not num_slots:
+        return None
+    return HostPool(programs, num_slots=num_slots, max_staged=count_staged(config))
+
+
 def _make_scheduler(
-    config: EngineConfig, plan: _MediaPlan, programs: Programs, num_blocks: int
+    config: EngineConfig,
+    plan: _MediaPlan,
+    programs: Programs,
+    num_blocks: int,
+    host_pool: HostPool | None,
 ) -> tuple[AdmissionLimits, Scheduler]:
     schedule, cache = config.scheduler, config.cache
     max_model_len, spec = config.model.max_model_len, plan.host_inputs.encoder_spec
@@ -575,6 +590,7 @@ def _make_scheduler(
             block_size=cache.block_size,
             max_model_len=max_model_len,
             max_encoder_len=plan.max_encoder_len,
+            host=None if host_pool is None else HostBlocks(host_pool.num_slots),
         ),
         encoder_cache=EncoderCacheManager(plan.num_encoder_rows),
         max_num_seqs=schedule.max_num_seqs,
@@ -595,8 +611,25 @@ def _make_scheduler(
     return limits, scheduler
 
 
+def _check_offload(config: EngineConfig, *, shares_blocks: bool = True) -> None:
+    """Raise ConfigError where no block is found by its hash, or no process has all of it."""
+    num_processes, reason = config.parallel.num_processes, None
+    if not config.cache.enable_prefix_caching:
+        reason = "`enable_prefix_caching` is off"
+    elif not shares_blocks:
+        reason = "the model is an encoder-decoder, whose requests share no blocks"
+    elif num_processes > 1:
+        reason = f"each of {num_processes} processes has a part of every block"
+    if config.cache.kv_offload_gb and reason is not None:
+        raise ConfigError(
+            f"`kv_offload_gb` is {config.cache.kv_offload_gb}, but {reason}: no evicted block "
+            "could be found again; leave `--kv-offload-gb` out"
+        )
+
+
 def _check_config(config: EngineConfig) -> None:
     schedule = config.scheduler
+    _check_offload(config)
     if schedule.max_num_batched_tokens < schedule.max_num_seqs:
         raise ConfigError(
             f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "

@@ -202,6 +202,7 @@ MEMORY_CAUSES = (
     "hidden_states",
     "adapters",
     "processed_items",
+    "kv_offload",
     "rest",
 )
 """The keys of `Heartbeat.memory_bytes`."""
@@ -256,6 +257,17 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found in the prefix cache, of `prefix_cache_queries`."""
     prefix_cache_queries: int = 0
+    kv_offload_hits: int = 0
+    """Tokens whose KV blocks host memory had, of `kv_offload_queries` that the device had not."""
+    kv_offload_queries: int = 0
+    kv_offload_copied_bytes: int = 0
+    """Of evicted KV blocks that were copied to host memory, ..."""
+    kv_offload_restored_bytes: int = 0
+    """... and back."""
+    kv_offload_copied_s: float = 0.0
+    """Seconds of the engine's thread that the former took, ..."""
+    kv_offload_restored_s: float = 0.0
+    """... and the latter."""
     encoder_cache_hits: int = 0
     """Encoder outputs found in the cache, of `encoder_cache_queries`."""
     encoder_cache_queries: int = 0

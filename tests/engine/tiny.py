@@ -172,6 +172,7 @@ def engine_config(
     block_size: int = 8,
     encoder_cache_size: int | None = None,
     enable_prefix_caching: bool = True,
+    kv_offload_gb: float = 0.0,
     precompile: Precompile | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
@@ -190,6 +191,7 @@ def engine_config(
             kv_cache_memory_bytes=None if num_blocks is None else num_blocks * bytes_per_block,
             encoder_cache_size=encoder_cache_size,
             enable_prefix_caching=enable_prefix_caching,
+            kv_offload_gb=kv_offload_gb,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduler

@@ -45,6 +45,9 @@ OURS = """
     encoder_cache_usage_perc processor_cache_bytes compilations_total programs programs_left
     engine_restarts_total engine_up engine_state event_loop_lag_seconds_bucket
     num_requests_processing http_responses_total engine_resident_memory_bytes
+    kv_offload_queries_total kv_offload_hits_total kv_offload_copied_bytes_total
+    kv_offload_restored_bytes_total kv_offload_copied_seconds_total
+    kv_offload_restored_seconds_total
 """
 BUSY = Heartbeat(
     num_running=3,

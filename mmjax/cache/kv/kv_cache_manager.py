@@ -1,6 +1,7 @@
 """The block tables of requests. Ids and counts only: no requests, no device arrays.
 
-Requests with a common prefix share its full, computed blocks by hash.
+Requests with a common prefix share its full, computed blocks by hash. Those that were evicted may
+be found in host memory.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash
 from mmjax.cache.kv.block_pool import BlockPool
+from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.media.lru import CacheInfo
 from mmjax.rounding import cdiv
 
@@ -21,12 +23,28 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_model_len: int, max_encoder_len: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_encoder_len: int = 0,
+        host: HostBlocks | None = None,
     ) -> None:
+        """`host`: of blocks that are copied to host memory when they are evicted; None: none."""
+        self.host = host
+        self._evicted: list[tuple[int, BlockHash]] = []
+        """Blocks that were evicted since the last `pop_copied`, and their hashes."""
+        self._num_restored = 0
+        """Slots that were chosen to be copied back since then."""
+        self._to_restore: dict[str, list[BlockHash]] = {}
+        """request_id -> hashes of the blocks behind its shared ones that host memory has."""
         self.block_size = block_size
         self.max_blocks = cdiv(max_model_len, block_size)
         self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
-        self._pool = BlockPool(num_blocks)
+        self._pool = (
+            BlockPool(num_blocks) if host is None else BlockPool(num_blocks, self._note_evicted)
+        )
         self._block_ids: dict[str, list[int]] = {}
         self._tables: dict[str, np.ndarray] = {}
         """request_id -> int32[max_blocks]; unused entries are 0."""
@@ -37,6 +55,9 @@ class KVCacheManager:
         """request_id -> number of its first blocks whose hashes are registered."""
         self.prefix_info = CacheInfo(0, 0)
         """Prompt tokens found in the prefix cache, and looked up, of all admitted requests."""
+        self.host_info = CacheInfo(0, 0)
+        """Tokens of these, and of requests that were preempted, that host memory had, of those that
+        the device had not."""
 
     @property
     def num_blocks(self) -> int:
@@ -56,13 +77,19 @@ class KVCacheManager:
     def count_cached_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> int:
         """Return how many of a request's first tokens are in cached blocks; changes nothing.
 
-        The last of its `num_tokens` never counts: its logits are needed, so it must be computed.
+        Blocks of the device, and behind them those of host memory. The last of its `num_tokens`
+        never counts: its logits are needed, so it must be computed.
         """
         limit = max(0, num_tokens - 1) // self.block_size
-        return len(self._pool.find_prefix(block_hashes[:limit])) * self.block_size
+        num_found = len(self._pool.find_prefix(block_hashes[:limit]))
+        if self.host is not None:
+            num_found += len(self.host.find_prefix(block_hashes[num_found:limit]))
+        return num_found * self.block_size
 
     def start(self, request_id: str, block_hashes: Sequence[BlockHash] = ()) -> int:
         """Open a request's block table with the cached blocks of `block_hashes`.
+
+        What only host memory has gets no blocks yet: `allocate_slots`, then `restore_blocks`.
 
         Returns:
             How many tokens these blocks hold.
@@ -74,7 +101,52 @@ class KVCacheManager:
         self._num_hashed[request_id] = len(shared)
         table = self._tables[request_id] = np.zeros(self.max_blocks, np.int32)
         table[: len(shared)] = shared
-        return len(shared) * self.block_size
+        num_found = len(shared)
+        if self.host is not None:
+            num_found += len(self.host.find_prefix(block_hashes[num_found:]))
+            self._to_restore[request_id] = list(block_hashes[len(shared) : num_found])
+        return num_found * self.block_size
+
+    def restore_blocks(self, request_id: str, num_asked: int) -> list[tuple[int, int]]:
+        """Return what is to be copied from host memory for a request that starts.
+
+        Slots, and the blocks that they are copied to before the next step. `num_asked`: tokens that
+        the request was looked up for.
+        """
+        hashes = self._to_restore.pop(request_id, [])
+        if self.host is None:
+            return []
+        first = self._num_hashed[request_id]
+        block_ids = self._block_ids[request_id][first : first + len(hashes)]
+        slots = self.host.find_prefix(hashes)
+        self.host.touch(hashes)
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            self._pool.cache(block_id, block_hash)
+        self._num_hashed[request_id] += len(hashes)
+        self._num_restored += len(hashes)
+        info, size = self.host_info, self.block_size
+        self.host_info = CacheInfo(
+            info.hits + len(hashes) * size, info.total + num_asked - first * size
+        )
+        return list(zip(slots, block_ids, strict=True))
+
+    def pop_copied(self) -> list[tuple[int, int]]:
+        """Return what is to be copied to host memory: blocks, and the slots they are copied to.
+
+        Those that were evicted since the last call, before anything is written to them. They are
+        found by hash from now on. No slot is among them that was to be restored meanwhile: if there
+        are fewer others than evicted blocks, the first, which are the ends of prefixes, are lost.
+        """
+        if self.host is None:
+            return []
+        evicted, self._evicted = self._evicted, []
+        num_lost = max(0, len(evicted) + self._num_restored - self.host.num_slots)
+        evicted, self._num_restored = evicted[num_lost:], 0
+        slots = [(block_id, self.host.keep(block_hash)) for block_id, block_hash in evicted]
+        return [(block_id, slot) for block_id, slot in slots if slot is not None]
+
+    def _note_evicted(self, block_id: int, block_hash: BlockHash) -> None:
+        self._evicted.append((block_id, block_hash))
 
     def note_prefix(self, num_found: int, num_asked: int) -> None:
         """Add an admitted request's prompt tokens to `prefix_info`."""
@@ -91,9 +163,13 @@ class KVCacheManager:
             self._pool.cache(block_ids[index], block_hashes[index])
         self._num_hashed[request_id] = max(full, self._num_hashed[request_id])
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all hashes; requests keep their blocks."""
+    def reset_prefix_cache(self, *, keeps_host: bool = False) -> None:
+        """Drop all hashes; requests keep their blocks. `keeps_host`: but those of host memory."""
         self._pool.forget_all()
+        self._evicted.clear()
+        self._num_restored = 0
+        if self.host is not None and not keeps_host:
+            self.host.forget_all()
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
         """Return whether `allocate_slots` would succeed."""
@@ -138,6 +214,7 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Free a request's blocks, last first, so that its prefix is evicted last."""
         self._tables.pop(request_id, None)
+        self._to_restore.pop(request_id, None)
         self._num_hashed.pop(request_id, None)
         self._encoder_tables.pop(request_id, None)
         self._pool.free(reversed(self._encoder_block_ids.pop(request_id, [])))

@@ -15,6 +15,7 @@ from jaxtyping import Array
 from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
+from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import Call, SampleKind
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables
@@ -78,7 +79,10 @@ class ModelRunner:
         *,
         num_blocks: int,
         has_spans: bool,
+        host_pool: HostPool | None = None,
     ) -> None:
+        """`host_pool`: of the blocks that are copied to host memory; None: none are."""
+        self.host_pool = host_pool
         self.buckets = programs.buckets
         self._keys = self.buckets.keys
         self._places = {key: place for place, key in enumerate(self._keys)}
@@ -120,6 +124,8 @@ class ModelRunner:
     def reset(self) -> None:
         """Reallocate all caches, after a failed step."""
         self._broadcast(Call.RESET)
+        if self.host_pool is not None:
+            self.host_pool.forget_copies()
         # The device has no room for both, and the exception's traceback may refer to the old ones.
         self.release_arrays()
         self.make_arrays()
@@ -151,6 +157,11 @@ class ModelRunner:
         if self._programs.num_state_slots:
             # Likewise.
             self._run_copy(0, 0)
+        if self.host_pool is not None:
+            # Likewise.
+            self._state = self._state._replace(
+                kv_cache=self.host_pool.warm_up(self._state.kv_cache)
+            )
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -165,6 +176,7 @@ class ModelRunner:
         for slot, adapter in output.adapter_loads:
             self._broadcast(Call.LOAD_ADAPTER, slot)
             self._run_load(slot, adapter.arrays)
+        self._move_blocks(output)
         self._encoded = None
         self._encode_items(output.encoder_items)
         if not output.requests:
@@ -260,6 +272,14 @@ class ModelRunner:
         }
         on_device = self._placement.put((np.int32(slot), values))
         self._adapters = self._programs.load_adapter(self._adapters, *on_device)
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        """Copy KV blocks that were evicted to host memory, and those that were found there back."""
+        if self.host_pool is not None:
+            kv_cache = self.host_pool.move(
+                self._state.kv_cache, output.copied_blocks, output.restored_blocks
+            )
+            self._state = self._state._replace(kv_cache=kv_cache)
 
     def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
         for source, target in slots:

@@ -75,6 +75,10 @@ class SchedulerOutput:
     """Slots from which to which states are copied, one after the other, before the step."""
     kept_states: Sequence[tuple[int, int]] = ()
     """Likewise, after the step."""
+    copied_blocks: Sequence[tuple[int, int]] = ()
+    """KV blocks that are copied to slots of host memory, before anything is written to them."""
+    restored_blocks: Sequence[tuple[int, int]] = ()
+    """Slots of host memory that are copied to KV blocks, after that and before the step."""
 
     @property
     def has_adapters(self) -> bool:
