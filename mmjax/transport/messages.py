@@ -268,6 +268,12 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Seconds of the engine's thread that the former took, ..."""
     kv_offload_restored_s: float = 0.0
     """... and the latter."""
+    kv_files_hits: int = 0
+    """KV blocks that were read from a directory, ..."""
+    kv_files_misses: int = 0
+    """... and prefixes, of the first block that is not there."""
+    kv_files_read_bytes: int = 0
+    kv_files_written_bytes: int = 0
     encoder_cache_hits: int = 0
     """Encoder outputs found in the cache, of `encoder_cache_queries`."""
     encoder_cache_queries: int = 0

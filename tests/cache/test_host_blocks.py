@@ -3,7 +3,7 @@
 import random
 
 from mmjax.cache.kv.host_blocks import HostBlocks
-from mmjax.cache.kv.kv_cache_manager import KVCacheManager
+from mmjax.cache.kv.kv_cache_manager import BlockCopy, KVCacheManager
 
 HASHES = [bytes([number]) for number in range(8)]
 
@@ -46,7 +46,7 @@ def test_random_uses_stay_within_the_slots() -> None:
 # ---- with block tables ---------------------------------------------------------------------------
 
 
-def fill(manager: KVCacheManager, request_id: str, hashes: list[bytes]) -> list[tuple[int, int]]:
+def fill(manager: KVCacheManager, request_id: str, hashes: list[bytes]) -> list[BlockCopy]:
     """Compute a request whose blocks have these hashes, and end it; return what was copied."""
     manager.start(request_id, hashes)
     assert manager.allocate_slots(request_id, 4 * len(hashes))
@@ -71,7 +71,7 @@ def test_evicted_blocks_are_copied_and_found_behind_those_of_the_device() -> Non
     assert manager.allocate_slots("c", 12)
     restored = manager.restore_blocks("c", 13)
     table = manager.get_block_table("c").tolist()
-    slot_of = dict(copied)
+    slot_of = {one.block_id: one.slot for one in copied}
     # The last block was evicted first, into the first slot.
     assert [block for _, block in restored] == table[1:]
     assert sorted(slot for slot, _ in restored) == sorted(slot_of.values())

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from mmjax.cache.kv.kv_cache_manager import BlockCopy
 from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.host_pool import HostPool
@@ -115,7 +116,8 @@ def test_a_block_in_host_memory_has_all_devices_heads():
     kv_cache = pool.move(kv_cache, [], list(zip(slots, blocks, strict=True)))
     for array, rows in zip(jax.tree.leaves(kv_cache), sent, strict=True):
         np.testing.assert_array_equal(np.asarray(array)[:20], rows[::-1])
-    kv_cache = pool.move(kv_cache, list(zip(blocks, blocks, strict=True)), [])
+    copied = [BlockCopy(number, number, b"") for number in blocks]
+    kv_cache = pool.move(kv_cache, copied, [])
     while pool._copies:
         kv_cache = pool.move(kv_cache, [], [])
     for array, rows in zip(pool._arrays, sent, strict=True):

@@ -5,14 +5,24 @@ be found in host memory.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash
 from mmjax.cache.kv.block_pool import BlockPool
+from mmjax.cache.kv.block_reader import BlockReader
 from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.media.lru import CacheInfo
 from mmjax.rounding import cdiv
+
+
+class BlockCopy(NamedTuple):
+    """A block of the device that is copied to a slot of host memory."""
+
+    block_id: int
+    slot: int
+    block_hash: BlockHash
 
 
 class KVCacheManager:
@@ -30,9 +40,16 @@ class KVCacheManager:
         max_model_len: int,
         max_encoder_len: int = 0,
         host: HostBlocks | None = None,
+        reader: BlockReader | None = None,
     ) -> None:
-        """`host`: of blocks that are copied to host memory when they are evicted; None: none."""
+        """`host`: of blocks that are copied to host memory when they are evicted; None: none.
+
+        `reader`: of a directory, to which all blocks are copied as soon as they are full.
+        """
         self.host = host
+        self._reader = reader
+        self._unsaved: dict[BlockHash, int] = {}
+        """Blocks that have got a hash since the last `pop_copied`, with a directory."""
         self._evicted: list[tuple[int, BlockHash]] = []
         """Blocks that were evicted since the last `pop_copied`, and their hashes."""
         self._num_restored = 0
@@ -130,20 +147,67 @@ class KVCacheManager:
         )
         return list(zip(slots, block_ids, strict=True))
 
-    def pop_copied(self) -> list[tuple[int, int]]:
+    def is_read(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> bool:
+        """Return whether a directory has no more for a request that waits; begin to read it."""
+        reader = self._reader
+        if reader is None or not block_hashes:
+            return True
+        if not reader.has_begun(request_id):
+            num_found = self.count_cached_tokens(block_hashes, num_tokens) // self.block_size
+            limit = max(0, num_tokens - 1) // self.block_size
+            if num_found >= min(limit, len(block_hashes)):
+                return True
+            reader.begin(request_id, block_hashes[num_found:limit])
+        return reader.is_done(request_id)
+
+    def pop_read(self) -> list[tuple[int, memoryview]]:
+        """Return what was read from the directory since the last call, and its slots.
+
+        It is found by hash from now on. Of blocks with one slot the last has it.
+        """
+        if self._reader is None or self.host is None:
+            return []
+        read = [(self.host.keep(name), content) for name, content in self._reader.pop_read()]
+        return [(slot, content) for slot, content in read if slot is not None]
+
+    def wait_read(self, timeout_s: float) -> bool:
+        """Wait until something is read; False, at once, if nothing is being read."""
+        return self._reader is not None and self._reader.wait(timeout_s)
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop what is kept of a request from before it starts until it ends."""
+        if self._reader is not None:
+            self._reader.forget(request_id)
+
+    def leave_directory(self) -> None:
+        """Read and write no directory any more. Idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = None
+        self._unsaved.clear()
+
+    def pop_copied(self) -> list[BlockCopy]:
         """Return what is to be copied to host memory: blocks, and the slots they are copied to.
 
-        Those that were evicted since the last call, before anything is written to them. They are
+        Those that were evicted since the last call, before anything is written to them; with a
+        directory, those that were filled, too, which were computed by former steps. They are
         found by hash from now on. No slot is among them that was to be restored meanwhile: if there
         are fewer others than evicted blocks, the first, which are the ends of prefixes, are lost.
         """
         if self.host is None:
             return []
-        evicted, self._evicted = self._evicted, []
-        num_lost = max(0, len(evicted) + self._num_restored - self.host.num_slots)
-        evicted, self._num_restored = evicted[num_lost:], 0
-        slots = [(block_id, self.host.keep(block_hash)) for block_id, block_hash in evicted]
-        return [(block_id, slot) for block_id, slot in slots if slot is not None]
+        filled = [(block_id, block_hash) for block_hash, block_id in self._unsaved.items()]
+        blocks = [*self._evicted, *filled]
+        num_lost = max(0, len(blocks) + self._num_restored - self.host.num_slots)
+        self._evicted.clear()
+        self._unsaved.clear()
+        self._num_restored = 0
+        copied = []
+        for block_id, block_hash in blocks[num_lost:]:
+            slot = self.host.keep(block_hash)
+            if slot is not None:
+                copied.append(BlockCopy(block_id, slot, block_hash))
+        return copied
 
     def _note_evicted(self, block_id: int, block_hash: BlockHash) -> None:
         self._evicted.append((block_id, block_hash))
@@ -161,12 +225,15 @@ class KVCacheManager:
         block_ids = self._block_ids[request_id]
         for index in range(self._num_hashed[request_id], full):
             self._pool.cache(block_ids[index], block_hashes[index])
+            if self._reader is not None:
+                self._unsaved[block_hashes[index]] = block_ids[index]
         self._num_hashed[request_id] = max(full, self._num_hashed[request_id])
 
     def reset_prefix_cache(self, *, keeps_host: bool = False) -> None:
         """Drop all hashes; requests keep their blocks. `keeps_host`: but those of host memory."""
         self._pool.forget_all()
         self._evicted.clear()
+        self._unsaved.clear()
         self._num_restored = 0
         if self.host is not None and not keeps_host:
             self.host.forget_all()

@@ -176,7 +176,7 @@ class ModelRunner:
         for slot, adapter in output.adapter_loads:
             self._broadcast(Call.LOAD_ADAPTER, slot)
             self._run_load(slot, adapter.arrays)
-        self._move_blocks(output)
+        self.move_blocks(output)
         self._encoded = None
         self._encode_items(output.encoder_items)
         if not output.requests:
@@ -273,11 +273,14 @@ class ModelRunner:
         on_device = self._placement.put((np.int32(slot), values))
         self._adapters = self._programs.load_adapter(self._adapters, *on_device)
 
-    def _move_blocks(self, output: SchedulerOutput) -> None:
+    def move_blocks(self, output: SchedulerOutput) -> None:
         """Copy KV blocks that were evicted to host memory, and those that were found there back."""
         if self.host_pool is not None:
             kv_cache = self.host_pool.move(
-                self._state.kv_cache, output.copied_blocks, output.restored_blocks
+                self._state.kv_cache,
+                output.copied_blocks,
+                output.restored_blocks,
+                output.read_blocks,
             )
             self._state = self._state._replace(kv_cache=kv_cache)
 

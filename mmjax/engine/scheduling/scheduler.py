@@ -450,6 +450,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self._release(request)
+        self.kv_cache.forget_request(request.request_id)
         self.waiting.forget(request)
         self._item_sizes.remove(request.media_items)
         if request.encoder is not None:
@@ -484,6 +485,7 @@ class Scheduler:
             self._limits.max_num_encoder_input_tokens,
             self._max_num_encoder_states,
         )
+        read_blocks = self.kv_cache.pop_read()
         self._schedule_running(plan)
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
@@ -508,6 +510,7 @@ class Scheduler:
             adapter_loads=plan.loads,
             restored_states=plan.restored_states,
             kept_states=plan.kept_states,
+            read_blocks=read_blocks,
             copied_blocks=copied_blocks,
             restored_blocks=plan.restored_blocks,
         )
@@ -637,7 +640,11 @@ class Scheduler:
         """Return whether a request may run, and its adapter; called in the queue's order."""
         adapter = request.lora_request
         has_slot = adapter is None or self.adapter_slots.may_start(adapter, draining)
-        return has_slot and self._may_run(request)
+        return (
+            has_slot
+            and self._may_run(request)
+            and self.kv_cache.is_read(request.request_id, request.block_hashes, request.num_tokens)
+        )
 
     def _take_slots(self, plan: _Plan, request: Request) -> None:
         """Give a request that starts its slots, of adapters and of states."""
