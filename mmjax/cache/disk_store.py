@@ -300,8 +300,7 @@ class DiskStore:
         is_full = self._num_bytes + size > self.max_bytes
         if not is_full and self._num_unscanned < self.max_bytes // _SCAN_SHARE:
             return
-        files = self._scan()
-        self._num_bytes = sum(one.st_size for one in files.values())
+        files, self._num_bytes = self._scan()
         self._num_unscanned = 0
         if self._num_bytes + size <= self.max_bytes:
             return
@@ -315,9 +314,13 @@ class DiskStore:
                 os.unlink(name, dir_fd=self._fd)
             self._num_bytes -= files[name].st_size
 
-    def _scan(self) -> dict[str, os.stat_result]:
-        """Return our files, and remove what killed processes did not finish."""
+    def _scan(self) -> tuple[dict[str, os.stat_result], int]:
+        """Return our files, and the bytes of all; remove what killed processes did not finish.
+
+        What another process writes now counts, and is not to be removed.
+        """
         files: dict[str, os.stat_result] = {}
+        num_bytes = 0
         oldest = time.time() - _UNFINISHED_AGE
         with os.scandir(self._fd) as entries:
             for entry in entries:
@@ -330,9 +333,11 @@ class DiskStore:
                         continue
                     if is_unfinished and status.st_mtime < oldest:
                         os.unlink(entry.name, dir_fd=self._fd)
-                    else:
+                        continue
+                    num_bytes += status.st_size
+                    if not is_unfinished:
                         files[entry.name] = status
-        return files
+        return files, num_bytes
 
     # ---- the form of a file --------------------------------------------------------------------
 

@@ -237,6 +237,15 @@ class CacheConfig:
         unset="`max_num_batched_tokens`",
         minimum=1,
     )
+    encoder_cache_dir: Path | None = setting(
+        None,
+        """Directory where outputs of encoders are kept, for later engine processes; of this user
+        alone, and of any number of processes.""",
+        unset="none are kept",
+    )
+    encoder_cache_dir_gb: float = setting(
+        16.0, "Size of the files in `encoder_cache_dir` in GiB.", above=0
+    )
     enable_prefix_caching: bool = setting(
         True, "Whether requests with a common prefix share its KV cache."
     )

@@ -54,6 +54,15 @@ class MultiModalConfig:
     mm_processor_cache_gb: float = setting(
         4.0, "Size of the processor cache in GiB; 0 disables it.", minimum=0
     )
+    mm_processor_cache_dir: Path | None = setting(
+        None,
+        """Directory where processed items are kept, for later servers; of this user alone, and of
+        any number of processes.""",
+        unset="none are kept",
+    )
+    mm_processor_cache_dir_gb: float = setting(
+        16.0, "Size of the files in `mm_processor_cache_dir` in GiB.", above=0
+    )
     mm_shm_cache_max_object_size_mb: int = setting(
         DEFAULT_SHM_OBJECT_SIZE_MB,
         """Size of the largest item in shared memory in MiB, with the cache type shm; larger ones
@@ -210,6 +219,11 @@ class MultiModalConfig:
             _check_media_limit(modality, limit)
         if (fault := find_media_io_fault(self.media_io_kwargs)) is not None:
             raise ConfigError(f"`media_io_kwargs{fault[0]}` {fault[1]}")
+        if self.mm_processor_cache_dir is not None and not self.mm_processor_cache_gb:
+            raise ConfigError(
+                "`mm_processor_cache_dir` is set, but `mm_processor_cache_gb` is 0, with which no "
+                "item is kept; give it room, or leave the directory out"
+            )
         max_object_size_mb = self.mm_shm_cache_max_object_size_mb
         is_set = max_object_size_mb != DEFAULT_SHM_OBJECT_SIZE_MB
         if is_set and self.mm_processor_cache_type != "shm":

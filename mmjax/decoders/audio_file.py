@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.decoders.limits import MediaLimits, check_audio_size, check_bytes, check_num_samples
+from mmjax.decoders.video_file import VIDEO_FORMATS
 from mmjax.errors import MediaError, RequestValueError
 
 AUDIO_FORMATS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
@@ -80,13 +81,35 @@ def decode_audio(
         rate: The rate that is wanted.
         param: The field that is wrong where the clip is.
     """
-    with _opened(data, limits, param) as (container, stream):
-        header = _survey(container, stream, limits, param)
-    check_num_samples(header.count_samples(rate), limits, param=param)
-    # Opened again, not sought to its start: not every file can be.
-    with _opened(data, limits, param) as (container, stream):
-        samples, own_rate = _decode(container, stream, header, limits, param)
-    return resample(samples, own_rate, rate)
+    return _decode_all(data, limits, rate, param)
+
+
+class _SilentError(MediaError):
+    """A file without a stream of sound."""
+
+
+def read_sound_header(
+    data: bytes, limits: MediaLimits, *, param: str | None = "video"
+) -> AudioHeader | None:
+    """Measure the sound of a video, as `read_audio_header` a clip; None: it has none."""
+    try:
+        with _opened(data, limits, param, "video") as (container, stream):
+            return _survey(container, stream, limits, param)
+    except _SilentError:
+        return None
+
+
+def decode_sound(
+    data: bytes, limits: MediaLimits, rate: int, *, param: str | None = "video"
+) -> np.ndarray:
+    """Return the samples of a video's sound, as `decode_audio` a clip's; none where it is silent.
+
+    The limits of clips hold for it, but for the file's bytes, which are the video's.
+    """
+    try:
+        return _decode_all(data, limits, rate, param, "video")
+    except _SilentError:
+        return np.empty(0, np.float32)
 
 
 def resample(samples: np.ndarray, rate: int, target_rate: int, *, axis: int = 0) -> np.ndarray:
@@ -104,19 +127,34 @@ def resample(samples: np.ndarray, rate: int, target_rate: int, *, axis: int = 0)
 # ---- the file -----------------------------------------------------------------------------------
 
 
+def _decode_all(
+    data: bytes, limits: MediaLimits, rate: int, param: str | None, modality: str = "audio"
+) -> np.ndarray:
+    with _opened(data, limits, param, modality) as (container, stream):
+        header = _survey(container, stream, limits, param)
+    check_num_samples(header.count_samples(rate), limits, param=param)
+    # Opened again, not sought to its start: not every file can be.
+    with _opened(data, limits, param, modality) as (container, stream):
+        samples, own_rate = _decode(container, stream, header, limits, param)
+    return resample(samples, own_rate, rate)
+
+
 @contextmanager
-def _opened(data: bytes, limits: MediaLimits, param: str | None) -> Iterator[tuple[Any, Any]]:
+def _opened(
+    data: bytes, limits: MediaLimits, param: str | None, modality: str = "audio"
+) -> Iterator[tuple[Any, Any]]:
     """Yield FFmpeg's container and its first stream of sound; whatever fails is the request's."""
-    check_bytes("audio", len(data), limits, param=param)
+    check_bytes(modality, len(data), limits, param=param)
     try:
         import av
     except ImportError:
         raise RequestValueError(_MISSING_PYAV, param=param) from None
     try:
         options = {"codec_whitelist": ",".join(AUDIO_CODECS), "max_streams": str(_MAX_STREAMS)}
-        with av.open(BytesIO(data), format=_format_of(data), options=options) as container:
+        form = _format_of(data, modality)
+        with av.open(BytesIO(data), format=form, options=options) as container:
             if not container.streams.audio:
-                raise MediaError("it has no sound", param=param)
+                raise _SilentError("it has no sound", param=param)
             stream = container.streams.audio[0]
             codec = stream.codec_context
             if codec is None or codec.name not in AUDIO_CODECS:
@@ -135,8 +173,11 @@ def _opened(data: bytes, limits: MediaLimits, param: str | None) -> Iterator[tup
         ) from error
 
 
-def _format_of(data: bytes) -> str:
-    for name, (place, marks) in AUDIO_FORMATS.items():
+def _format_of(data: bytes, modality: str) -> str:
+    formats: Mapping[str, tuple[int, Any]] = AUDIO_FORMATS
+    if modality == "video":
+        formats = VIDEO_FORMATS
+    for name, (place, marks) in formats.items():
         if data[place:].startswith(marks):
             return name
     raise ValueError("its format is not recognised")

@@ -89,13 +89,24 @@ class DecodeWorkers:
     ) -> np.ndarray:
         """Return a clip's samples: one channel, at `rate`."""
         with self._ask("decode_audio", data, limits, param, rate=rate) as (reply, memory):
-            (num_samples,) = _integers([reply["num_samples"]], 1)
-            check_num_samples(num_samples, limits, param=param)
-            samples = np.empty(num_samples, np.float32)
-            memory.read_into(samples.view(np.uint8).data)
-            if not (num_samples and np.isfinite(samples).all()):
+            samples = _checked_samples(reply, memory, limits, param)
+            if not len(samples):
                 raise ValueError("a worker process gave a wrong reply")
             return samples
+
+    def read_sound_header(
+        self, data: bytes, limits: MediaLimits, *, param: str | None
+    ) -> AudioHeader | None:
+        """Return what is known of a video's sound; None: it has none."""
+        with self._ask("read_video_sound", data, limits, param) as (reply, _):
+            return None if reply["header"] is None else _checked_audio_header(reply, limits)
+
+    def decode_sound(
+        self, data: bytes, limits: MediaLimits, rate: int, *, param: str | None
+    ) -> np.ndarray:
+        """Return a video's sound: one channel, at `rate`; no samples where it is silent."""
+        with self._ask("decode_video_sound", data, limits, param, rate=rate) as (reply, memory):
+            return _checked_samples(reply, memory, limits, param)
 
     def close(self) -> None:
         """End the processes; whoever waits for one gets an error."""
@@ -141,6 +152,18 @@ def _checked_audio_header(reply: Mapping[str, Any], limits: MediaLimits) -> Audi
         raise ValueError("a worker process gave a wrong reply")
     check_audio_size(rate, num_channels, seconds, limits)
     return AudioHeader(rate, num_channels, seconds)
+
+
+def _checked_samples(
+    reply: Mapping[str, Any], memory: SharedMemory, limits: MediaLimits, param: str | None
+) -> np.ndarray:
+    (num_samples,) = _integers([reply["num_samples"]], 1)
+    check_num_samples(num_samples, limits, param=param)
+    samples = np.empty(num_samples, np.float32)
+    memory.read_into(samples.view(np.uint8).data)
+    if not np.isfinite(samples).all():
+        raise ValueError("a worker process gave a wrong reply")
+    return samples
 
 
 def _integers(values: Sequence[Any], count: int) -> list[int]:

@@ -6,7 +6,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.decoders.audio_file import decode_audio, read_audio_header
+from mmjax.decoders.audio_file import (
+    decode_audio,
+    decode_sound,
+    read_audio_header,
+    read_sound_header,
+)
 from mmjax.decoders.image_file import BYTES_PER_PIXEL, decode_image, read_image_header
 from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.shared_memory import SharedMemory
@@ -59,7 +64,20 @@ def _read_audio_header(data: bytes, memory: SharedMemory, **limits: int) -> dict
 
 
 def _decode_audio(data: bytes, memory: SharedMemory, rate: int, **limits: int) -> dict[str, Any]:
-    samples = decode_audio(data, MediaLimits(**limits), rate)
+    return _share(decode_audio(data, MediaLimits(**limits), rate), memory)
+
+
+def _read_video_sound(data: bytes, memory: SharedMemory, **limits: int) -> dict[str, Any]:
+    return {"header": read_sound_header(data, MediaLimits(**limits))}
+
+
+def _decode_video_sound(
+    data: bytes, memory: SharedMemory, rate: int, **limits: int
+) -> dict[str, Any]:
+    return _share(decode_sound(data, MediaLimits(**limits), rate), memory)
+
+
+def _share(samples: np.ndarray, memory: SharedMemory) -> dict[str, Any]:
     memory.write(np.ascontiguousarray(samples, np.float32).view(np.uint8).data)
     return {"num_samples": len(samples)}
 
@@ -71,5 +89,7 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "decode_video": _decode_video,
     "read_audio_header": _read_audio_header,
     "decode_audio": _decode_audio,
+    "read_video_sound": _read_video_sound,
+    "decode_video_sound": _decode_video_sound,
 }
 """Called with the file, the shared memory, the job's options, and the limits."""

@@ -346,6 +346,9 @@ class EngineCore:
         self.note_computing(self._find_computed(output))
         begun_at = time.monotonic()
         in_flight = self._runner.dispatch(output)
+        if in_flight is not None and in_flight.found:
+            for scheduled in output.requests:
+                scheduled.request.note_found(in_flight.found)
         if in_flight is None:
             self._open_outputs.pop()
             return None
@@ -390,6 +393,7 @@ class EngineCore:
         self._adapters.close()
         self._programs.close(wait=wait)
         self._runner.end()
+        self._runner.forget_stored_rows()
         if self._receiver_cache is not None:
             self._receiver_cache.close()
 
@@ -532,6 +536,8 @@ class EngineCore:
         self._leave_directory()
         self.weights_version = self.weights_version + 1 if version is None else version
         self._requests.change_weights(self.weights_version, has_new_tower=has_new_tower)
+        if has_new_tower:
+            self._runner.forget_stored_rows()
         self._scheduler.change_weights(self.weights_version, self._requests.rename)
         if self.config.lora.enable_lora:
             self._adapters.read_again()
@@ -579,6 +585,7 @@ class EngineCore:
         scheduler = self._scheduler
         guessed = scheduler.speculation
         prefix, encoder = scheduler.kv_cache.prefix_info, scheduler.encoder_cache.info
+        disk = self._runner.disk_stats
         return Heartbeat(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -593,6 +600,10 @@ class EngineCore:
             **self._offload_stats(),
             encoder_cache_hits=encoder.hits,
             encoder_cache_queries=encoder.total,
+            encoder_disk_hits=disk.hits,
+            encoder_disk_queries=disk.hits + disk.misses,
+            encoder_disk_read_bytes=disk.bytes_read,
+            encoder_disk_written_bytes=disk.bytes_written,
             encoder_cache_usage=self.encoder_usage(),
             num_preemptions=self.num_preemptions,
             num_drafts=0 if guessed is None else guessed.num_drafts,

@@ -30,6 +30,7 @@ from mmjax.engine.device.mesh import Placement, join_processes, make_placement, 
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.threads import DeviceThreads, open_devices
+from mmjax.engine.encoder_store import open_stored_rows
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
@@ -49,7 +50,7 @@ from mmjax.layers.module import (
 )
 from mmjax.layers.quantization import Layouts, quantize_params
 from mmjax.layers.recurrent.chunks import CHUNK
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, Sees
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec, Sees
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
 from mmjax.models.registry import load_model_class
@@ -160,6 +161,7 @@ def start_engine(
         limits, scheduler = _make_scheduler(config, plan, programs, num_blocks, pool)
         options: dict[str, Any] = {"has_spans": plan.sees != "past", "host_pool": pool}
         runner = ModelRunner(programs, compiled, model.params, num_blocks=num_blocks, **options)
+        runner.stored_rows = open_stored_rows(config, model.model_class, programs, model.params)
     weights = EngineWeights(programs, runner, _make_weights_source(config, model, programs))
     reader = _make_adapter_reader(config, model, lambda: runner.params)
     adapters = _open_adapters(config, reader)
@@ -488,11 +490,12 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         clip_spec = plan.host_inputs.clip_spec
         sizes["clips"] = choose_clip_sizes(clip_spec, budget, plan.longest_clip)
     speculation = _find_speculation(config, plan)
+    keeps_rows = plan.has_tower and config.cache.encoder_cache_dir is not None
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
         **sizes,
-        max_written=budget if plan.takes_embeds else 0,
+        max_written=budget if plan.takes_embeds or keeps_rows else 0,
         span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,
         has_adapters=model.adapted is not None,
@@ -512,6 +515,8 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         max_encoder_len=plan.max_encoder_len,
         adapted=model.adapted,
         logprobs_mode=config.model.logprobs_mode,
+        takes_embeds=plan.takes_embeds,
+        keeps_rows=keeps_rows,
         num_state_slots=plan.num_state_slots,
     )
 
@@ -620,6 +625,7 @@ def _make_scheduler(
         patches_per_token=0
         if isinstance(spec, EncoderSpec)
         else spec.patches_per_kept or spec.patches_per_token,
+        packs_clips=isinstance(plan.host_inputs.clip_spec, PackedEncoderSpec),
         keeps_runs_whole=plan.keeps_runs_whole,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
@@ -667,6 +673,11 @@ def _check_config(config: EngineConfig) -> None:
         raise ConfigError(
             f"`precompile` is 'smallest' with {config.parallel.num_processes} processes; they make "
             "the same calls, and so need the same programs: give `--precompile all` or none"
+        )
+    if config.cache.encoder_cache_dir is not None and config.parallel.num_processes > 1:
+        raise ConfigError(
+            f"`encoder_cache_dir` is set with {config.parallel.num_processes} processes, of which "
+            "none has all of an encoder's weights to name its outputs by; leave it out"
         )
     max_model_len = config.model.max_model_len
     if not schedule.enable_chunked_prefill and schedule.max_num_batched_tokens < max_model_len:

@@ -144,7 +144,8 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
     kind = hf_config.model_type
     has_qkv_bias = kind.startswith("qwen2") or getattr(hf_config, "attention_bias", False)
     # NOTE: HF assumes these sections where the config names none.
-    has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")
+    of_axes = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text")
+    has_axes = kind in of_axes
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
     given = dict(hf_config.rope_parameters)
     if kind in ("qwen3_vl_text", "qwen3_vl_moe_text"):

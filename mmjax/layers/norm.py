@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.layers.cpu.rows import norm_rows
+
 
 def _scale(weight: Array, rank: int) -> Array:
     return weight.astype(jnp.float32).reshape((1,) * (rank - 1) + weight.shape)
@@ -22,14 +24,17 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalise the last axis."""
-        wide = x.astype(jnp.float32)
-        mean = wide.mean(-1, keepdims=True)
-        variance = jnp.square(wide - mean).mean(-1, keepdims=True)
-        normed = (wide - mean) * jax.lax.rsqrt(variance + self.eps)
-        out = normed * _scale(self.weight[...], x.ndim)
-        if self.bias is not None:
-            out = out + _scale(self.bias[...], x.ndim)
-        return out.astype(x.dtype)
+
+        def norm(x: Array, weight: Array, bias: Array | None = None) -> Array:
+            wide = x.astype(jnp.float32)
+            mean = wide.mean(-1, keepdims=True)
+            variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+            normed = (wide - mean) * jax.lax.rsqrt(variance + self.eps)
+            out = normed * _scale(weight, x.ndim)
+            return (out if bias is None else out + _scale(bias, x.ndim)).astype(x.dtype)
+
+        bias = None if self.bias is None else self.bias[...]
+        return norm_rows(x, self.weight[...], bias, norm, eps=self.eps, centres=True)
 
 
 class RMSNorm(nnx.Module):
@@ -41,9 +46,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalise the last axis."""
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+        def norm(x: Array, weight: Array) -> Array:
+            normed = divide_by_rms(x, self.eps).astype(x.dtype)
+            return normed * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+
+        return norm_rows(x, self.weight[...], None, norm, eps=self.eps, rounds_first=True)
 
 
 class GemmaRMSNorm(nnx.Module):
@@ -60,9 +68,12 @@ class GemmaRMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalise the last axis."""
-        scale = _scale(self.weight[...], x.ndim)
-        scale = 1.0 + scale if self.is_centred else scale
-        return (divide_by_rms(x, self.eps) * scale).astype(x.dtype)
+        offset = 1.0 if self.is_centred else 0.0
+
+        def norm(x: Array, weight: Array) -> Array:
+            return (divide_by_rms(x, self.eps) * (offset + _scale(weight, x.ndim))).astype(x.dtype)
+
+        return norm_rows(x, self.weight[...], None, norm, eps=self.eps, offset=offset)
 
 
 def divide_by_rms(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:

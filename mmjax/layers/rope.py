@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.prevent_fusion import prevent_fusion
+from mmjax.layers.cpu.rows import rotate_rows
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
@@ -218,6 +219,10 @@ def apply_rotary(
 
     Where heads are wider than 2 P, their rest stays as it is (`partial_rotary_factor`).
     """
+    return rotate_rows(x, cos, sin, _rotate)
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     half = cos.shape[-1]
     cos, sin = cos.astype(x.dtype)[:, None, :], sin.astype(x.dtype)[:, None, :]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

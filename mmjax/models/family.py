@@ -132,6 +132,10 @@ class FamilyInfo(BaseProcessingInfo):
             return self.get_hf_config().image_token_id
         return self.get_token_id(self.embed_token)
 
+    def get_embed_token_ids(self, modality: str) -> Sequence[int]:
+        """Return all tokens of an item at whose places its embeddings go."""
+        return [self.get_embed_token_id(modality)]
+
     def get_target(self, modality: str) -> Target:
         """Return what an item replaces in the prompt, or the place behind which it is inserted."""
         return [self.get_embed_token_id(modality)]
@@ -469,14 +473,14 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
 
     def _describe(self, modality: str, kwargs: MultiModalKwargsItems) -> Any:
         """Return what gives an item's tokens, and which of them take embeddings."""
-        embed_token_id = self.info.get_embed_token_id(modality)
+        embed_token_ids = self.info.get_embed_token_ids(modality)
 
         @cache  # items of one size share their content
         def write(size: Hashable) -> PromptUpdateDetails:
             tokens = self.info.write_item(modality, size)
-            if self.info.marks_are_embeds or tokens.count(embed_token_id) == len(tokens):
+            if self.info.marks_are_embeds or {*tokens} <= {*embed_token_ids}:
                 return PromptUpdateDetails(tokens)
-            return PromptUpdateDetails.select_token_id(tokens, embed_token_id)
+            return PromptUpdateDetails.select_token_ids(tokens, embed_token_ids)
 
         def write_item(item_idx: int) -> PromptUpdateDetails:
             tensors = kwargs.get_item(modality, item_idx).get_data()

@@ -8,6 +8,7 @@ A video is like that, or each of its steps, with its second as text (`StampedGri
 import copy
 from collections.abc import Callable, Hashable, Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, item_fields
 from mmjax.models.grid_inputs import GridHostInputs
-from mmjax.processing.image_processors.frames import DEFAULT_FPS, Timing
+from mmjax.processing.image_processors.frames import DEFAULT_FPS, MIN_FPS, Timing
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.patches import (
     ImagePatcher,
@@ -47,6 +48,10 @@ CHATML_TURNS = r"""
 {%- endif -%}
 """
 """Of a Qwen checkpoint without a chat template."""
+SECONDS_OF_STEPS: Mapping[str, MultiModalFieldConfig] = MappingProxyType(
+    {"second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
+)
+"""What `TimedVideoPatcher` returns beside patches and grids."""
 
 Frames = tuple[tuple[str, ...], int]
 """What is written for each step of a video, and how many embeddings each has."""
@@ -149,11 +154,15 @@ class GridInfo(FamilyInfo):
             return None
         # HF writes to them.
         own = load_video_settings(self.ctx.model_config.path)
-        settings = copy.deepcopy({**self.video_defaults, **own})
+        settings = copy.deepcopy(self.choose_video_settings(own))
         known = settings.keys() & hf_class.valid_kwargs.__annotations__
         return self.choose_video_patcher(settings)(
             hf_class(**{key: settings[key] for key in known}), settings=settings, **options
         )
+
+    def choose_video_settings(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what holds of videos, of what the checkpoint's files say (`own`)."""
+        return {**self.video_defaults, **own}
 
     def choose_video_patcher(self, settings: Mapping[str, Any]) -> type[VideoPatcher]:
         """Return what samples and cuts videos, by the settings that the checkpoint has of them."""
@@ -242,6 +251,28 @@ class GridInfo(FamilyInfo):
     def count_cells(self, grid: np.ndarray) -> int:
         """Return how many embeddings an item of a grid has."""
         return int(np.prod(grid)) // self.merge_size**2
+
+
+class TimedDataParser(GridDataParser):
+    """Takes the seconds of a step beside the embeddings of a video, where they are given."""
+
+    keeps_metadata = True
+    embedding_fields: ClassVar = {
+        **GridDataParser.embedding_fields,
+        "video": {**GridDataParser.embedding_fields["video"], "second_per_grid_ts": "optional"},
+    }
+
+    def _get_embedding_fields_config(
+        self, modality: str, data: Mapping[str, Any]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        fields = super()._get_embedding_fields_config(modality, data)
+        if modality == "image":
+            return fields
+        seconds = np.asarray(data.get("second_per_grid_ts", 1.0), np.float32)
+        most = 1.0 / MIN_FPS
+        if not ((seconds >= 0) & (seconds <= most)).all():
+            raise ValueError(f"`second_per_grid_ts` is {seconds.tolist()}; expected 0 to {most:g}")
+        return {**fields, **SECONDS_OF_STEPS}
 
 
 class StampedDataParser(GridDataParser):

@@ -5,12 +5,12 @@ A grid is (time, rows, columns) of patches. The patches of a frame come square b
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from mmjax.errors import RequestRuntimeError
+from mmjax.errors import CheckpointError, RequestRuntimeError
 from mmjax.models.host_inputs import (
     HostInputs,
     PackedEncoderSpec,
@@ -95,19 +95,40 @@ class GridHostInputs(HostInputs):
             return None
         parts, index, place = [], 0, 0
         for item in items:
-            runs = item.position.extract_embeds_range()
-            time, rows, columns = self._find_run_grid(item, len(runs))
-            cells = np.indices((time, rows, columns)).reshape(3, -1)
-            cells[0] = self.times(item.tensors, time)[cells[0]]
-            for first, last in runs:
+            for first, cells, extent in self.find_runs(item):
                 parts.append(np.tile(np.arange(first - index) + place, (3, 1)))
                 place += first - index
                 parts.append(cells + place)
-                place += max(rows, columns)
-                index = last + 1
+                place += extent
+                index = first + cells.shape[1]
         parts.append(np.tile(np.arange(num_tokens - index) + place, (3, 1)))
         prompt = np.concatenate(parts, axis=1).astype(np.int32)
         return RotaryPositions(prompt, place - index)
+
+    def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
+        """Yield the runs of an item's tokens that are not positioned as text.
+
+        Of each: where it begins in the prompt, int[3, tokens] from the position that text would
+        have there, and how far behind that the text goes on.
+        """
+        runs = item.position.extract_embeds_range()
+        time, rows, columns = self._find_run_grid(item, len(runs))
+        cells = self.find_cells(item.tensors, (time, rows, columns))
+        for first, _ in runs:
+            yield first, cells, self.find_extent(cells)
+
+    def find_cells(self, item: Mapping[str, np.ndarray], grid: Grid) -> np.ndarray:
+        """Return int[3, cells]: time, row and column of each, in order."""
+        cells = np.indices(grid).reshape(3, -1)
+        cells[0] = self.times(item, grid[0])[cells[0]]
+        return cells
+
+    def find_extent(self, cells: np.ndarray) -> int:
+        """Return how far behind a run's first position the text goes on.
+
+        `cells`: int[3, cells]: time, row and column of each.
+        """
+        return int(cells[1:].max()) + 1
 
     def _find_run_grid(self, item: PromptItem, num_runs: int) -> Grid:
         """Return the steps, rows and columns of the cells of each of an item's runs."""
@@ -125,6 +146,62 @@ class GridHostInputs(HostInputs):
     def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """Return the position on the axis of time of each of `count` steps."""
         return np.arange(count)
+
+
+class WindowGridHostInputs(GridHostInputs):
+    """The same, window by window; seconds on the axis of time."""
+
+    tokens_per_second: float
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        vision = hf_config.vision_config
+        self.window_side = vision.window_size // self.merge_size // vision.patch_size
+        if self.window_side < 1:
+            raise CheckpointError(
+                f"`vision_config.window_size` is {vision.window_size}, less than the "
+                f"{self.merge_size * vision.patch_size} pixels of one embedding's side"
+            )
+        self.encoder_spec = PackedEncoderSpec(
+            inputs={**self.encoder_spec.inputs, "window_ids": ((), "int32")},
+            patches_per_token=self.merge_size**2,
+        )
+
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return patches, places, frames and windows in the order of the windows."""
+        order, windows = self._find_windows(read_grid(item))
+        per_cell = self.merge_size**2
+        patches = (order[:, None] * per_cell + np.arange(per_cell)).reshape(-1)
+        units = {name: np.asarray(rows) for name, rows in super().units(item).items()}
+        if len(units["pixel_values"]) == len(patches):  # else it is the engine's to say
+            units = {name: rows[patches] for name, rows in units.items()}
+        return units | {"window_ids": np.repeat(windows, per_cell)}
+
+    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return where each cell of the grid stands among the windows' cells."""
+        order, _ = self._find_windows(read_grid(item))
+        return np.argsort(order).astype(np.int32)
+
+    def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+        """Return the steps of a video in `tokens_per_second`, cut to whole ones; as HF, in float32.
+
+        Embeddings may come without seconds: a step is one then, as in HF.
+        """
+        if "video_grid_thw" not in item:
+            return super().times(item, count)
+        seconds = np.float32(item.get("second_per_grid_ts", 1.0))
+        interval = np.float32(self.tokens_per_second) * seconds
+        return (np.arange(count, dtype=np.float32) * interval).astype(np.int64)
+
+    def _find_windows(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+        """Return the cells in the order of their windows, and the window of each of these."""
+        time, rows, columns = grid[0], grid[1] // self.merge_size, grid[2] // self.merge_size
+        side = self.window_side
+        frame, row, column = np.indices((time, rows, columns)).reshape(3, -1)
+        per_column, per_row = -(-rows // side), -(-columns // side)
+        windows = (frame * per_column + row // side) * per_row + column // side
+        order = np.argsort(windows, kind="stable")
+        return order, windows[order]
 
 
 def read_grid(item: Mapping[str, np.ndarray]) -> Grid:

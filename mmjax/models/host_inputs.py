@@ -132,9 +132,9 @@ class HostInputs(ABC):
     """One model's host inputs, made from its configuration; pure functions of items."""
 
     encoder_spec: EncoderSpec | PackedEncoderSpec
-    clip_spec: PackedEncoderSpec | None = None
-    """What encodes clips, of a model with `encoder_spec` for what it sees; a row is an embedding.
-    `embed_multimodal` is given the inputs of either."""
+    clip_spec: EncoderSpec | PackedEncoderSpec | None = None
+    """What encodes clips, of a model with `encoder_spec` for what it sees; a packed one's row is an
+    embedding. `embed_multimodal` is given the inputs of either."""
     cut_modalities: frozenset[str] = frozenset()
     """Those whose items have text among their embeddings: no run is as long as the item."""
     num_extra_rows: int = 0
@@ -161,17 +161,22 @@ class HostInputs(ABC):
         KeyError, TypeError, ValueError where they are none.
         """
         units = dict(self.units(item))
-        inputs = self.find_spec(units).inputs
+        inputs = {k: one for spec in self.find_specs(units) for k, one in spec.inputs.items()}
         if AFFINE in inputs:
             shape, _ = inputs[AFFINE]
             num_units = len(next(iter(units.values())))
             units[AFFINE] = np.broadcast_to(_find_affine(item).reshape(shape), (num_units, *shape))
         return {name: _as_dtype(units[name], dtype) for name, (_, dtype) in inputs.items()}
 
-    def find_spec(self, units: Collection[str]) -> EncoderSpec | PackedEncoderSpec:
-        """Return the spec of what encodes an item, by the names of its units' arrays."""
-        spec = self.clip_spec
-        return spec if spec is not None and spec.inputs.keys() <= {*units} else self.encoder_spec
+    def find_specs(self, units: Collection[str]) -> list[EncoderSpec | PackedEncoderSpec]:
+        """Return the specs of what encodes an item, by the names of its units' arrays.
+
+        Both of a video with its sound; its rows are those of `encoder_spec`, and then the others.
+        """
+        heard, seen, names = self.clip_spec, self.encoder_spec, {*units}
+        if heard is None or not heard.inputs.keys() <= names:
+            return [seen]
+        return [seen, heard] if seen.inputs.keys() - {AFFINE} <= names else [heard]
 
     def is_causal(self, item: Mapping[str, np.ndarray]) -> bool:
         """Return whether an item's embeddings see nothing behind them, whatever the model `sees`.

@@ -79,6 +79,9 @@ _TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl", "t5"})
 """Model types, or those of a text model, whose class in transformers ties the head of published
 configurations that do not say so; their files tell."""
 
+_OMNI = "qwen2_5_omni"
+"""A model type whose configuration holds several models'."""
+
 _AS_WRITTEN = frozenset({"deepseek_v2"})
 """Model types whose class in transformers refuses configurations that are published."""
 
@@ -406,12 +409,20 @@ def _load_hf_config(path: Path) -> Any:
         vision = raw.get("vision_config")
         if isinstance(vision, dict) and vision.get("model_type") == "davit":
             return _build_florence2_config(raw, path)
-        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        found = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        return _take_thinker(found) if raw.get("model_type") == _OMNI else found
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(
             f"`{file}` names the model type `{raw.get('model_type')}`, whose configuration "
             f"transformers could not build ({type(error).__name__}: {error})"
         ) from error
+
+
+def _take_thinker(hf_config: Any) -> Any:
+    """Return the configuration of an omni model's part that reads and writes text."""
+    thinker = hf_config.thinker_config
+    thinker.architectures = ["Qwen2_5OmniThinkerForConditionalGeneration"]
+    return thinker
 
 
 def _untie_own_head(hf_config: Any, path: Path) -> None:

@@ -133,6 +133,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": ModelRow(
             "qwen2_vl", "Qwen/Qwen2.5-VL-3B-Instruct", factories="QWEN2_5_FACTORIES"
         ),
+        "Qwen2_5OmniThinkerForConditionalGeneration": ModelRow(
+            "qwen2_5_omni", "Qwen/Qwen2.5-Omni-3B"
+        ),
         "Qwen3_5ForConditionalGeneration": ModelRow(
             "qwen3_vl", "Qwen/Qwen3.5-0.8B", factories="QWEN3_5_FACTORIES"
         ),

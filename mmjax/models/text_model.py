@@ -25,7 +25,14 @@ _LLAMAS = (
     *("chameleon", "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4v_moe_text"),
     *("glm4v_text", "glm_ocr_text", "gpt_oss", "internlm3", "llama", "ministral3", "mistral"),
     *("molmo", "molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen2"),
-    *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
+    *(
+        "qwen2_5_omni_text",
+        "qwen2_5_vl_text",
+        "qwen2_vl_text",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_vl_moe_text",
+    ),
     "qwen3_vl_text",
 )
 """The `model_type`s that `LlamaConfig` reads."""

@@ -224,13 +224,16 @@ class PagedModel:
             pool = functions.write_extra(self.graphdef, self.params, pool)
         recorded: list[dict[str, np.ndarray]] = []
         for item in request.media_items:
-            calls = self._encoders.of(item)
-            places = calls.allocate(item, self._rows)
-            is_unit = isinstance(self.host_inputs.find_spec(item.units), EncoderSpec)
-            size = 1 if is_unit else len(next(iter(item.units.values())))
+            places = self._encoders.allocate(item, self._rows)
+            sizes = {
+                calls.function: [
+                    1 if isinstance(calls.spec, EncoderSpec) else calls.count_units(item)
+                ]
+                for calls in self._encoders.of(item)
+            }
             of_item: list[dict[str, np.ndarray]] = []
             num_outputs = 0
-            for call in calls.fill([item], [places], [size]):
+            for call in self._encoders.fill([item], [places], sizes):
                 arrays = {"inputs": call.inputs, "dst_rows": call.dst_rows}
                 (pool, _), outputs = self._encode(params=self.params, pool=pool, **arrays)
                 of_item.append(jax.device_get(outputs))

@@ -53,6 +53,18 @@ class ProcessorCache(Protocol):
         ...
 
 
+class ItemStore(Protocol):
+    """What a processor asks of a store on disk, which outlives it."""
+
+    def load(self, key: bytes) -> MultiModalKwargsItem | None:
+        """Return an item's tensors; None if it is not there."""
+        ...
+
+    def save(self, key: bytes, item: MultiModalKwargsItem) -> None:
+        """Keep an item's tensors, which must not change."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedInputs:
     """A prompt with its placeholders, and the items that no cache had."""

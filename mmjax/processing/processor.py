@@ -45,6 +45,7 @@ from mmjax.processing.missing_items import (
 )
 from mmjax.processing.prepared import (
     AnswerParser,
+    ItemStore,
     PreparedInputs,
     ProcessedItem,
     ProcessedPrompt,
@@ -68,6 +69,7 @@ from mmjax.processing.prompt_updates.updates import (
 from mmjax.processing.tensors.fields import MultiModalFieldConfig, tensors_as_numpy
 from mmjax.processing.tensors.inputs import (
     MultiModalInputs,
+    MultiModalKwargsItem,
     MultiModalKwargsItems,
     argsort_mm_positions,
 )
@@ -108,6 +110,8 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         """Processors of one model may share one, and with it what is known of encoded media."""
         self.decode_budget = DecodeBudget(mm.max_media_decode_bytes)
         """Processors of one model share one."""
+        self.item_store: ItemStore | None = None
+        """Likewise; None: no item outlives this process."""
         self._max_request_bytes = mm.max_media_request_decode_bytes
 
     # ---- what a family must say ------------------------------------------------------------------
@@ -173,6 +177,12 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         what of them does (as `{**hf_processor_mm_kwargs, "crops": False}`).
         """
         return hf_processor_mm_kwargs
+
+    def _choose_items(
+        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> MultiModalDataItems:
+        """Return what of a request's items its kwargs have processed (a family's hook)."""
+        return mm_items
 
     def _tokenize(
         self,
@@ -341,6 +351,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         validate_placeholder_counts(self.info, own_prompt, mm_items.get_all_counts())
         mm_kwargs = dict(hf_processor_mm_kwargs or {})
         self.info.check_mm_kwargs(mm_kwargs)
+        mm_items = self._choose_items(mm_items, mm_kwargs)
         validate_mm_uuids(mm_items, uuids)
         names = {"id_domain": id_domain, "cache_salt": cache_salt, "request_id": request_id}
         factors = self._get_hash_kwargs(mm_items, mm_kwargs)
@@ -457,15 +468,53 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         """
         sizes = admit_items(rows, mm_items, self._max_request_bytes)
         cancellation = mm_items.cancellation
-        fresh: dict[str, ProcessedItem] = {}
-        for batch, num_bytes in split_by_bytes(zip(rows, sizes, strict=True)):
+        keys = self._name_on_disk(rows, mm_items)
+        fresh = self._load_items(rows, keys, mm_items, mm_kwargs)
+        missing = [pair for pair in zip(rows, sizes, strict=True) if pair[0].mm_hash not in fresh]
+        for batch, num_bytes in split_by_bytes(missing):
             cancellation.check()
             with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
                 selected = select_rows(mm_items, batch)
                 processed = self._process_items(selected, mm_kwargs)
                 fresh |= name_items(batch, processed, owns_arrays=self.cache is not None)
                 selected.drop_decoded()
+        if self.item_store is not None:
+            for row, _ in missing:
+                if row in keys:
+                    self.item_store.save(keys[row], fresh[row.mm_hash][0])
         return fresh
+
+    def _name_on_disk(
+        self, rows: Sequence[ItemRow], mm_items: MultiModalDataItems
+    ) -> dict[ItemRow, bytes]:
+        """Return the items' keys on disk; none where nothing is kept, or embeddings came."""
+        if self.item_store is None or mm_items.get_passthrough_data():
+            return {}
+        items = {row: mm_items[row.modality].get_item_for_hash(row.place) for row in rows}
+        return {row: self.item_hasher.name_on_disk(row.mm_hash, one) for row, one in items.items()}
+
+    def _load_items(
+        self,
+        rows: Sequence[ItemRow],
+        keys: Mapping[ItemRow, bytes],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
+    ) -> dict[str, ProcessedItem]:
+        """Return the items that are on disk, by hash; their updates are made of their tensors."""
+        if self.item_store is None:
+            return {}
+        loaded = {row: self.item_store.load(keys[row]) for row in rows if row in keys}
+        found = {row: item for row, item in loaded.items() if item is not None}
+        if not found:
+            return {}
+        selected = select_rows(mm_items, found)
+        by_modality: dict[str, list[MultiModalKwargsItem]] = {}
+        for row, item in found.items():
+            by_modality.setdefault(row.modality, []).append(item)
+        counts = {modality: len(items) for modality, items in by_modality.items()}
+        kwargs = MultiModalKwargsItems(by_modality)
+        processed = self._resolve_items(selected, kwargs, mm_kwargs, counts)
+        return name_items([*found], processed, owns_arrays=False)
 
     def _process_items(
         self, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, object]
@@ -503,6 +552,16 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             },
         }
         kwargs = MultiModalKwargsItems.from_hf_inputs(tensors, fields)
+        return self._resolve_items(mm_items, kwargs, mm_kwargs, counts)
+
+    def _resolve_items(
+        self,
+        mm_items: MultiModalDataItems,
+        kwargs: MultiModalKwargsItems,
+        mm_kwargs: Mapping[str, object],
+        counts: Mapping[str, int],
+    ) -> dict[str, list[ProcessedItem]]:
+        """Give each item its prompt update, resolved."""
         validate_mm_kwargs(kwargs, counts)
         updates = resolve_updates(self._get_prompt_updates(mm_items, mm_kwargs, kwargs), counts)
         validate_mm_updates(updates, counts)

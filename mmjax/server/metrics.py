@@ -141,6 +141,10 @@ _TOTALS: Mapping[str, tuple[str, str]] = {
     "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "The right ones of these."),
     "mmjax:encoder_cache_queries": ("encoder_cache_queries", "Items looked up in it."),
     "mmjax:encoder_cache_hits": ("encoder_cache_hits", "Items whose embeddings were found."),
+    "mmjax:encoder_disk_queries": ("encoder_disk_queries", "Items looked up on disk."),
+    "mmjax:encoder_disk_hits": ("encoder_disk_hits", "Items whose embeddings were found there."),
+    "mmjax:encoder_disk_read_bytes": ("encoder_disk_read_bytes", "Bytes of these."),
+    "mmjax:encoder_disk_written_bytes": ("encoder_disk_written_bytes", "Bytes written there."),
     "mmjax:compilations": ("num_compilations", "Programs that a step had to wait for."),
 }
 """Name -> field of figures that only grow, over all engine processes, and what it is."""
@@ -291,6 +295,16 @@ class _EngineCollector(Collector):
             yield self._counter("vllm:mm_cache_queries", "Items looked up in it.", info.total)
             yield self._counter("vllm:mm_cache_hits", "Items found in it.", info.hits)
             yield self._gauge("mmjax:processor_cache_bytes", "Of its items.", cache.currsize)
+        store = self._client.input_processor.item_store
+        if store is not None:
+            disk = store.stats
+            total = disk.hits + disk.misses
+            yield self._counter("mmjax:mm_disk_queries", "Items looked up on disk.", total)
+            yield self._counter("mmjax:mm_disk_hits", "Items found there.", disk.hits)
+            yield self._counter("mmjax:mm_disk_read_bytes", "Bytes of these.", disk.bytes_read)
+            yield self._counter(
+                "mmjax:mm_disk_written_bytes", "Bytes written there.", disk.bytes_written
+            )
         yield from self._engine_metrics(supervisor)
 
     def _engine_metrics(self, supervisor: EngineLink) -> Iterator[Metric]:

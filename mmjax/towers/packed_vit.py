@@ -169,6 +169,10 @@ def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_qwen2_5_omni(vision: Any) -> dict[str, Any]:
+    return {**_read_qwen2_5_vl(vision), "has_fused_qkv": False}
+
+
 def _read_paddleocr_vl(vision: Any) -> dict[str, Any]:
     return {
         **_read_siglip(vision),
@@ -281,6 +285,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "paddleocr_vl_vision": _read_paddleocr_vl,
         "pixtral": _read_pixtral,
         "qwen2_vl_vision": _read_qwen2_vl,
+        "qwen2_5_omni_vision_encoder": _read_qwen2_5_omni,
         "qwen2_5_vl_vision": _read_qwen2_5_vl,
         "qwen3_5_moe_vision": _read_qwen3_vl,
         "qwen3_5_vision": _read_qwen3_vl,

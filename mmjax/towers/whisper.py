@@ -1,6 +1,7 @@
 """Whisper's encoder (arXiv 2212.04356): a log-mel spectrogram to a state every 20 ms.
 
-Qwen2-Audio (arXiv 2407.10759) and Voxtral (arXiv 2507.13264) have it too, by the same names.
+Qwen2-Audio (arXiv 2407.10759) and Voxtral (arXiv 2507.13264) have it too, by the same names;
+Qwen2.5-Omni (arXiv 2503.20215) has it over each chunk of a clip.
 """
 
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -37,12 +39,17 @@ class WhisperEncoderConfig:
     activation_function: str
     pool_size: int = 1
     """So many states are averaged to one before the last norm: 2 in Qwen2-Audio."""
+    is_chunked: bool = False
+    """Whether a spectrogram is a chunk of a clip, as in Qwen2.5-Omni: the convolutions see zeros
+    behind its frames, and positions are computed; parameters have other names."""
 
     @classmethod
-    def from_hf(cls, hf_config: Any, *, pool_size: int = 1) -> "WhisperEncoderConfig":
-        """Read HF's config of any of the three."""
-        names = [name for name in cls.__dataclass_fields__ if name != "pool_size"]
-        return cls(**{name: getattr(hf_config, name) for name in names}, pool_size=pool_size)
+    def from_hf(cls, hf_config: Any, **own: Any) -> "WhisperEncoderConfig":
+        """Read HF's config of any of them; `own`: fields that it does not have."""
+        names = [
+            name for name in cls.__dataclass_fields__ if name not in ("pool_size", "is_chunked")
+        ]
+        return cls(**{**{name: getattr(hf_config, name) for name in names}, **own})
 
     @property
     def num_frames(self) -> int:
@@ -136,32 +143,54 @@ class WhisperEncoder(nnx.Module):
         width = config.d_model
         self.conv1 = Conv1d(config.num_mel_bins, width, dtype=dtype)
         self.conv2 = Conv1d(width, width, stride=FRAMES_PER_STATE, dtype=dtype)
-        self.embed_positions = WhisperPositions(config.max_source_positions, width, dtype=dtype)
-        self.layers = nnx.List(
+        layers = nnx.List(
             [WhisperEncoderLayer(config, dtype=dtype) for _ in range(config.encoder_layers)]
         )
+        if config.is_chunked:
+            # HF has the states of all clips in a row, so that these are not its row by row.
+            self.encoder_layers = layers
+        else:
+            size = config.max_source_positions
+            self.embed_positions = WhisperPositions(size, width, dtype=dtype)
+            self.layers = layers
         self.layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
-        self.pool_size = config.pool_size
+        self.config = config
         self.activation = get_activation("gelu")
 
     def __call__(
-        self, input_features: Float[Array, "U C _frames"], num_keys: Int[Array, " U"] | None = None
+        self,
+        input_features: Float[Array, "U C _frames"],
+        num_keys: Int[Array, " U"] | None = None,
+        num_frames: Int[Array, " U"] | None = None,
     ) -> Float[Array, "U P D"]:
         """Return the normed states of spectrograms of the config's `num_frames`.
 
         `num_keys`: how many states of each clip, from the first, all of its states see; None: all
         of them. Whisper and Voxtral see the silence behind a clip, Qwen2-Audio does not.
+        `num_frames`: of a chunk, behind which are zeros.
         """
         x = input_features.astype(self.conv1.weight.dtype).transpose(0, 2, 1)
-        x = self.activation(self.conv2(self.activation(self.conv1(x))))
-        x = x + self.embed_positions.weight[...][None, :, :]
+        x = self.activation(self.conv1(x))
+        if num_frames is not None:
+            is_sound = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < num_frames[:, None]
+            x = jnp.where(is_sound[:, :, None], x, 0)
+        x = self.activation(self.conv2(x))
+        is_chunked = self.config.is_chunked
+        table = _sinusoids(*x.shape[1:]) if is_chunked else self.embed_positions.weight[...]
+        x = x + jnp.asarray(table, x.dtype)[None, :, :]
         mask = None
         if num_keys is not None:
             is_key = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < num_keys[:, None]
             mask = jnp.broadcast_to(is_key[:, None, :], (len(x), x.shape[1], x.shape[1]))
-        for layer in self.layers:
+        for layer in self.encoder_layers if is_chunked else self.layers:
             x = call_block(layer, x, mask)
-        return self.layer_norm(_average(x, self.pool_size))
+        return self.layer_norm(_average(x, self.config.pool_size))
+
+
+def _sinusoids(length: int, width: int) -> np.ndarray:
+    rates = np.exp(-np.log(10_000.0) / (width // 2 - 1) * np.arange(width // 2)).astype(np.float32)
+    angles = np.arange(length, dtype=np.float32)[:, None] * rates[None, :]
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
 def _average(x: Float[Array, "U _states D"], pool_size: int) -> Float[Array, "U P D"]:

@@ -198,16 +198,16 @@ def _encode_items(
     items: Sequence[EncoderItem], host_inputs: HostInputs, rows: EncoderRows, num_rows: int
 ) -> tuple[EncoderInputs, ...]:
     """Give rows to items, and return the one call of each encoder that encodes them."""
-    encoders, found = Encoders(host_inputs, Placement(), num_rows), list[EncoderInputs]()
-    for calls in encoders.by_function.values():
-        own = [item for item in items if encoders.of(item) is calls]
-        if own:
-            places = [calls.allocate(item, rows) for item in own]
-            counts = [len(next(iter(item.units.values()))) for item in own]
-            sizes = _find_sizes(host_inputs.find_spec(own[0].units), counts)
-            (call,) = calls.fill(own, places, sizes)
-            found.append(EncoderInputs(call.inputs, call.dst_rows))
-    return tuple(found)
+    encoders = Encoders(host_inputs, Placement(), num_rows)
+    places = [encoders.allocate(item, rows) for item in items]
+    sizes = {
+        function: _find_sizes(
+            calls.spec, [calls.count_units(item) for item in items if calls.takes(item)]
+        )
+        for function, calls in encoders.by_function.items()
+    }
+    calls = encoders.fill(items, places, sizes)
+    return tuple(EncoderInputs(call.inputs, call.dst_rows) for call in calls)
 
 
 def _find_sizes(spec: EncoderSpec | PackedEncoderSpec, counts: Sequence[int]) -> Sequence[int]:

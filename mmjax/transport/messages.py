@@ -121,6 +121,8 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_default
     encoded: list[str] = []
     """Identifiers of the items that were encoded for it, with the first token; the others' outputs
     were cached, or not needed."""
+    found_on_disk: list[str] = []
+    """Likewise of those whose outputs were read from `encoder_cache_dir`."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the first token: of each of the prompt's, None for the first, or if it has no logit."""
     weights_version: int = 0
@@ -277,6 +279,11 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     encoder_cache_hits: int = 0
     """Encoder outputs found in the cache, of `encoder_cache_queries`."""
     encoder_cache_queries: int = 0
+    encoder_disk_hits: int = 0
+    """Encoder outputs that were not in the cache and found on disk, of `encoder_disk_queries`."""
+    encoder_disk_queries: int = 0
+    encoder_disk_read_bytes: int = 0
+    encoder_disk_written_bytes: int = 0
     encoder_cache_usage: float = 0.0
     """Referenced share of the encoder cache, between 0 and 1."""
     num_preemptions: int = 0

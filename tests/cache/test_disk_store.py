@@ -188,7 +188,9 @@ def test_a_file_of_another_key_or_namespace_is_a_miss(tmp_path: Path):
             assert not path.exists()
 
 
-def test_links_pipes_and_strange_files_are_misses(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_disk_files_that_are_links_or_pipes_are_misses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     directory, secret = tmp_path / "store", tmp_path / "secret"
     with opened(directory, 1000) as store:
         put(store, b"key", b"content")
@@ -231,8 +233,11 @@ def test_what_a_killed_process_did_not_finish_is_removed(tmp_path: Path):
     for path in (old, new):
         path.write_bytes(bytes(100))
     os.utime(old, (1, 1))
-    with opened(tmp_path) as store:
-        put(store, b"key", b"")
+    # Another process's counts, and stays even where all others must go.
+    with opened(tmp_path, 600) as store:
+        put(store, b"key", bytes(200))
+        put(store, b"another key", bytes(200))
+    assert len(list(tmp_path.iterdir())) == 2
     assert not old.exists()
     assert new.exists()
 

@@ -27,6 +27,7 @@ from tests.families.molmo2 import MOLMO2
 from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.paligemma import PALIGEMMA
 from tests.families.pixtral import PIXTRAL
+from tests.families.qwen2_5_omni import QWEN2_5_OMNI, QWEN2_5_OMNI_CLIPS
 from tests.families.qwen2_audio import QWEN2_AUDIO
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
@@ -67,6 +68,7 @@ _ROWS = (
     PADDLEOCR_VL,
     PALIGEMMA,
     PIXTRAL,
+    QWEN2_5_OMNI,
     QWEN2_5_VL,
     QWEN2_VL,
     QWEN3_5,
@@ -79,7 +81,10 @@ _ROWS = (
 FAMILIES = {row.name: row for row in _ROWS}
 """Of models that take pictures."""
 CLIP_FAMILIES = {
-    row.name: row for row in (GEMMA4_CLIPS, GEMMA4_UNIFIED_CLIPS, QWEN2_AUDIO, VOXTRAL, WHISPER)
+    row.name: row
+    for row in (
+        *(GEMMA4_CLIPS, GEMMA4_UNIFIED_CLIPS, QWEN2_5_OMNI_CLIPS, QWEN2_AUDIO, VOXTRAL, WHISPER),
+    )
 }
 """Of models that take clips of sound; of those that take pictures, too, as asked about clips."""
 ALL_FAMILIES = {**FAMILIES, **CLIP_FAMILIES}

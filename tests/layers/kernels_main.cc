@@ -219,6 +219,70 @@ bool check_attention(const char* name, mmjax::AttendChunk<T> attend) {
   return is_right;
 }
 
+bool is_close(const char* name, double found, double expected, double size, double unit) {
+  if (std::fabs(found - expected) <= unit * size) return true;
+  std::printf("%s: %g, not %g\n", name, found, expected);
+  return false;
+}
+
+// Rows of widths around those of vectors; each ends where its memory ends.
+template <typename T>
+bool check_norm(const char* name, mmjax::Norm<T> norm) {
+  const double unit = sizeof(T) == 2 ? 0x1p-6 : 4e-6;
+  std::mt19937 rng(0);
+  bool is_right = true;
+  const int64_t rows = 3;
+  for (int64_t width : {1, 7, 8, 16, 31, 33, 640}) {
+    for (bool centres : {false, true}) {
+      const auto x = draw_many<T>(rng, rows * width);
+      const auto weight = draw_many<T>(rng, width), bias = draw_many<T>(rng, width);
+      const std::unique_ptr<T[]> out(new T[rows * width]);
+      const auto* added = centres ? bias.get() : nullptr;
+      norm({x.get(), weight.get(), added, out.get(), rows, width}, {1e-2f, 1.0f, centres, !centres});
+      for (int64_t r = 0; r < rows; ++r) {
+        double mean = 0, sum = 0;
+        auto at = [&](int64_t d) { return static_cast<double>(as_float(x[r * width + d])); };
+        for (int64_t d = 0; d < width && centres; ++d) mean += at(d) / width;
+        for (int64_t d = 0; d < width; ++d) sum += std::pow(at(d) - mean, 2);
+        for (int64_t d = 0; d < width; ++d) {
+          const double scaled = (at(d) - mean) / std::sqrt(sum / width + 1e-2);
+          const double own = centres ? as_float(bias[d]) : 0.0;
+          const double expected = scaled * (1.0 + as_float(weight[d])) + own;
+          is_right &= is_close(name, as_float(out[r * width + d]), expected, 8.0, unit);
+        }
+      }
+    }
+  }
+  return is_right;
+}
+
+// Heads of pairs, and of what is left as it is.
+template <typename T>
+bool check_rotation(const char* name, mmjax::Rotation<T> rotate) {
+  const double unit = sizeof(T) == 2 ? 0x1p-6 : 1e-6;
+  std::mt19937 rng(0);
+  bool is_right = true;
+  const int64_t rows = 3, heads = 2;
+  for (int64_t half : {1, 4, 8, 20, 64}) {
+    for (int64_t rest : {0, 3, 16}) {
+      const int64_t width = 2 * half + rest;
+      const auto x = draw_many<T>(rng, rows * heads * width);
+      const auto cosines = draw_many<float>(rng, rows * half), sines = draw_many<float>(rng, rows * half);
+      const std::unique_ptr<T[]> out(new T[rows * heads * width]);
+      rotate(x.get(), cosines.get(), sines.get(), out.get(), rows, heads, width, half);
+      for (int64_t i = 0; i < rows * heads * width; ++i) {
+        const int64_t d = i % width, angle = i / width / heads * half + d % half;
+        const double cosine = cosines[angle], sine = sines[angle], own = as_float(x[i]);
+        double expected = own;
+        if (d < half) expected = own * cosine - as_float(x[i + half]) * sine;
+        if (d >= half && d < 2 * half) expected = own * cosine + as_float(x[i - half]) * sine;
+        is_right &= is_close(name, as_float(out[i]), expected, 4.0, unit);
+      }
+    }
+  }
+  return is_right;
+}
+
 bool check_all(const mmjax::Products& products) {
   std::printf("%s\n", products.name);
   return check("float32", products.float32) & check("bfloat16", products.bfloat16) &
@@ -228,7 +292,11 @@ bool check_all(const mmjax::Products& products) {
          check_all_groups(products.uint8, Code::kUint8) &
          check_all_groups(products.float8, Code::kFloat8) &
          check_attention("float32", products.attend_float32) &
-         check_attention("bfloat16", products.attend_bfloat16);
+         check_attention("bfloat16", products.attend_bfloat16) &
+         check_norm("norm float32", products.norm_float32) &
+         check_norm("norm bfloat16", products.norm_bfloat16) &
+         check_rotation("rotation float32", products.rotate_float32) &
+         check_rotation("rotation bfloat16", products.rotate_bfloat16);
 }
 
 }  // namespace

@@ -31,6 +31,13 @@ from mmjax.layers.cpu.product import (
     widened_product,
 )
 from mmjax.layers.moe import Experts
+from mmjax.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
+from mmjax.layers.rope import (
+    apply_interleaved_rotary,
+    apply_rotary,
+    inverse_frequencies,
+    rotary_angles,
+)
 
 SHAPES = [(512, 1024), (1280, 640), (1281, 640), (262, 1031), (300, 1000)]
 
@@ -232,6 +239,61 @@ def test_experts_with_large_weights_are_multiplied_where_they_lie(
         patch.setattr(dispatch, "find_kernels", lambda: None)
         expected = np.asarray(jax.jit(lambda x, sizes: experts(x, sizes))(x, sizes), np.float32)
     np.testing.assert_allclose(got, expected, atol=1e-5 if dtype == "float32" else 0.03, rtol=0.02)
+
+
+ROWS = {
+    "llama's norm": lambda x: RMSNorm(x.shape[-1], eps=1e-5, dtype=x.dtype)(x),
+    "gemma's norm": lambda x: GemmaRMSNorm(x.shape[-1], eps=1e-6, dtype=x.dtype)(x),
+    "layer norm": lambda x: draw_layer_norm(x, has_bias=True)(x),
+    "layer norm without a bias": lambda x: draw_layer_norm(x, has_bias=False)(x),
+    "rotation": lambda x: apply_rotary(x, *angles_of(x, x.shape[-1] // 2)),
+    "interleaved rotation of a part": lambda x: apply_interleaved_rotary(
+        x, *angles_of(x, x.shape[-1] // 4)
+    ),
+}
+
+
+def draw_layer_norm(x: jax.Array, *, has_bias: bool) -> LayerNorm:
+    norm = LayerNorm(x.shape[-1], eps=1e-5, has_bias=has_bias, dtype=x.dtype)
+    norm.weight[...] = jnp.linspace(0.5, 2, x.shape[-1]).astype(x.dtype)
+    if norm.bias is not None:
+        norm.bias[...] = jnp.linspace(-1, 1, x.shape[-1]).astype(x.dtype)
+    return norm
+
+
+def angles_of(x: jax.Array, num_pairs: int) -> tuple[jax.Array, jax.Array]:
+    frequencies = inverse_frequencies({"rope_theta": 1e4}, 2 * num_pairs)
+    positions = jnp.abs(x[:, 0, 0].astype(jnp.float32) * 100).astype(jnp.int32)
+    return rotary_angles(positions, frequencies)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_normed_and_rotated_as_by_xla(
+    kernels: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By threads where there are many; and a row has the same bits beside any others."""
+    unit = 2e-6 if dtype == "float32" else 2**-7
+    for shape in ((1, 1, 640), (33, 3, 72), (700, 2, 40)):
+        x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+        lowered = jax.jit(lambda x: ROWS[name](x)).lower(x)
+        assert "mmjax_norm" in lowered.as_text() or "mmjax_rotation" in lowered.as_text()
+        got = lowered.compile()(x)
+        np.testing.assert_array_equal(jax.jit(lambda x: ROWS[name](x))(x[-1:]), got[-1:])
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "find_kernels", lambda: None)
+            plain = jax.jit(lambda x: ROWS[name](x)).lower(x)
+            assert "mmjax_" not in plain.as_text()
+            expected = np.asarray(plain.compile()(x), np.float32)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), expected, atol=unit * np.abs(expected).max(), rtol=unit
+        )
+
+
+def test_products_of_bfloat16_are_rounded_once(kernels: str) -> None:
+    x, weight = draw(5, (1281, 640), ("bfloat16", "bfloat16"))
+    sums = jax.jit(lambda x, w: product(x, w, jnp.dtype(jnp.float32)))(x, weight)
+    np.testing.assert_array_equal(jax.jit(product)(x, weight), sums.astype(jnp.bfloat16))
 
 
 def test_concurrent_calls_do_not_disturb_each_other(kernels: str) -> None:

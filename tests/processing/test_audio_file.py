@@ -8,7 +8,13 @@ import av
 import numpy as np
 import pytest
 
-from mmjax.decoders.audio_file import decode_audio, read_audio_header, resample
+from mmjax.decoders.audio_file import (
+    decode_audio,
+    decode_sound,
+    read_audio_header,
+    read_sound_header,
+    resample,
+)
 from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MediaError, RequestRuntimeError, RequestValueError
@@ -67,6 +73,28 @@ def write_audio(
     return buffer.getvalue()
 
 
+def write_heard_video(
+    num_frames: int = 8, seconds: float = 0.9, *, kind: str = "mp4", codec: str = "aac"
+) -> bytes:
+    """Return a file of frames, 8 a second, and of a tone; without a codec it is silent."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=kind) as container:
+        video: Any = container.add_stream("mpeg4", rate=8)
+        video.width, video.height, video.pix_fmt = 64, 48, "yuv420p"
+        sound: Any = codec and container.add_stream(codec, rate=16_000, layout="mono")
+        for place in range(num_frames):
+            pixels = np.full((48, 64, 3), 20 * place, np.uint8)
+            container.mux(video.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        frame = av.AudioFrame.from_ndarray(
+            tones(16_000, seconds).astype(np.float32)[:1], format="fltp", layout="mono"
+        )
+        frame.sample_rate, frame.pts = 16_000, 0
+        for stream, last in ((sound, frame), (sound, None), (video, None)):
+            if stream:
+                container.mux(stream.encode(last))
+    return buffer.getvalue()
+
+
 WAV = write_audio(tones(48_000, 0.5))
 
 
@@ -105,6 +133,45 @@ def test_a_file_gives_the_mean_of_its_channels(
         apart = workers.decode_audio(data, MediaLimits(), rate, param=None)
         np.testing.assert_array_equal(apart, here)
     assert workers.read_audio_header(data, MediaLimits(), param=None) == header
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("mp4", "aac"), ("matroska", "libopus"), ("avi", "libmp3lame")]
+)
+def test_the_sound_of_a_video(kind: str, codec: str, workers: DecodeWorkers) -> None:
+    """Under the limits of clips, but for the file's bytes; in a process, and where it is asked."""
+    data, limits = write_heard_video(kind=kind, codec=codec), MediaLimits(max_audio_bytes=1)
+    header = read_sound_header(data, limits)
+    assert header is not None
+    assert header.seconds == pytest.approx(0.9, abs=0.15)
+    samples = decode_sound(data, limits, 16_000)
+    assert len(samples) == pytest.approx(0.9 * 16_000, abs=2000)
+    # The tone of 220 Hz.
+    loudest = np.abs(np.fft.rfft(samples)).argmax() * 16_000 / len(samples)
+    assert loudest == pytest.approx(220, abs=3)
+    assert workers.read_sound_header(data, limits, param=None) == header
+    apart = workers.decode_sound(data, limits, 16_000, param=None)
+    np.testing.assert_array_equal(apart, samples)
+    short = MediaLimits(max_audio_seconds=0)
+    for decode in (decode_sound, workers.decode_sound):
+        with pytest.raises(RequestValueError, match="at most 0 s are accepted"):
+            decode(data, short, 16_000, param="here")
+        with pytest.raises(RequestValueError, match="video has"):
+            decode(data, MediaLimits(max_video_bytes=9), 16_000, param="here")
+
+
+def test_a_silent_video_has_no_sound(workers: DecodeWorkers) -> None:
+    data = write_heard_video(codec="")
+    for here in (True, False):
+        read, decode = (
+            (read_sound_header, decode_sound)
+            if here
+            else (workers.read_sound_header, workers.decode_sound)
+        )
+        assert read(data, MediaLimits(), param=None) is None
+        assert decode(data, MediaLimits(), 16_000, param=None).shape == (0,)
+    with pytest.raises(MediaError, match="it has no sound"):
+        decode_audio(data, MediaLimits(), 16_000)
 
 
 @pytest.mark.parametrize("num_channels", [1, 2, 6])

@@ -71,4 +71,5 @@ ROWS = (
     # adapters
     "adapter-paths",
     "adapter-files",
+    "disk-files",
 )

@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     """Bytes of the file."""
 
 
-def _make_plan(item: MultiModalKwargsItem) -> Plan | None:
+def lay_out_item(item: MultiModalKwargsItem) -> Plan | None:
     """Lay an item out; None if it holds dtypes or fields without a wire form, or no bytes."""
     arrays: list[tuple[int, np.ndarray]] = []
     size = 0
@@ -80,7 +80,7 @@ def _make_plan(item: MultiModalKwargsItem) -> Plan | None:
     return Plan(layout, arrays, size) if size else None
 
 
-def _view_item(layout: bytes, root: np.ndarray) -> MultiModalKwargsItem:
+def view_item(layout: bytes, root: np.ndarray) -> MultiModalKwargsItem:
     """Return an item whose arrays are views of `root`, uint8[size]."""
 
     def view(wire: WireArray) -> np.ndarray:
@@ -142,7 +142,7 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
             self._directory.close()
 
     def _store(self, mm_item: ProcessedItem, mm_hash: str) -> SentItem:
-        plan = _make_plan(mm_item[0])
+        plan = lay_out_item(mm_item[0])
         if plan is None or self._directory.is_closed or not self._fits(plan):
             return mm_item
         size = round_up(plan.size, mmap.PAGESIZE)
@@ -259,6 +259,6 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
             )
         root = None if self._directory.is_closed else self._directory.read(handle.number)
         try:
-            return None if root is None else _view_item(handle.layout, root)
+            return None if root is None else view_item(handle.layout, root)
         except (ValueError, WireError, msgspec.MsgspecError) as error:
             raise ShmHandleError(f"SHM handle of item {key} does not fit it: {error}") from error

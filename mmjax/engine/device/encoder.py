@@ -18,7 +18,7 @@ from jaxtyping import Array, Shaped
 from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.engine.device.batch import ADAPTER_SLOTS
 from mmjax.engine.device.mesh import Placement
-from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls
+from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls, unit_sizes
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import ConfigError, RequestRuntimeError, RequestTypeError, RequestValueError
 from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
@@ -81,31 +81,32 @@ class EncoderCalls:
     ) -> None:
         """Smaller calls are padded to `min_units`. `has_adapters`: whether units have adapters."""
         self.function = function
-        self._spec = spec
+        self.spec = spec
         self._placement = placement
         self._num_rows = num_rows
         self._min_units = min_units
         self._has_adapters = has_adapters
 
     def takes(self, item: EncoderItem) -> bool:
-        """Return whether it encodes an item, and not the model's other encoder."""
-        return item.units.keys() == self._spec.inputs.keys()
+        """Return whether it encodes an item, or a part of it."""
+        return self.spec.inputs.keys() <= item.units.keys()
 
-    def allocate(self, item: EncoderItem, pool_rows: "EncoderRows") -> np.ndarray:
-        """Give rows of the pool to an item; return where each of its outputs goes."""
-        if item.rows is None:
-            return pool_rows.allocate(item.identifier, item.num_embeds)
-        num_outputs = self._num_outputs(_count_units(item))
-        return pool_rows.allocate_chosen(item.identifier, item.rows, num_outputs)
+    def count_units(self, item: EncoderItem) -> int:
+        """Return how many units, or patches, of an item it encodes."""
+        return len(item.units[next(iter(self.spec.inputs))])
+
+    def count_outputs(self, item: EncoderItem) -> int:
+        """Return how many embeddings it makes of them."""
+        return self._num_outputs(self.count_units(item))
 
     def sharding(self, size: int) -> Sharding:
         """Return the sharding of the inputs of a call of `size` units."""
-        is_packed = isinstance(self._spec, PackedEncoderSpec)
+        is_packed = isinstance(self.spec, PackedEncoderSpec)
         return self._placement.replicated if is_packed else self._placement.units(size)
 
     def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
         """Replicate an array that the devices computed in parts along `axis`, under jit."""
-        is_packed = isinstance(self._spec, PackedEncoderSpec)
+        is_packed = isinstance(self.spec, PackedEncoderSpec)
         return x if is_packed else self._placement.gather(x, axis)
 
     def fill(
@@ -115,12 +116,12 @@ class EncoderCalls:
 
         `rows`: where each of an item's outputs goes.
         """
-        counts = [_count_units(item) for item in items]
+        counts = [self.count_units(item) for item in items]
         for bucket, pieces in self._plan(counts, sizes):
             call = self.empty(bucket)
             for segment, (item, first, number, start) in enumerate(pieces):
                 own, inside = slice(first, first + number), slice(start, start + number)
-                for name in self._spec.inputs:
+                for name in self.spec.inputs:
                     call.inputs[name][inside] = items[item].units[name][own]
                 if self._has_adapters:
                     call.inputs[ADAPTER_SLOTS][inside] = items[item].adapter_slot
@@ -132,8 +133,8 @@ class EncoderCalls:
     def _plan(
         self, counts: Sequence[int], sizes: Sequence[int]
     ) -> Iterable[tuple[int, list[Piece]]]:
-        if isinstance(self._spec, PackedEncoderSpec):
-            return plan_calls(counts, sizes, self._spec.patches_per_start)
+        if isinstance(self.spec, PackedEncoderSpec):
+            return plan_calls(counts, sizes, self.spec.patches_per_start)
         return _plan_units(counts, sizes)
 
     def describe(self, bucket: int) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
@@ -147,13 +148,13 @@ class EncoderCalls:
 
     def empty(self, bucket: int) -> EncoderCall:
         """Return a call of padding, which is one segment of a pack."""
-        is_packed = isinstance(self._spec, PackedEncoderSpec)
+        is_packed = isinstance(self.spec, PackedEncoderSpec)
         size = bucket
         if not is_packed:
             size = self._placement.padded_units(max(bucket, self._min_units))
         inputs = {
             name: np.zeros((size, *shape), dtype)
-            for name, (shape, dtype) in self._spec.inputs.items()
+            for name, (shape, dtype) in self.spec.inputs.items()
         }
         if is_packed:
             inputs["segment_ids"] = np.full(size, PADDING, np.int32)
@@ -163,9 +164,9 @@ class EncoderCalls:
         return EncoderCall(self.function, bucket, inputs, dst_rows)
 
     def _num_outputs(self, size: int) -> int:
-        if isinstance(self._spec, PackedEncoderSpec):
-            return cdiv(size, self._spec.patches_per_token)
-        return size * self._spec.tokens_per_unit
+        if isinstance(self.spec, PackedEncoderSpec):
+            return cdiv(size, self.spec.patches_per_token)
+        return size * self.spec.tokens_per_unit
 
     def _outputs(self, units: slice) -> slice:
         first = self._num_outputs(units.start)
@@ -201,10 +202,16 @@ class Encoders:
         }
         """By the names of their programs."""
 
-    def of(self, item: EncoderItem) -> EncoderCalls:
-        """Return the calls of an item's encoder; of embeddings, of any."""
-        calls = [*self.by_function.values()]
-        return next((one for one in calls if one.takes(item)), calls[0])
+    def of(self, item: EncoderItem) -> list[EncoderCalls]:
+        """Return the calls of an item's encoder, or of both, in the order of its outputs."""
+        return [calls for calls in self.by_function.values() if calls.takes(item)]
+
+    def allocate(self, item: EncoderItem, pool_rows: "EncoderRows") -> np.ndarray:
+        """Give rows of the pool to an item; return where each of its outputs goes."""
+        if item.rows is None:
+            return pool_rows.allocate(item.identifier, item.num_embeds)
+        num_outputs = sum(calls.count_outputs(item) for calls in self.of(item))
+        return pool_rows.allocate_chosen(item.identifier, item.rows, num_outputs)
 
     def fill(
         self,
@@ -213,15 +220,16 @@ class Encoders:
         sizes: Mapping[str, Sequence[int]],
     ) -> Iterator[EncoderCall]:
         """Yield the calls that encode items, as `EncoderCalls.fill`; `sizes`: by function."""
+        left = list(rows)
         for function, calls in self.by_function.items():
-            own = [place for place, item in enumerate(items) if self.of(item) is calls]
+            own = [place for place, item in enumerate(items) if calls.takes(item)]
+            places = []
+            for place in own:
+                number = calls.count_outputs(items[place])
+                places.append(left[place][:number])
+                left[place] = left[place][number:]
             if own:
-                chosen = [items[place] for place in own], [rows[place] for place in own]
-                yield from calls.fill(*chosen, sizes[function])
-
-
-def _count_units(item: EncoderItem) -> int:
-    return len(next(iter(item.units.values())))
+                yield from calls.fill([items[place] for place in own], places, sizes[function])
 
 
 def _plan_units(counts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
@@ -299,7 +307,7 @@ def choose_sizes(
 
 
 def choose_clip_sizes(
-    spec: PackedEncoderSpec | None, encoder_budget: int, longest_clip: int
+    spec: EncoderSpec | PackedEncoderSpec | None, encoder_budget: int, longest_clip: int
 ) -> tuple[int, ...]:
     """Return the sizes of the calls of an encoder of clips; none where there is none.
 
@@ -307,7 +315,8 @@ def choose_clip_sizes(
     """
     if spec is None or not longest_clip:
         return ()
-    return choose_sizes(spec, encoder_budget, longest_clip)["patches"]
+    sizes = choose_sizes(spec, encoder_budget, longest_clip)
+    return sizes.get("patches") or unit_sizes(sizes["max_units"])
 
 
 def patch_buckets(
@@ -534,6 +543,10 @@ class EncoderRows:
         """Return the row of each of an item's embeddings, int32[num_embeds]."""
         embeds = self._embeds.get(identifier)
         return self._rows[identifier] if embeds is None else embeds
+
+    def held(self, identifier: str) -> np.ndarray:
+        """Return the rows that an item has, int32[rows]: of its outputs, those that are kept."""
+        return self._rows[identifier]
 
     def free(self, identifier: str) -> None:
         """Take an item's rows back."""

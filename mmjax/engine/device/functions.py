@@ -114,10 +114,12 @@ def encode(
     inputs: Mapping[str, Array],
     dst_rows: Int[Array, " outputs"],
     adapters: AdapterArrays | None = None,
-) -> tuple[Shaped[Array, "rows D"], Int[Array, ""]]:
+    returns_rows: bool = False,
+) -> tuple[Shaped[Array, "rows D"], Int[Array, ""] | Shaped[Array, "outputs D"]]:
     """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range.
 
-    Returns the pool, and an array that is ready when it is, and is never donated.
+    Returns the pool, and an array that is ready when it is, and is never donated: with
+    `returns_rows` what was written.
     """
     model = bind(graphdef, params)
     given = dict(inputs)
@@ -139,7 +141,8 @@ def encode(
             f"call has {len(dst_rows)} rows, and the language model takes embeddings of width "
             f"{pool.shape[-1]}"
         )
-    return write_rows(pool, flat, dst_rows), dst_rows[0]
+    pool = write_rows(pool, flat, dst_rows)
+    return pool, to_storage(flat, pool.dtype) if returns_rows else dst_rows[0]
 
 
 def encode_prompts(

@@ -91,8 +91,14 @@ class Programs:
         adapted: AdaptedModel | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_state_slots: int = 0,
+        takes_embeds: bool = False,
+        keeps_rows: bool = False,
     ) -> None:
-        """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them."""
+        """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them.
+
+        `takes_embeds`: of clients; `keeps_rows`: whether what is encoded is returned, too.
+        """
+        self.keeps_rows, self.embed_width = keeps_rows, shape.embed_width
         model = bind(shape.graphdef, params)
         self.buckets, self.adapted = buckets, adapted
         self.host_inputs, self.num_encoder_rows = host_inputs, num_encoder_rows
@@ -106,7 +112,7 @@ class Programs:
             has_adapters=adapted is not None and adapted.has_towers,
         )
         self.precomputed = PrecomputedEmbeds(
-            is_enabled=bool(buckets.write),
+            is_enabled=takes_embeds,
             **{"num_rows": num_rows, "width": shape.embed_width, "dtype": shape.dtype},
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
@@ -155,7 +161,13 @@ class Programs:
         self._functions = {
             **{
                 function: jit(
-                    partial(encode, graphdef, self.adapted, calls.gather),
+                    partial(
+                        encode,
+                        graphdef,
+                        self.adapted,
+                        calls.gather,
+                        returns_rows=self.keeps_rows,
+                    ),
                     donate_argnames="pool",
                     out_shardings=whole,
                 )

@@ -5,6 +5,7 @@ Every array on the device has its final size from the start.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,9 @@ import msgspec
 import numpy as np
 from jaxtyping import Array
 
+from mmjax.cache.adapter_slots import NO_SLOT
+from mmjax.cache.disk_store import DiskStoreStats
+from mmjax.cache.stored_rows import StoredRows, make_row_key
 from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
@@ -52,10 +56,23 @@ class InFlight(NamedTuple):
     encoded: Array | None
     """Ready once its items are encoded; None: it has none."""
     reports: "Sequence[PromptReport]" = ()
+    unsaved: "Sequence[UnsavedRows]" = ()
+    """Outputs of its encoder calls that are to be kept on disk."""
+    found: Collection[str] = ()
+    """What `Request.encoded` calls its items whose rows were found on disk."""
     tables: SampleTables | None = None
     """The tables of a step that is not sampled yet, since some of its masks are awaited."""
     late: Collection[str] = ()
     """Requests whose mask did not come in time: what was sampled for them is nobody's token."""
+
+
+class UnsavedRows(NamedTuple):
+    """What was encoded in one step, by pieces."""
+
+    places: Mapping[bytes, np.ndarray]
+    """By the key on disk, the rows of the pool that an item has, int32[rows]."""
+    calls: Sequence[tuple[np.ndarray, Array]]
+    """Of each call the rows that it wrote, int32[outputs], and what it wrote, [outputs, D]."""
 
 
 class PromptReport(NamedTuple):
@@ -83,6 +100,11 @@ class ModelRunner:
     ) -> None:
         """`host_pool`: of the blocks that are copied to host memory; None: none are."""
         self.host_pool = host_pool
+        self.stored_rows: StoredRows | None = None
+        """None: no encoder outputs are kept on disk."""
+        self._disk_stats = DiskStoreStats()
+        self._unsaved: UnsavedRows | None = None
+        self._found: set[str] = set()
         self.buckets = programs.buckets
         self._keys = self.buckets.keys
         self._places = {key: place for place, key in enumerate(self._keys)}
@@ -177,7 +199,8 @@ class ModelRunner:
             self._broadcast(Call.LOAD_ADAPTER, slot)
             self._run_load(slot, adapter.arrays)
         self.move_blocks(output)
-        self._encoded = None
+        self._encoded = self._unsaved = None
+        self._found = set()
         self._encode_items(output.encoder_items)
         if not output.requests:
             return None
@@ -199,16 +222,23 @@ class ModelRunner:
         self._copy_states(output.restored_states)
         rest = self._run_step(bucket, packed)
         self._copy_states(output.kept_states)
-        reports = self._report_prompts(output.requests)
-        sampled = [scheduled for scheduled in output.requests if scheduled.samples]
+        in_flight = InFlight(
+            [scheduled for scheduled in output.requests if scheduled.samples],
+            rest,
+            self._encoded,
+            self._report_prompts(output.requests),
+            unsaved=() if self._unsaved is None else (self._unsaved,),
+            found=self._found,
+        )
+        sampled = in_flight.sampled
         if not sampled:
-            return InFlight(sampled, rest, self._encoded, reports)
+            return in_flight
         size = next_bucket(ready.sample, len(sampled))
         tables = None if is_plain else make_tables(sampled, self._empty_tables[size])
         if output.awaits_masks:
-            return InFlight(sampled, rest, self._encoded, reports, tables)
+            return in_flight._replace(tables=tables)
         drawn = self._run_sample(SampleBucket(size, is_plain), rest, tables)
-        return InFlight(sampled, drawn, self._encoded, reports)
+        return in_flight._replace(drawn=drawn)
 
     def sample(self, in_flight: InFlight, late: Collection[str] = ()) -> InFlight:
         """Sample a step that awaited masks; the requests that are `late` get no token."""
@@ -241,6 +271,8 @@ class ModelRunner:
             request_id = report.scheduled.request.request_id
             (token,) = output.get(request_id, [SampledToken()])
             output[request_id] = [msgspec.structs.replace(token, prompt_logprobs=logprobs)]
+        for unsaved in in_flight.unsaved:
+            self._save(unsaved)
         return output
 
     def read_embeds(self, identifier: str) -> np.ndarray | None:
@@ -387,13 +419,22 @@ class ModelRunner:
         new = [item for item in items if item.identifier not in self.rows]
         ready = self._compiled.ready
         encoders = self._encoders
-        places = {item.identifier: encoders.of(item).allocate(item, self.rows) for item in new}
+        places = {item.identifier: encoders.allocate(item, self.rows) for item in new}
         encoded = [item for item in new if item.embeds is None and item.prompt is None]
+        written = [item for item in new if item.embeds is not None]
+        encoded, found, keys = self._load(encoded)
+        written += found
+        places |= {item.identifier: self.rows.held(item.identifier) for item in found}
         if encoded:
             rows = [places[item.identifier] for item in encoded]
+            calls: list[tuple[np.ndarray, Array]] = []
             for call in encoders.fill(encoded, rows, ready.encode_sizes):
                 self._run_encode(call)
-        written = [item for item in new if item.embeds is not None]
+                if keys and self._encoded is not None:
+                    self._encoded.copy_to_host_async()
+                    calls.append((call.dst_rows, self._encoded))
+            held = {key: self.rows.held(identifier) for key, identifier in keys.items()}
+            self._unsaved = UnsavedRows(held, calls) if keys else None
         if written:
             rows = [places[item.identifier] for item in written]
             for write in self._programs.precomputed.fill(written, rows, ready.write):
@@ -402,6 +443,56 @@ class ModelRunner:
         prompt_calls = self._programs.prompt_calls
         for prompt_call in prompt_calls.fill(states, self.rows.get, ready.prompts):
             self._run_encode_prompts(prompt_call)
+
+    # ---- encoder outputs on disk ---------------------------------------------------------------
+
+    def forget_stored_rows(self) -> None:
+        """Neither find nor keep any more: the encoders are no longer those of the files' name."""
+        if self.stored_rows is not None:
+            self.stored_rows.close()
+            self._disk_stats = self.stored_rows.stats
+            self.stored_rows = None
+
+    @property
+    def disk_stats(self) -> DiskStoreStats:
+        return self._disk_stats if self.stored_rows is None else self.stored_rows.stats
+
+    def _load(
+        self, items: Sequence[EncoderItem]
+    ) -> tuple[list[EncoderItem], list[EncoderItem], dict[bytes, str]]:
+        """Look items up; return those to encode, those found with their rows, and keys to keep.
+
+        The keys' values are identifiers. What adapters encode is neither found nor kept: their
+        names and versions are this process's.
+        """
+        if self.stored_rows is None:
+            return list(items), [], {}
+        encoded: list[EncoderItem] = []
+        found: list[EncoderItem] = []
+        keys: dict[bytes, str] = {}
+        for item in items:
+            if self._has_tower_adapters and item.adapter_slot != NO_SLOT:
+                encoded.append(item)
+                continue
+            key = make_row_key(item.identifier, item.units, item.rows)
+            rows = self.stored_rows.load(key, len(self.rows.held(item.identifier)))
+            if rows is None:
+                encoded.append(item)
+                keys[key] = item.identifier
+            else:
+                found.append(replace(item, embeds=rows))
+                self._found.add(item.mm_hash or item.identifier)
+        return encoded, found, keys
+
+    def _save(self, unsaved: UnsavedRows) -> None:
+        """Have what was encoded in a step, which is done, written to disk."""
+        if self.stored_rows is None:
+            return
+        written = np.concatenate([dst_rows for dst_rows, _ in unsaved.calls])
+        rows = np.concatenate([np.asarray(array) for _, array in unsaved.calls])
+        order = np.argsort(written, kind="stable")
+        for key, held in unsaved.places.items():
+            self.stored_rows.save(key, rows[order[np.searchsorted(written, held, sorter=order)]])
 
     # ---- several processes ---------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ class Buckets:
             decode=tuple(StepBucket(size, size, 1, all(span_variants)) for size in decode),
             mixed=tuple(mixed),
             sample=sample,
-            encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else patches,
+            encode=unit_sizes(max_units) if max_units else patches,
             clips=clips,
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
@@ -322,6 +322,11 @@ class Buckets:
 
 _KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write")
 """The fields of `Buckets` that hold sizes."""
+
+
+def unit_sizes(max_units: int) -> tuple[int, ...]:
+    """Return the sizes of the calls of an encoder of units, of which a step may encode so many."""
+    return ladder(1, max(1, min(max_units, MAX_UNITS)), 2)
 
 
 def split_calls(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:

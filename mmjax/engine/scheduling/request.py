@@ -1,7 +1,7 @@
 """A request in the engine: tokens to compute, items to encode. No device arrays."""
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -200,8 +200,8 @@ class Request:
         self.token_ids[: self.num_tokens] = (*prompt_token_ids, *output_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.times, self.status = RequestTimes(), RequestStatus.WAITING
-        self.encoded: list[str] = []
-        """Identifiers of the items that were encoded for it."""
+        self.encoded, self.found_on_disk = list[str](), list[str]()
+        """Identifiers of the items that were encoded for it, and that were read from disk."""
         self.stop_reason: int | None = None
         """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0
@@ -418,6 +418,11 @@ class Request:
     def _hash_new_blocks(self) -> None:
         if self._block_hasher is not None:
             self.block_hashes += self._block_hasher.hash_new_blocks(self)
+
+    def note_found(self, names: Collection[str]) -> None:
+        """Note that items were read from disk, and not encoded."""
+        self.found_on_disk += [name for name in self.encoded if name in names]
+        self.encoded = [name for name in self.encoded if name not in names]
 
     def change_keys(self, rename: Callable[[EncoderItem], str], hasher: BlockHasher | None) -> None:
         """Take other keys for what other weights compute; a request that holds nothing.

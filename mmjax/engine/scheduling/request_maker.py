@@ -208,12 +208,15 @@ class RequestMaker:
                 f"{', '.join(sorted(host_inputs.encoder_spec.inputs))}",
                 param="multi_modal_data",
             ) from error
-        spec = host_inputs.find_spec(arrays)
-        num_outputs = check_shapes(feature, arrays, spec)
-        if isinstance(spec, PackedEncoderSpec):
-            sizes = self._buckets.clips if spec is host_inputs.clip_spec else self._buckets.encode
-            num_patches = num_outputs * spec.patches_per_token
-            _check_patches(feature.identifier, num_patches, max(sizes, default=0))
+        specs = host_inputs.find_specs(arrays)
+        num_outputs = sum(check_shapes(feature, arrays, spec) for spec in specs)
+        for spec in specs:
+            # A step has no more embeddings than a call of packs, whatever else encodes a part.
+            if isinstance(spec, PackedEncoderSpec):
+                is_heard = spec is host_inputs.clip_spec
+                sizes = self._buckets.clips if is_heard else self._buckets.encode
+                num_patches = num_outputs * spec.patches_per_token
+                _check_patches(feature.identifier, num_patches, max(sizes, default=0))
         num_embeds = feature.mm_position.get_num_embeds()
         if num_embeds != (num_outputs if rows is None else len(rows)):
             raise RequestRuntimeError(

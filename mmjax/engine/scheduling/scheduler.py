@@ -95,6 +95,7 @@ class Scheduler:
         max_num_queued_reqs: int = 1024,
         max_num_encoder_states: int = 0,
         patches_per_token: int = 0,
+        packs_clips: bool = False,
         keeps_runs_whole: bool = False,
         enable_chunked_prefill: bool = True,
         max_loras: int = 0,
@@ -104,6 +105,7 @@ class Scheduler:
     ) -> None:
         """`patches_per_token`: of an encoder that takes packs of patches; 0: it takes units.
 
+        `packs_clips`: whether another takes packs of clips.
         `max_num_rows`: of a step with guesses, of which `speculation` decides; None: without any.
         `state_slots` None: the model has no recurrent layers.
         """
@@ -120,7 +122,7 @@ class Scheduler:
         self.speculation = speculation
         self._max_num_unfinished_seqs = max_num_seqs + max_num_queued_reqs
         self._max_num_encoder_states = max_num_encoder_states
-        self._patches_per_token = patches_per_token
+        self._patches_per_token, self._packs_clips = patches_per_token, packs_clips
         self._windows = WindowFitter(
             kv_cache=kv_cache,
             encoder_cache=encoder_cache,
@@ -155,7 +157,8 @@ class Scheduler:
         # An item is not divided over calls of packs.
         if self._patches_per_token and ready.encode:
             num_embeds = min(num_embeds, ready.encode[-1] // self._patches_per_token)
-        num_embeds = min([num_embeds, *ready.clips[-1:]])
+        if self._packs_clips:
+            num_embeds = min([num_embeds, *ready.clips[-1:]])
         self._limits = StepLimits(
             min(ready.max_num_seqs, self._final_limits.max_num_seqs),
             min(ready.max_num_batched_tokens, self._final_limits.max_num_batched_tokens),
@@ -400,6 +403,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
             times=request.times if is_first else None,
             encoded=request.encoded if is_first else [],
+            found_on_disk=request.found_on_disk if is_first else [],
             prompt_logprobs=prompt_logprobs,
             weights_version=self.weights_version,
         )

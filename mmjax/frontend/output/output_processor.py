@@ -249,8 +249,8 @@ class RequestState:
 
     request: ProcessedRequest
     sequences: list["SequenceState"] = field(default_factory=list)
-    encoded: set[str] = field(default_factory=set)
-    """Hashes of the items that P1 encoded for it."""
+    encoding: dict[str, Literal["computed", "disk"]] = field(default_factory=dict)
+    """How P1 came by the outputs of items, by hash; the others were cached, or not needed."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def unfinished(self) -> list["SequenceState"]:
@@ -263,7 +263,8 @@ class RequestState:
         times.note_token(time.monotonic())
         if delta.times is not None:
             times.add_engine(delta.times)
-        self.encoded.update(delta.encoded)
+        self.encoding |= dict.fromkeys(delta.encoded, "computed")
+        self.encoding |= dict.fromkeys(delta.found_on_disk, "disk")
 
     def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         num_cached_tokens = max(item.num_cached_tokens for item in self.sequences)
@@ -290,8 +291,8 @@ class RequestState:
         cache = "prefix_cache" if is_in_prefix else "encoder_cache"
         return ItemOutput(
             **{name: getattr(item, name) for name in PlacedItem.__struct_fields__},
-            processing="computed" if item.is_processed else "processor_cache",
-            encoding="computed" if item.mm_hash in self.encoded else cache,
+            processing=item.processing,
+            encoding=self.encoding.get(item.mm_hash, cache),
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from mmjax.frontend.output.output_html import draw_output
-from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest
+from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, ProcessingSource
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.processing.tensors.inputs import MultiModalInputs
 from mmjax.system.request_times import RequestTimes
@@ -53,9 +53,9 @@ class CompletionOutput:
 class ItemOutput(PlacedItem, frozen=True, kw_only=True):
     """One item of a prompt, and which caches had it."""
 
-    processing: Literal["processor_cache", "computed"]
+    processing: ProcessingSource
     """Where its tensors came from."""
-    encoding: Literal["prefix_cache", "encoder_cache", "computed"]
+    encoding: Literal["prefix_cache", "encoder_cache", "disk", "computed"]
     """Where its embeddings came from; none were needed with the prefix cache."""
 
 

@@ -64,9 +64,12 @@ class InputProcessor:
         self._enable_prefix_caching = enable_prefix_caching
         self.cache = processor_cache_from_config(model_config.mm) if cache is None else cache
         self._pool = ProcessorPool(model_config, self.cache)
+        self.item_store = self._pool.item_store
+        """What was processed, on disk; None: nothing is kept there."""
         self.connector = make_connector(
             model_config.mm,
-            budget=self._pool.first.decode_budget,
+            # Whether an image must be decoded is not known before it was looked for on disk.
+            budget=None if self.item_store is not None else self._pool.first.decode_budget,
             is_cached=self._is_cached,
         )
         self.tokenizer = self._pool.tokenizer
@@ -180,11 +183,14 @@ class InputProcessor:
             inputs = processor.dummy_inputs.get_dummy_processor_inputs(
                 self.model_config.max_model_len, dict.fromkeys(limits, 1)
             )
+            # One that is on disk would need no imports.
+            processor.item_store = None
             processor.prepare(
                 inputs.prompt,
                 inputs.mm_data,
                 hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
             )
+            processor.item_store = self.item_store
 
     def process(
         self, request: GenerateRequest, on_commit: OnCommit | None = None
@@ -347,6 +353,8 @@ class InputProcessor:
         self.grammars.close()
         if self.cache is not None:
             self.cache.close()
+        if self.item_store is not None:
+            self.item_store.close()
 
     # ---- limits ---------------------------------------------------------------------------------
 

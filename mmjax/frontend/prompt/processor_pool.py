@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, TypeVar
 
+from mmjax.cache.stored_items import open_stored_items
 from mmjax.config.engine_config import ModelConfig
 from mmjax.models.registry import create_processor
 from mmjax.processing.media.decode_budget import Cancellation
@@ -64,6 +65,8 @@ class ProcessorPool:
         self._lock = threading.Lock()
         self.first = create_processor(model_config, cache=cache)
         """For metadata, and for `commit`, which uses no HF objects."""
+        self.item_store = open_stored_items(model_config, self.first)
+        self.first.item_store = self.item_store
         self.tokenizer = copy.deepcopy(self.first.info.get_tokenizer())
         """Used by no request, so that it can be read and copied at any time."""
         self._idle: list[BaseMultiModalProcessor[Any]] = [self.first]
@@ -88,6 +91,7 @@ class ProcessorPool:
         processor = create_processor(self._model_config, tokenizer, cache=self._cache)
         processor.item_hasher = self.first.item_hasher
         processor.decode_budget = self.first.decode_budget
+        processor.item_store = self.first.item_store
         with self._lock:
             self.num_instances += 1
         return processor

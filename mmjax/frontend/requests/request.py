@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal
 
 import msgspec
 
@@ -64,11 +65,14 @@ class PlacedItem(msgspec.Struct, frozen=True, kw_only=True):
     """What caches know it by."""
 
 
+ProcessingSource = Literal["processor_cache", "disk", "computed"]
+
+
 class RequestItem(PlacedItem, frozen=True, kw_only=True):
     """One item of a request, and whether the processor cache had it."""
 
-    is_processed: bool
-    """Whether it was processed for this request; else the processor cache had it."""
+    processing: ProcessingSource
+    """Where its tensors came from."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,10 +167,16 @@ def list_items(prepared: PreparedInputs) -> list[RequestItem]:
                 offset=place.offset,
                 length=place.length,
                 num_embeds=place.get_num_embeds(),
-                is_processed=mm_hash in prepared.fresh,
+                processing=_find_source(prepared, mm_hash),
             )
         )
     return items
+
+
+def _find_source(prepared: PreparedInputs, mm_hash: str) -> ProcessingSource:
+    if mm_hash not in prepared.fresh:
+        return "processor_cache"
+    return "disk" if prepared.fresh[mm_hash][0].is_from_disk else "computed"
 
 
 def _fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:

@@ -22,8 +22,11 @@ TARGETS = (
         for dtypes in ("float32", "bfloat16", "int8", "float32_int8", "bfloat16_int8", *_IN_GROUPS)
     ),
     *(f"mmjax_groups_{dtypes}" for dtypes in ("float32", "bfloat16", *_IN_GROUPS)),
-    "mmjax_attention_float32",
-    "mmjax_attention_bfloat16",
+    *(
+        f"mmjax_{name}_{dtype}"
+        for name in ("attention", "norm", "rotation")
+        for dtype in ("float32", "bfloat16")
+    ),
 )
 """The kernels, by the names that JAX and the library know them by; they end with the dtypes of what
 is multiplied: of both, or of inputs and weights."""

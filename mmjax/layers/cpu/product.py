@@ -28,7 +28,8 @@ _KERNELS = {
     ("bfloat16", "int8"): ("mmjax_product_bfloat16_int8", jnp.float32),
     ("int8", "int8"): ("mmjax_product_int8", jnp.int32),
 }
-"""Of the dtypes of `x` and `weight`: the kernel, and the dtype of its sums."""
+"""Of the dtypes of `x` and `weight`: the kernel, and the dtype of its sums; that of bfloat16 also
+rounds them."""
 
 
 def product(
@@ -85,8 +86,10 @@ def has_kernel(x: Any, weight: Any) -> bool:
 def _by_kernel(x: Array, weight: Array, dtype: Any) -> Array:
     """Multiply in C++: a row has the same bits beside any others, and beside none."""
     name, sums = _KERNELS[x.dtype.name, weight.dtype.name]
-    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), sums)
-    return jax.ffi.ffi_call(name, shape)(x, weight).astype(dtype)
+    is_rounded = x.dtype == weight.dtype == dtype == jnp.bfloat16
+    shape = (x.shape[0], weight.shape[0])
+    out = jax.ShapeDtypeStruct(shape, dtype if is_rounded else sums)
+    return jax.ffi.ffi_call(name, out)(x, weight).astype(dtype)
 
 
 def group_product(

@@ -226,6 +226,13 @@ class ItemHasher:
             by_modality[entry.modality].append(name)
         return HashedItems(by_modality, id_domain, claims)
 
+    def name_on_disk(self, mm_hash: str, item: Any) -> bytes:
+        """Return what an item is kept by beyond this process.
+
+        By its content as well: a uuid may stand for another one the next day.
+        """
+        return f"{mm_hash} {self._content_hasher.hash_kwargs(item=item)}".encode()
+
     def find_names(self, modality: str, item: Any) -> list[str]:
         """Return the hashes of an encoded item that was in a request before, without kwargs."""
         digest = self._digest_encoded(item)

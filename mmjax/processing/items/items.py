@@ -160,13 +160,29 @@ class VideoProcessorItems(ProcessorBatchItems):
             )
         self.metadata = list(metadata)
         self._has_pairs = has_pairs
+        self.sound_rate: int | None = None
+        """Of the samples that a file's metadata have as `sound`; None: it is not heard."""
 
     def get(self, index: int) -> Any:
         item = self.data[index]
         if isinstance(item, EncodedVideo | EncodedFrames):
             frames, metadata = item.decode()
+            if self.sound_rate is not None and isinstance(item, EncodedVideo):
+                metadata = {**(metadata or {}), "sound": item.decode_sound(self.sound_rate)}
             return (frames, metadata) if self._has_pairs and metadata is not None else frames
         return (_unwrap(item[0]), item[1]) if _is_pair(item) else _unwrap(item)
+
+    def count_bytes_to_decode(self, index: int) -> int:
+        """Return the same, with its sound where that is heard."""
+        item = self.data[index]
+        is_heard = self.sound_rate is not None and isinstance(item, EncodedVideo)
+        return super().count_bytes_to_decode(index) + (item.count_sound_bytes() if is_heard else 0)
+
+    def with_sound(self, rate: int) -> "VideoProcessorItems":
+        """Return the same items, of which files are heard, too."""
+        heard = copy(self)
+        heard.sound_rate = rate
+        return heard
 
     def get_item_for_hash(self, index: int) -> Any:
         """Return the item; with its metadata where encoded bytes alone would not say the frames."""

@@ -20,7 +20,9 @@ from mmjax.decoders.audio_file import (
     BYTES_PER_SAMPLE,
     AudioHeader,
     decode_audio,
+    decode_sound,
     read_audio_header,
+    read_sound_header,
 )
 from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.image_file import (
@@ -244,6 +246,7 @@ class EncodedVideo(EncodedMedia[VideoHeader]):
         super().__init__(*args, **kwargs)
         self.sampling = sampling or VideoSampling()
         self._video: DecodedVideo | None = None
+        self._sound: np.ndarray | None = None
 
     def _read_header(self) -> VideoHeader:
         return self._ask(read_video_header, "read_video_header", self.sampling)
@@ -266,10 +269,24 @@ class EncodedVideo(EncodedMedia[VideoHeader]):
                 self._video = DecodedVideo(frames, _metadata_of(header, indices))
             return self._video
 
+    def count_sound_bytes(self) -> int:
+        """Return the memory that its sound takes at its own rate; 0 while the samples are there."""
+        if self._sound is not None:
+            return 0
+        header = self._ask(read_sound_header, "read_sound_header")
+        return 0 if header is None else header.count_samples(header.rate) * BYTES_PER_SAMPLE
+
+    def decode_sound(self, rate: int) -> np.ndarray:
+        """Return float32[T], one channel, `rate` samples a second; of a silent video none."""
+        with self._lock:
+            if self._sound is None:
+                self._sound = self._ask(decode_sound, "decode_sound", rate)
+            return self._sound
+
     def drop_pixels(self) -> None:
         """Forget what was decoded."""
         with self._lock:
-            self._video = None
+            self._video = self._sound = None
 
 
 class EncodedAudio(EncodedMedia[AudioHeader]):

@@ -122,6 +122,9 @@ class SharedItem(
 class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem], ItemData):
     """The processed tensors of one item, by the name that the HF processor gives them."""
 
+    is_from_disk = False
+    """Whether a former process had processed it."""
+
     @staticmethod
     def dummy(nbytes: int = 1) -> "MultiModalKwargsItem":
         """Return an item that only has a size; for tests of caches and transport."""

@@ -1,43 +1,21 @@
-// Attention over the paged cache, in the vectors of whatever instruction set this is compiled for. Everything here is in an unnamed namespace, as in tiles.h.
+// Attention over the paged cache. Everything here is in an unnamed namespace, as in tiles.h.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "products.h"
+#include "vectors.h"
 
 namespace mmjax {
 namespace {
 
 #ifdef __AVX512F__
-constexpr int kLanes = 16;
 constexpr int kValueVectors = 4;  // of sums that stay in registers, for each of kQueries queries
 #else
-constexpr int kLanes = 8;
 constexpr int kValueVectors = 2;
 #endif
 constexpr int kQueries = 4;
-
-using Floats = float __attribute__((vector_size(kLanes * 4)));
-using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
-using Halfwords = uint16_t __attribute__((vector_size(kLanes * 2)));
-
-inline Floats as_floats(Ints bits) { return reinterpret_cast<Floats>(bits); }
-inline Ints as_ints(Floats x) { return reinterpret_cast<Ints>(x); }
-
-inline Floats load(const float* from, int64_t count = kLanes) {
-  Floats out{};
-  __builtin_memcpy(&out, from, static_cast<size_t>(count) * sizeof *from);
-  return out;
-}
-inline Floats load(const bf16* from, int64_t count = kLanes) {
-  Halfwords out{};
-  __builtin_memcpy(&out, from, static_cast<size_t>(count) * sizeof *from);
-  return as_floats(__builtin_convertvector(out, Ints) << 16);
-}
-inline void store(Floats x, float* to, int64_t count = kLanes) {
-  __builtin_memcpy(to, &x, static_cast<size_t>(count) * sizeof *to);
-}
 
 // e to the power of x, up to two units in the last place; of less than -87, e to the power of -87.
 // The polynomial is that of Cephes' expf.
@@ -73,24 +51,11 @@ inline Floats tanh(Floats x) {
   return as_floats((as_ints(near) & is_near) | (as_ints(far) & ~is_near));
 }
 
-// Lanes whose slots are within [begin, end); `first` is the slot of lane 0.
-inline Ints within(int64_t first, int64_t begin, int64_t end) {
-  Ints slot;
-  for (int i = 0; i < kLanes; ++i) slot[i] = i;
-  return (slot >= static_cast<int32_t>(begin - first)) & (slot < static_cast<int32_t>(end - first));
-}
-
 inline float max_of_lanes(Floats x) {
   float out = x[0];
   for (int i = 1; i < kLanes; ++i) out = x[i] > out ? x[i] : out;
   return out;
 }
-inline float sum_of_lanes(Floats x) {
-  float out = 0;
-  for (int i = 0; i < kLanes; ++i) out += x[i];
-  return out;
-}
-
 template <typename T>
 inline int64_t block_of(const PagedHead<T>& head, int64_t index) {
   const int64_t id = head.table[index];

@@ -2,11 +2,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "products.h"
+#include "rounding.h"
 #include "share.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -19,12 +19,7 @@ namespace {
 constexpr int64_t kPartsPerThread = 4;
 
 void write(float x, float* to) { *to = x; }
-// Rounds to the nearest even number, as XLA does. No sum here is a NaN with a payload to keep.
-void write(float x, bf16* to) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  *to = static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
+void write(float x, bf16* to) { *to = to_bf16(x); }
 
 // One call: rows are those of the step, `[num_rows, num_heads, head_dim]`, and a tile has the places
 // of up to `tile_size` of them, which are of one request; places out of range are padding.

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "attention.h"
+#include "rows.h"
 #include "tiles.h"
 
 namespace mmjax {
@@ -206,6 +207,10 @@ const Products kAvx2 = {multiply<Float32Lanes>,
                         multiply<WithInt8Weights<Bfloat16Lanes>>,
                         attend_chunk<float>,
                         attend_chunk<bf16>,
+                        norm_rows<float>,
+                        norm_rows<bf16>,
+                        rotate_rows<float>,
+                        rotate_rows<bf16>,
                         kGroups<Uint4Codes>,
                         kGroups<Uint8Codes>,
                         kGroups<Float8Codes>,

@@ -1,6 +1,7 @@
 // AVX-512 (F, BW, VL), with neither VNNI nor bfloat16 instructions.
 #include "attention.h"
 #include "avx512.h"
+#include "rows.h"
 
 namespace mmjax {
 namespace {
@@ -37,6 +38,10 @@ const Products kAvx512 = {multiply<Float32Lanes>,
                           multiply<Bfloat16Int8Lanes>,
                           attend_chunk<float>,
                           attend_chunk<bf16>,
+                          norm_rows<float>,
+                          norm_rows<bf16>,
+                          rotate_rows<float>,
+                          rotate_rows<bf16>,
                           kGroups<Uint4Codes>,
                           kGroups<Uint8Codes>,
                           kGroups<Float8Codes>,

@@ -1,6 +1,7 @@
 // AVX-512 with VNNI and bfloat16 instructions (Zen 4, Cooper Lake and Sapphire Rapids on).
 #include "attention.h"
 #include "avx512.h"
+#include "rows.h"
 
 namespace mmjax {
 namespace {
@@ -142,6 +143,10 @@ const Products kAvx512Bf16 = {multiply<Float32Lanes>,
                               multiply<Int8PairLanes>,
                               attend_chunk<float>,
                               attend_chunk<bf16>,
+                              norm_rows<float>,
+                              norm_rows<bf16>,
+                              rotate_rows<float>,
+                              rotate_rows<bf16>,
                               kGroups<Uint4Codes, Uint4Pairs>,
                               kGroups<Uint8Codes, Uint8Pairs>,
                               kGroups<Float8Codes, Float8Pairs>,

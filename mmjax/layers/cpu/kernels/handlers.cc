@@ -1,9 +1,11 @@
 // The kernels as targets of XLA's foreign function interface (jax.ffi).
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "products.h"
+#include "rounding.h"
 #include "share.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -23,10 +25,27 @@ int64_t chunk_features(int64_t row_bytes) {
   return step - step % 4;
 }
 
-template <typename X, typename W, typename Out>
-ffi::Error multiply(ffi::ThreadPool pool, Product<X, W, Out> product, const X* x, const W* weight,
-                    Out* out, ffi::Span<const int64_t> x_shape,
-                    ffi::Span<const int64_t> weight_shape) {
+// Products as they are written: the sums themselves, or rounded to bfloat16.
+template <typename Product, typename X, typename W, typename Out>
+void write_product(Product product, const X* x, const W* weight, Out* out, int64_t rows,
+                   int64_t width, int64_t features, int64_t begin, int64_t end) {
+  if constexpr (std::is_same_v<Out, bf16>) {
+    const int64_t count = end - begin;
+    std::vector<float> sums(static_cast<size_t>(rows * count));
+    product(x, weight + begin * width, sums.data(), rows, width, count, 0, count);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t f = 0; f < count; ++f) {
+        out[r * features + begin + f] = to_bf16(sums[static_cast<size_t>(r * count + f)]);
+      }
+    }
+  } else {
+    product(x, weight, out, rows, width, features, begin, end);
+  }
+}
+
+template <typename Product, typename X, typename W, typename Out>
+ffi::Error multiply(ffi::ThreadPool pool, Product product, const X* x, const W* weight, Out* out,
+                    ffi::Span<const int64_t> x_shape, ffi::Span<const int64_t> weight_shape) {
   if (x_shape.size() != 2 || weight_shape.size() != 2 || x_shape[1] != weight_shape[1]) {
     return ffi::Error::InvalidArgument("x must be [rows, width], weight [features, width]");
   }
@@ -34,8 +53,9 @@ ffi::Error multiply(ffi::ThreadPool pool, Product<X, W, Out> product, const X* x
   const int64_t step = chunk_features(width * static_cast<int64_t>(sizeof(W)));
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
     const int64_t begin = chunk * step;
-    product(x, weight, out, rows, width, features, begin, std::min(begin + step, features));
-  });
+    const int64_t end = std::min(begin + step, features);
+    write_product(product, x, weight, out, rows, width, features, begin, end);
+  }, true);
   return ffi::Error::Success();
 }
 
@@ -140,6 +160,20 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Buffer<W> weight,
                   out->typed_data(), x.dimensions(), weight.dimensions());
 }
 
+// Of bfloat16 numbers: sums in float32, or rounded.
+ffi::Error handle_bfloat16(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x,
+                           ffi::Buffer<ffi::BF16> weight, ffi::Result<ffi::AnyBuffer> out) {
+  const auto* from = reinterpret_cast<const bf16*>(x.untyped_data());
+  const auto* weights = reinterpret_cast<const bf16*>(weight.untyped_data());
+  const auto into = [&](auto* to) {
+    return multiply(pool, products().bfloat16, from, weights, to, x.dimensions(),
+                    weight.dimensions());
+  };
+  if (out->element_type() == ffi::BF16) return into(static_cast<bf16*>(out->untyped_data()));
+  if (out->element_type() == ffi::F32) return into(static_cast<float*>(out->untyped_data()));
+  return ffi::Error::InvalidArgument("the product must be of float32 or bfloat16");
+}
+
 template <ffi::DataType T, auto kProduct>
 ffi::Error handle_experts(ffi::ThreadPool pool, ffi::Buffer<T> x, ffi::Buffer<T> weight,
                           ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out) {
@@ -213,10 +247,15 @@ extern "C" const char* mmjax_instruction_set() {
           .Ret<ffi::Buffer<ffi::OUT>>())
 
 MMJAX_PRODUCT(float32, F32, F32, F32);
-MMJAX_PRODUCT(bfloat16, BF16, BF16, F32);
 MMJAX_PRODUCT(int8, S8, S8, S32);
 MMJAX_PRODUCT(float32_int8, F32, S8, F32);
 MMJAX_PRODUCT(bfloat16_int8, BF16, S8, F32);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_product_bfloat16, mmjax::handle_bfloat16,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Ret<ffi::AnyBuffer>());
 
 #define MMJAX_GROUPS(NAME, T)                                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_groups_##NAME,                                     \

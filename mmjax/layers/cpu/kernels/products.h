@@ -1,5 +1,5 @@
-// Products of few rows with weights [out, in], and attention over the paged cache: what an
-// instruction set offers, and which one runs.
+// Products of few rows with weights [out, in], attention over the paged cache, norms and rotations:
+// what an instruction set offers, and which one runs.
 #pragma once
 
 #include <cstdint>
@@ -67,6 +67,31 @@ struct GroupProducts {
   GroupProduct<bf16> bfloat16;
 };
 
+// How a norm scales: `centres` takes off the mean first, `offset + weight` is what it multiplies by,
+// and `rounds_first` rounds what it multiplies.
+struct NormOptions {
+  float epsilon, offset;
+  bool centres, rounds_first;
+};
+
+// out[r] = x[r] / sqrt(mean of x[r]^2 + epsilon) * (offset + weight) + bias: x and out [rows, width].
+template <typename T>
+struct NormRows {
+  const T* x;
+  const T* weight;
+  const T* bias;  // null: none
+  T* out;
+  int64_t rows, width;
+};
+template <typename T>
+using Norm = void (*)(const NormRows<T>& call, const NormOptions& options);
+
+// Heads turned by the angles of their row: x and out [rows, heads, width], angles [rows, half]; the
+// pairs are (x[i], x[i + half]).
+template <typename T>
+using Rotation = void (*)(const T* x, const float* cosines, const float* sines, T* out,
+                          int64_t rows, int64_t heads, int64_t width, int64_t half);
+
 struct Products {
   Product<float, float, float> float32;
   Product<bf16, bf16, float> bfloat16;
@@ -75,6 +100,10 @@ struct Products {
   Product<bf16, int8_t, float> bfloat16_int8;
   AttendChunk<float> attend_float32;
   AttendChunk<bf16> attend_bfloat16;
+  Norm<float> norm_float32;
+  Norm<bf16> norm_bfloat16;
+  Rotation<float> rotate_float32;
+  Rotation<bf16> rotate_bfloat16;
   GroupProducts uint4, uint8;
   GroupProducts float8;  // of 4 bits of exponent, 3 of mantissa, without infinities; no zero
   const char* name;

@@ -19,6 +19,7 @@ const SOURCES = {
   prefix_cache: "prefix cache",
   encoder_cache: "encoder cache",
   processor_cache: "processor cache",
+  disk: "disk",
   computed: "computed",
   hidden: "not told",
 };

@@ -1,0 +1,157 @@
+"""Qwen2.5-Omni's host inputs: Qwen2.5-VL's grids, and sound in chunks of some seconds.
+
+A video with its sound is one item: cells and sound by turns, in pieces of two seconds.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmjax.errors import CheckpointError
+from mmjax.models.grid_inputs import WindowGridHostInputs, read_grid
+from mmjax.models.host_inputs import EncoderSpec, PromptItem, RotaryPositions
+
+
+class Piece(NamedTuple):
+    """Embeddings of a video, or of its sound, which stand together."""
+
+    is_sound: bool
+    start: int
+    end: int
+
+
+class Qwen25OmniHostInputs(WindowGridHostInputs):
+    """Patches window by window, and a clip's spectrogram chunk by chunk."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        self.tokens_per_second = hf_config.position_id_per_seconds
+        self.times_per_piece = int(self.tokens_per_second * hf_config.seconds_per_chunk)
+        if self.times_per_piece < 1:
+            raise CheckpointError(
+                f"`seconds_per_chunk` is {hf_config.seconds_per_chunk}, in which no position is: "
+                f"there are {self.tokens_per_second} a second (`position_id_per_seconds`)"
+            )
+        audio = hf_config.audio_config
+        if audio.n_window % 2:
+            raise CheckpointError(
+                f"`audio_config.n_window` is {audio.n_window}; expected an even number: of a "
+                "chunk's states, two are an embedding"
+            )
+        self.chunk_size: int = 2 * audio.n_window
+        """Frames of a chunk."""
+        self.clip_spec = EncoderSpec(
+            inputs={
+                "input_features": ((audio.num_mel_bins, self.chunk_size), "float32"),
+                "num_frames": ((), "int32"),
+            },
+            tokens_per_unit=audio.n_window // 2,
+        )
+
+    @staticmethod
+    def count_rows(num_frames: int) -> int:
+        """Return how many embeddings a clip has; none where it is too short."""
+        return ((num_frames - 1) // 2 + 1) // 2
+
+    def count_sound(self, item: Mapping[str, np.ndarray]) -> int:
+        """Return how many embeddings the sound of a video has."""
+        return self.count_rows(int(item.get("num_sound_frames", 0)))
+
+    def find_pieces(self, item: Mapping[str, np.ndarray]) -> list[Piece]:
+        """Return the pieces of a video with its sound, in their order, as HF's processor does."""
+        times, *_ = self.find_cells(item, self.find_merged(item))
+        number = self.count_sound(item)
+        seen, heard = self._split(times), self._split(np.arange(number))
+        pieces: list[Piece] = []
+        for place in range(max(len(seen), len(heard))):
+            pieces += [Piece(False, *run) for run in seen[place : place + 1]]
+            pieces += [Piece(True, *run) for run in heard[place : place + 1]]
+        return pieces
+
+    def _split(self, times: np.ndarray) -> list[tuple[int, int]]:
+        """Return where embeddings of these times are parted (HF: `get_chunked_index`).
+
+        Behind a leap over several pieces, each of the next ones has one embedding.
+        """
+        starts = [0]
+        for place, time in enumerate(times.tolist()):
+            if time >= len(starts) * self.times_per_piece:
+                starts.append(place)
+        return list(zip(starts, [*starts[1:], len(times)], strict=True))
+
+    def find_merged(self, item: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
+        """Return the grid of an item's embeddings."""
+        time, rows, columns = read_grid(item)
+        return time, rows // self.merge_size, columns // self.merge_size
+
+    # ---- the encoders' inputs --------------------------------------------------------------------
+
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return a clip's chunks, or a grid's patches, beside them those of a video's sound."""
+        if "input_features" in item:
+            return self._cut(item["input_features"])
+        units = super().units(item)
+        return {**units, **self._cut(item["sound_features"])} if self.count_sound(item) else units
+
+    def _cut(self, features: np.ndarray) -> dict[str, np.ndarray]:
+        """Return a spectrogram's chunks, the last one with zeros behind it."""
+        frames = np.asarray(features)  # frames, bins
+        num_chunks = -(-len(frames) // self.chunk_size)
+        padded = np.zeros((num_chunks * self.chunk_size, frames.shape[1]), np.float32)
+        padded[: len(frames)] = frames
+        left = len(frames) - self.chunk_size * np.arange(num_chunks)
+        chunks = padded.reshape(num_chunks, self.chunk_size, -1).transpose(0, 2, 1)
+        return {"input_features": chunks, "num_frames": np.minimum(left, self.chunk_size)}
+
+    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the rows of a clip's sound, or those of a grid's cells and of its sound."""
+        if "input_features" in item:
+            return np.arange(self.count_rows(len(item["input_features"])), dtype=np.int32)
+        cells, number = super().embed_rows(item), self.count_sound(item)
+        if not number:
+            return cells
+        sound = np.arange(len(cells), len(cells) + number, dtype=np.int32)
+        parts = [
+            (sound if one.is_sound else cells)[one.start : one.end]
+            for one in self.find_pieces(item)
+        ]
+        return np.concatenate(parts)
+
+    # ---- positions -------------------------------------------------------------------------------
+
+    def rotary_positions(
+        self, num_tokens: int, items: Sequence[PromptItem]
+    ) -> RotaryPositions | None:
+        """Return positions as HF's `get_rope_index`: a clip's are those of text."""
+        seen = [item for item in items if any("grid" in name for name in item.tensors)]
+        found = super().rotary_positions(num_tokens, seen)
+        if found is None:
+            return None
+        # A short text behind a video with its sound may not reach the video's last position.
+        return replace(found, offset=int(found.prompt.max()) + 1 - num_tokens)
+
+    def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
+        """Yield the run of a grid; of a video with its sound, with the marks around it.
+
+        Its first mark has the position of the token before it, its last one that of the token
+        behind it.
+        """
+        number = self.count_sound(item.tensors)
+        if not number:
+            yield from super().find_runs(item)
+            return
+        cells = self.find_cells(item.tensors, self.find_merged(item.tensors))
+        sound = np.tile(np.arange(number), (3, 1))
+        pieces = [
+            (sound if one.is_sound else cells)[:, one.start : one.end]
+            for one in self.find_pieces(item.tensors)
+        ]
+        extent = self.find_extent(pieces[-1])
+        first, last = np.full((3, 1), -1), np.full((3, 1), extent)
+        yield item.position.offset, np.concatenate([first, *pieces, last], axis=1), extent
+
+    def find_extent(self, cells: np.ndarray) -> int:
+        """Return the same, behind a video's time as well."""
+        return int(cells.max()) + 1

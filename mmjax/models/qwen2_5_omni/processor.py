@@ -1,0 +1,345 @@
+"""Qwen2.5-Omni's prompt side: pictures, videos and clips, each token of which becomes many.
+
+Where videos are heard, `<|VIDEO|>` becomes `<|audio_bos|> <|VIDEO|>*N <|AUDIO|>*M <|VIDEO|>*N ...
+<|audio_eos|>`: pieces of two seconds of what is seen and what is heard, by turns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from mmjax.errors import CheckpointError, RequestTypeError, RequestValueError
+from mmjax.models.family import FamilyProcessor, item_fields, make_factories
+from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
+from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen25OmniHostInputs
+from mmjax.processing.image_processors.frames import split_pairs
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_feature_settings
+from mmjax.processing.image_processors.patches import TimedVideoPatcher
+from mmjax.processing.items.items import (
+    ModalityDataItems,
+    MultiModalDataItems,
+    VideoProcessorItems,
+)
+from mmjax.processing.items.parse import MultiModalDataParser
+from mmjax.processing.media.audio import AudioSpec, parse_audio
+from mmjax.processing.media.encoded import EncodedAudio
+from mmjax.processing.media.log_mel import LogMel
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.rounding import cdiv
+
+CHAT_TEMPLATE = r"""
+{%- if messages[0].role != 'system' -%}
+    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' -}}
+    {%- for part in message.content -%}
+        {%- if part.type == 'image' -%}
+            {{- '<|vision_bos|><|IMAGE|><|vision_eos|>' -}}
+        {%- elif part.type == 'video' -%}
+            {{- '<|vision_bos|><|VIDEO|><|vision_eos|>' -}}
+        {%- elif part.type == 'audio' -%}
+            {{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}
+        {%- else -%}
+            {{- part.text -}}
+        {%- endif -%}
+    {%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+"""Of a checkpoint without a chat template."""
+FRAMES_PER_SECOND = 2.0
+"""Of videos whose speed nobody says, as in HF."""
+USE_AUDIO = "use_audio_in_video"
+"""The name in `mm_processor_kwargs` of whether videos are heard, as in vLLM."""
+SOUND = "sound"
+"""What metadata of a video call its samples."""
+_PARAM = "multi_modal_data.{modality}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmniFeatures:
+    """Makes the spectrograms of clips; called as HF's feature extractors are."""
+
+    log_mel: LogMel
+    valid_kwargs: ClassVar[Sequence[str]] = ()
+
+    def __call__(self, clips: Sequence[np.ndarray], *, return_tensors: str) -> dict[str, Any]:
+        """Return the frames of all clips, float32[frames, bins], and their numbers."""
+        for clip in clips:
+            if not self.count_rows(clip):
+                raise RequestValueError(
+                    f"a clip has {len(clip)} samples, {self._tell_seconds(clip):.3f} s, of which "
+                    f"no embedding is made; send one of more than {2 * self.log_mel.hop_length}",
+                    param=_PARAM.format(modality="audio"),
+                )
+        found = [self.make_frames(clip, "a clip", "audio") for clip in clips]
+        return {
+            "input_features": np.concatenate(found),
+            "num_clip_frames": np.array([len(frames) for frames in found]),
+        }
+
+    def count_rows(self, samples: np.ndarray) -> int:
+        """Return how many embeddings are made of samples."""
+        return Qwen25OmniHostInputs.count_rows(cdiv(len(samples), self.log_mel.hop_length))
+
+    def make_frames(self, samples: np.ndarray, what: str, modality: str) -> np.ndarray:
+        """Return float32[frames, bins] of samples at the model's rate; errors name `what`."""
+        made = self.log_mel
+        if len(samples) > made.num_samples:
+            raise RequestValueError(
+                f"{what} lasts {self._tell_seconds(samples):.1f} s, and the model hears "
+                f"{made.chunk_length} s at once; cut it, and send its parts as several",
+                param=_PARAM.format(modality=modality),
+            )
+        num_frames = cdiv(len(samples), made.hop_length)
+        # HF pads to the longest clip that there may be: of its silence, what a frame reaches.
+        end = min(made.num_samples, (num_frames + 1) * made.hop_length + made.n_fft)
+        padded = np.pad(samples, (0, max(end - len(samples), 0)))
+        return made(padded)[:, :num_frames].T
+
+    def _tell_seconds(self, samples: np.ndarray) -> float:
+        return len(samples) / self.log_mel.sampling_rate
+
+
+class OmniVideoPatcher(TimedVideoPatcher):
+    """The same, with the sound that metadata have; frames of unknown speed are two a second."""
+
+    features: OmniFeatures
+    """Of sounds."""
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return super().valid_kwargs | {USE_AUDIO}
+
+    def __call__(
+        self, videos: Sequence[Any], *, use_audio_in_video: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return what that of Qwen2.5-VL does; beside it the frames of all sounds, if it is asked.
+
+        `sound_features` float32[frames, bins], and `num_sound_frames` int64[videos], of which a
+        silent video has none.
+        """
+        timed = [
+            (frames, {"fps": FRAMES_PER_SECOND} if metadata.get("fps") is None else metadata)
+            for frames, metadata in split_pairs(videos)
+        ]
+        outputs = super().__call__(timed, **kwargs)
+        if not use_audio_in_video:
+            return outputs
+        found = [self._make_frames(metadata) for _, metadata in split_pairs(videos)]
+        return outputs | {
+            "sound_features": np.concatenate(found),
+            "num_sound_frames": np.array([len(frames) for frames in found]),
+        }
+
+    def _make_frames(self, metadata: Mapping[str, Any]) -> np.ndarray:
+        sound = metadata.get(SOUND)
+        if sound is None or not self.features.count_rows(sound):
+            return np.empty((0, self.features.log_mel.feature_size), np.float32)
+        return self.features.make_frames(sound, "a video's sound", "video")
+
+
+class OmniDataParser(TimedDataParser):
+    """Takes the embeddings of clips as they are."""
+
+    embedding_fields: ClassVar = {
+        **TimedDataParser.embedding_fields,
+        "audio": {"audio_embeds": "values"},
+    }
+
+    def _holds_embeddings(self, modality: str, data: Any) -> bool:
+        if modality == "audio":  # which need no grid
+            return MultiModalDataParser.is_embeddings(data)
+        return super()._holds_embeddings(modality, data)
+
+    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
+        """Take the sound that metadata have, in samples as a clip's."""
+        items = super()._parse_video_data(data)
+        if not isinstance(items, VideoProcessorItems):
+            return items
+        spec = AudioSpec(self.target_sr, self.target_channels)
+        for index, metadata in enumerate(items.metadata):
+            if metadata is None or metadata.get(SOUND) is None:
+                continue
+            param = f"multi_modal_data.video[{index}].{SOUND}"
+            sound = parse_audio(metadata[SOUND], spec, self.limits, param=param)
+            if isinstance(sound, EncodedAudio):
+                raise RequestTypeError(
+                    f"{param} is a file; give its samples: (samples, sampling rate)", param=param
+                )
+            items.metadata[index] = {**metadata, SOUND: sound}
+            items.data[index] = (items.data[index][0], items.metadata[index])
+        return items
+
+
+class Qwen25OmniProcessingInfo(GridInfo):
+    chat_template = CHAT_TEMPLATE
+    host_inputs = Qwen25OmniHostInputs
+    box_unit = "pixels"
+    parser = OmniDataParser
+    video_patcher = OmniVideoPatcher
+    placeholders: ClassVar = {
+        "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+        "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    }
+
+    def choose_video_settings(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the default's number of pixels, whatever the files say, as HF's processor does."""
+        kept = {k: v for k, v in own.items() if k not in ("size", "min_pixels", "max_pixels")}
+        return {**kept, **self.video_defaults}
+
+    @property
+    def audio_rate(self) -> int:
+        return self.log_mel.sampling_rate
+
+    @cached_property
+    def log_mel(self) -> LogMel:
+        made = LogMel.from_settings(load_feature_settings(self.ctx.model_config.path))
+        num_bins = self.get_hf_config().audio_config.num_mel_bins
+        if made.feature_size != num_bins:
+            raise CheckpointError(
+                f"`feature_size` of the feature extractor is {made.feature_size}, but "
+                f"`audio_config.num_mel_bins` of config.json is {num_bins}; make them equal"
+            )
+        return made
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {**self.limits, "audio": None}
+
+    def get_data_parser(self) -> MultiModalDataParser:
+        return self.parser(
+            merge_size=self.merge_size,
+            target_sr=self.audio_rate,
+            target_channels=1,
+            limits=self.get_media_limits(),
+            expected_hidden_size=self.get_expected_hidden_size(),
+        )
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        features, parts = OmniFeatures(log_mel=self.log_mel), super().load_hf_processor()
+        parts.video_processor.features = features
+        return replace(parts, feature_extractor=features)
+
+    def hears_videos(self, mm_kwargs: Mapping[str, object]) -> bool:
+        """Return whether videos are heard; `RequestTypeError` for what says neither."""
+        asked = self.scope_kwargs(mm_kwargs, "videos_kwargs").get(USE_AUDIO, False)
+        if not isinstance(asked, bool):
+            raise RequestTypeError(
+                f"`{USE_AUDIO}` is {str(asked)[:64]!r} in mm_processor_kwargs; it must be true or "
+                "false",
+                param="mm_processor_kwargs",
+            )
+        return asked
+
+    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
+        return self.get_max_clip_tokens() * 4 * self.log_mel.hop_length
+
+    def get_max_clip_tokens(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> int:
+        most = Qwen25OmniHostInputs.count_rows(self.log_mel.num_frames)
+        return min(most, self.ctx.model_config.max_model_len)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
+        return {**most, "audio": self.get_max_clip_tokens()}
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        return {
+            **item_fields(
+                "video",
+                units=["sound_features"],
+                counts=outputs.get("num_sound_frames", ()),
+                on_host=["num_sound_frames"],
+            ),
+            **super().get_fields(outputs),
+            **SECONDS_OF_STEPS,
+            **item_fields(
+                "audio",
+                units=["input_features"],
+                counts=outputs.get("num_clip_frames", ()),
+                on_host=["num_clip_frames"],
+            ),
+        }
+
+    def get_embed_token_ids(self, modality: str) -> Sequence[int]:
+        heard = [self.get_embed_token_id("audio")] * (modality == "video")
+        return [self.get_embed_token_id(modality), *heard]
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | tuple[Piece, ...]:
+        host_inputs = cast(Qwen25OmniHostInputs, self._own_host_inputs)
+        if modality == "audio":
+            return host_inputs.count_rows(int(tensors["num_clip_frames"]))
+        if host_inputs.count_sound(tensors):
+            return tuple(host_inputs.find_pieces(tensors))
+        return self.count_cells(tensors[f"{modality}_grid_thw"])
+
+    def write_item(self, modality: str, size: Any) -> list[int]:
+        if isinstance(size, int):
+            return super().write_item(modality, size)
+        config = self.get_hf_config()
+        cell, sound = config.video_token_id, config.audio_token_id
+        tokens = [config.audio_start_token_id]
+        for piece in size:
+            tokens += [sound if piece.is_sound else cell] * (piece.end - piece.start)
+        return [*tokens, config.audio_end_token_id]
+
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Say HF's names; pad clips to the longest that there may be, as its processor does."""
+        kept = dict(tensors)
+        if "second_per_grid_ts" in kept:
+            kept["video_second_per_grid"] = kept.pop("second_per_grid_ts")
+        is_heard = "num_sound_frames" in kept
+        sounds = self._split_frames(kept, "sound_features", "num_sound_frames")
+        clips = self._split_frames(kept, "input_features", "num_clip_frames")
+        if not sounds and not clips:
+            return kept
+        # In the order of the prompt, in which a video's sound begins right behind its own mark.
+        config, ids = self.get_hf_config(), [-1, *token_ids]
+        starts = [at for at, one in enumerate(ids) if one == config.audio_start_token_id]
+        behind = config.vision_start_token_id
+        found = [(sounds if ids[at - 1] == behind else clips).pop(0) for at in starts]
+        counts = np.array([len(frames) for frames in found])
+        mask = np.arange(self.log_mel.num_frames)[None, :] < counts[:, None]
+        padded = np.zeros((*mask.shape, self.log_mel.feature_size), np.float32)
+        padded[mask] = np.concatenate(found)
+        kept["input_features"] = padded.transpose(0, 2, 1)
+        kept["feature_attention_mask"] = mask.astype(np.int64)
+        return {**kept, USE_AUDIO: np.array(True)} if is_heard else kept
+
+    @staticmethod
+    def _split_frames(tensors: dict[str, Any], name: str, counts: str) -> list[np.ndarray]:
+        """Take the frames of clips, or of sounds, out of a prompt's tensors."""
+        if counts not in tensors:
+            return []
+        ends = np.cumsum(np.reshape(tensors.pop(counts), -1))
+        found = np.split(np.asarray(tensors.pop(name)), ends[:-1])
+        return [frames for frames in found if len(frames)]
+
+
+class Qwen25OmniProcessor(FamilyProcessor[Qwen25OmniProcessingInfo]):
+    def _choose_items(
+        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> MultiModalDataItems:
+        """Have the files of videos heard, if it is asked."""
+        videos = mm_items.get("video")
+        is_heard = self.info.hears_videos(hf_processor_mm_kwargs)
+        if not is_heard or not isinstance(videos, VideoProcessorItems):
+            return mm_items
+        heard = {**mm_items, "video": videos.with_sound(self.info.audio_rate)}
+        return MultiModalDataItems(heard).with_cancellation(mm_items.cancellation)
+
+
+FACTORIES = make_factories(Qwen25OmniProcessingInfo, Qwen25OmniProcessor)
