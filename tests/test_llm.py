@@ -144,14 +144,15 @@ def test_images_in_every_form(llm: LLM, tmp_path: Path) -> None:
             *(image, [image], np.asarray(image), file, str(file), file.read_bytes(), data),
             *(f"{address}/picture.png", [f"{address}/picture.png"]),
         ]
-        # An iterable that is read once.
-        answers = generate(
+        # An iterator is answered by one.
+        outputs: Any = generate(
             llm,
             (
                 {"prompt": f"{IMAGE_START} red", "multi_modal_data": {"image": form}}
                 for form in forms
             ),
         )
+        answers = list(outputs)
     assert len(answers) == len(forms)
     assert {answer.num_image_tokens for answer in answers} == {4}
     assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
@@ -175,10 +176,51 @@ def test_a_url_that_cannot_be_fetched_is_named(llm: LLM) -> None:
 
 def test_conversations_of_a_generator(llm: LLM) -> None:
     asked = ([{"role": "user", "content": text}] for text in ("a red circle", "a star"))
-    outputs = llm.chat(asked, GREEDY, use_tqdm=False)
-    assert [len(output.outputs) for output in outputs] == [1, 1]
+    outputs: Any = llm.chat(asked, GREEDY, use_tqdm=False)
+    assert next(outputs).outputs[0].token_ids
+    assert [len(output.outputs) for output in outputs] == [1]
     messages = ({"role": "user", "content": text} for text in ["a star"])
     assert len(llm.chat(messages, GREEDY, use_tqdm=False)) == 1
+
+
+def test_an_iterator_is_answered_by_an_iterator(llm: LLM) -> None:
+    """In its order, with the answers of a list, and without reading it far ahead."""
+    prompts = [f"a red circle {number}" for number in range(200)]
+    num_read = 0
+
+    def count() -> Iterator[str]:
+        nonlocal num_read
+        for prompt in prompts:
+            num_read += 1
+            yield prompt
+
+    outputs: Any = llm.generate(count(), GREEDY)
+    assert num_read <= 1
+    first = next(outputs)
+    assert 1 <= num_read < len(prompts) / 2
+    found = [first, *outputs]
+    assert [one.prompt for one in found] == prompts
+    whole = llm.generate(prompts[:9], GREEDY, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in found[:9]] == [
+        one.outputs[0].token_ids for one in whole
+    ]
+    assert list(llm.generate(iter([]), GREEDY)) == []
+
+
+def test_an_iterator_that_is_closed_leaves_nothing_behind(llm: LLM) -> None:
+    outputs: Any = llm.generate((f"a star {number}" for number in range(100)), GREEDY)
+    next(outputs)
+    outputs.close()
+    assert not llm.engine.has_unfinished()
+    assert len(generate(llm, "a star")) == 1
+    broken = llm.generate((1 // (3 - number) * "a" for number in range(9)), GREEDY)
+    with pytest.raises(ZeroDivisionError):
+        list(broken)
+    assert not llm.engine.has_unfinished()
+    with pytest.raises(RequestError, match="`sampling_params` is a list"):
+        llm.generate(iter(["a"]), [GREEDY])
+    tokens = iter([2, 5, 6])
+    assert len(llm.generate(tokens, GREEDY, use_tqdm=False)) == 1
 
 
 def test_the_picture_matters(llm: LLM) -> None:

@@ -146,6 +146,21 @@ class ServerConfig:
     max_stored_responses_bytes: int = setting(
         256 * 2**20, "Size of the kept responses, with the pictures in them.", minimum=1
     )
+    batch_dir: Path | None = setting(
+        None,
+        """Directory of `/v1/files` and `/v1/batches`, of this server alone; it keeps what clients
+        upload, and the answers.""",
+        unset="none; there are no such routes",
+    )
+    max_batch_file_bytes: int = setting(
+        200 * 2**20, "Size of an uploaded file; larger ones are refused with 413.", minimum=1
+    )
+    max_batch_dir_bytes: int = setting(
+        10 * 2**30,
+        """Size of all files in `batch_dir`, with which no more are taken; a batch that runs is
+        finished.""",
+        minimum=1,
+    )
     h11_max_incomplete_event_size: int = setting(
         64 * 2**10, "Size of a request's line and headers; larger ones are refused.", minimum=1024
     )

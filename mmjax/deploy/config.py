@@ -26,6 +26,10 @@ _REASONS = {
     **dict.fromkeys(_PROXYS, "Ray's proxy has it"),
     **dict.fromkeys(_PLACES, "each replica finds its own; give `distributed_num_processes`"),
     **dict.fromkeys(
+        ("batch_dir",),
+        "a batch that one replica has is unknown to the others; run `mmjax run-batch`",
+    ),
+    **dict.fromkeys(
         _UPDATES, "an adapter that one replica loads is unknown to the others; give `lora_modules`"
     ),
 }

@@ -1,7 +1,8 @@
 """What callers give to `LLM`, as lists of one entry a prompt."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -147,6 +148,29 @@ def as_prompts(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
     if many and all(isinstance(item, int) for item in many):
         return [cast(list[int], many)]
     return cast(list[PromptType], many)
+
+
+def find_stream(given: T, part: type) -> tuple[T, bool]:
+    """Return what was given, and whether it is an iterator over prompts, to be read one by one.
+
+    One over the parts of a single prompt, of the type `part`, is read as a whole.
+    """
+    if not isinstance(given, Iterator):
+        return given, False
+    first = list(islice(given, 1))
+    is_whole = bool(first) and isinstance(first[0], part)
+    return cast(T, chain(first, given)), not is_whole
+
+
+def check_one_for_all(**given: Any) -> None:
+    """Raise RequestTypeError for a list of one entry a prompt where nobody knows their number."""
+    for name, value in given.items():
+        if isinstance(value, Sequence):
+            raise RequestTypeError(
+                f"`{name}` is a list, but the prompts come from an iterator, one by one; give one "
+                "for all, or the prompts as a list",
+                param=name,
+            )
 
 
 def is_conversation(value: Any) -> bool:

@@ -41,6 +41,8 @@ from mmjax.llm.arguments import (
     as_prompts,
     check_level,
     check_mode,
+    check_one_for_all,
+    find_stream,
     is_conversation,
     params_for,
     parse_keywords,
@@ -66,6 +68,10 @@ from mmjax.weights.sharding import Device
 
 logger = get_logger(__name__)
 
+
+_MAX_AHEAD = 4
+"""Prompts of an iterator that are in work or wait for their turn to be given back, for each
+sequence that runs."""
 
 _PLACES = ("devices", "mesh")
 """What `LLM` takes besides settings: no flag or file can name them."""
@@ -183,15 +189,28 @@ class LLM:
         Args:
             prompts: Texts, lists of token ids, or dicts with `prompt` or `prompt_token_ids`,
                 `multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs`; one, or any
-                iterable. An image of `multi_modal_data` is a PIL image, an array, a file's bytes,
-                a path, or a `data:`, `https:` or `http:` URL.
+                iterable. An iterator is read as prompts are needed, and answered by an iterator, in
+                its order (type checkers take it for a list): until that is exhausted or closed,
+                nothing else can be asked, also not by the prompts' own. An image of
+                `multi_modal_data` is a PIL image, an array, a file's bytes, a path, or a `data:`,
+                `https:` or `http:` URL.
             sampling_params: For all prompts, or one per prompt; None: the checkpoint's defaults.
-            use_tqdm: Whether progress is shown.
+            use_tqdm: Whether progress is shown, where the number of prompts is known.
             lora_request: An adapter for all prompts, or one (or None) per prompt.
             priority: Per prompt, with `scheduling_policy="priority"`; lower ones first.
             return_mm_inputs: Whether outputs have `multi_modal_inputs`: the prompt as the engine
                 computed it, for a forward pass of one's own.
         """
+        prompts, is_stream = find_stream(prompts, int)
+        if is_stream:
+            check_one_for_all(
+                sampling_params=sampling_params, lora_request=lora_request, priority=priority
+            )
+            (adapter,) = self._load_adapters(lora_request, 1)
+            options = {"lora_name": adapter, "returns_mm_inputs": return_mm_inputs}
+            params = cast(SamplingParams | None, sampling_params)
+            made = (self._make_request(cast(PromptType, one), params, **options) for one in prompts)
+            return cast(Any, self._stream(made))
         many = as_prompts(prompts)
         each_params = params_for(sampling_params, len(many))
         each_priority = priorities_for(priority, len(many), self.config.scheduler)
@@ -230,7 +249,7 @@ class LLM:
         A part `{"type": "image_pil", "image_pil": ...}` has an image as `generate` takes it.
 
         Args:
-            messages: One conversation, or an iterable of them.
+            messages: One conversation, or an iterable of them; an iterator as in `generate`.
             sampling_params: Of all of them, or of each.
             use_tqdm: Whether progress is shown.
             lora_request: As in `generate`.
@@ -242,7 +261,6 @@ class LLM:
             media_io_kwargs: How videos are sampled, as `{"video": {"num_frames": 8}}`.
             return_mm_inputs: As in `generate`.
         """
-        many = as_conversations(messages)
         parse = self._parser(
             chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -251,6 +269,16 @@ class LLM:
             template_kwargs=chat_template_kwargs,
             media_io_kwargs=media_io_kwargs,
         )
+        messages, is_stream = find_stream(messages, Mapping)
+        if is_stream:
+            check_one_for_all(sampling_params=sampling_params, lora_request=lora_request)
+            (adapter,) = self._load_adapters(lora_request, 1)
+            options = {"lora_name": adapter, "returns_mm_inputs": return_mm_inputs}
+            options["continues_prompt"] = False
+            params = cast(SamplingParams | None, sampling_params)
+            made = (self._make_request(partial(parse, one), params, **options) for one in messages)
+            return cast(Any, self._stream(made))
+        many = as_conversations(messages)
         requests = [
             self._make_request(
                 partial(parse, conversation),
@@ -555,38 +583,78 @@ class LLM:
                 update(1)
         return [served[request.request_id] for request in requests]
 
-    def _serve(self, requests: Sequence[GenerateRequest]) -> Generator[RequestOutput, None, None]:
-        """Yield each request when it is finished; a streamed one with what each step adds."""
+    def _stream(self, requests: Iterable[GenerateRequest]) -> Iterator[RequestOutput]:
+        """Yield the finished outputs in the requests' order, and read few requests ahead."""
+        order: deque[str] = deque()
+        served: dict[str, RequestOutput] = {}
+
+        def noted() -> Iterator[GenerateRequest]:
+            for request in requests:
+                order.append(request.request_id)
+                yield request
+
+        limit = _MAX_AHEAD * self.config.scheduler.max_num_seqs
+        with closing(self._serve(noted(), may_take=lambda: len(order) < limit)) as outputs:
+            for output in outputs:
+                served[output.request_id] = output
+                while order and order[0] in served:
+                    yield served.pop(order.popleft())
+
+    def _serve(
+        self,
+        requests: Iterable[GenerateRequest],
+        *,
+        may_take: Callable[[], bool] = lambda: True,
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield each request when it is finished; a streamed one with what each step adds.
+
+        Further requests are taken while `may_take` says so.
+        """
         self._check_open()
-        num_finished = 0
-        waiting = iter(requests)
+        unfinished: set[str] = set()
+
+        def noted() -> Iterator[GenerateRequest]:
+            for request in requests:
+                unfinished.add(request.request_id)
+                yield request
+
+        waiting = noted()
         processing: deque[Future[None]] = deque()
         added: set[str] = set()
         self._failures.clear()
         try:
-            while num_finished < len(requests):
+            while True:
                 self._wait_awake()
                 with self._turn:
                     if self.is_sleeping:
                         continue
-                    self._prepare(waiting, processing)
+                    if may_take():
+                        self._prepare(waiting, processing)
+                    if not unfinished:
+                        return
                     self._add(processing, added)
                     outputs = self._take_step()
                 for output in outputs:
-                    num_finished += output.finished
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                        added.discard(output.request_id)
                     yield output
         except BaseException:  # also of whoever reads no further
-            for future in processing:
-                future.cancel()
-            wait(processing)
-            with self._turn:
-                self._outputs.clear()
-                for request in requests:
-                    self._requests.remove(request.request_id)
-                # The sender cache counts on the engine to take them, though nobody waits for them.
-                while self._committed:
-                    self._requests.put(self._committed.popleft())
+            self._break_off(processing, unfinished)
             raise
+
+    def _break_off(self, processing: Iterable[Future[None]], unfinished: Iterable[str]) -> None:
+        """Forget requests that nobody waits for any more."""
+        for future in processing:
+            future.cancel()
+        wait(processing)
+        with self._turn:
+            self._outputs.clear()
+            for request_id in unfinished:
+                self._requests.remove(request_id)
+            # The sender cache counts on the engine to take them, though nobody waits for them.
+            while self._committed:
+                self._requests.put(self._committed.popleft())
 
     def _take_step(self) -> list[RequestOutput]:
         """Return what an update of the weights has left to be told, or what a step tells."""

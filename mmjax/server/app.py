@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from msgspec.structs import replace
@@ -21,6 +21,12 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
+from mmjax.server.batches.endpoints import Endpoints, Route
+from mmjax.server.batches.lines import Url
+from mmjax.server.batches.protocol import CreateBatchRequest, UploadFile
+from mmjax.server.batches.service import FILES_PATH, BatchService, body_limit
+from mmjax.server.batches.store import BatchStore
+from mmjax.server.batches.worker import BatchWorker
 from mmjax.server.control import (
     AdapterService,
     ControlService,
@@ -31,6 +37,7 @@ from mmjax.server.control import (
 from mmjax.server.metrics import CONTENT_TYPE, Metrics
 from mmjax.server.middleware import (
     above_headers,
+    key_digests,
     limit_body,
     log_access,
     refuse,
@@ -60,6 +67,7 @@ from mmjax.server.request_log import RequestLog
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
     *(TranscriptionRequest, TranslationRequest),
+    *(CreateBatchRequest, UploadFile),
     *(TokenizeRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest),
     UpdateWeightsRequest,
 )
@@ -76,11 +84,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await client.start()
-        watching = asyncio.create_task(metrics.watch_loop(), name="watch-loop")
+        works = [metrics.watch_loop(), *([] if batches is None else [batches.work()])]
         try:
-            yield
+            async with _running(works):
+                yield
         finally:
-            watching.cancel()
             reader.close()
             chats.close()
             await client.close()
@@ -114,6 +122,7 @@ def create_app(
     _add_responses_routes(app, posts, ResponsesService(chats, generation, config))
     _add_audio_routes(posts, TranscriptService(client, generation, reader))
     _add_token_routes(posts, TokenizationService(client, chats, generation))
+    batches = _add_batch_routes(app, reader, config, Endpoints(client, reader, posts.batched))
     describe(app, _BODIES)
     _add_model_routes(app, client, _model_card(client, chat))
     if lora is not None and lora.allow_runtime_lora_updating and lora.lora_dir is not None:
@@ -125,6 +134,18 @@ def create_app(
     app.add_middleware(refuse, refusal=without_room(client.check_room, posts.paths))
     _add_middleware(app, config, metrics, tracer)
     return app
+
+
+@asynccontextmanager
+async def _running(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run tasks that have no end, until the block ends."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics, tracer: Any) -> None:
@@ -143,7 +164,8 @@ def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics, tracer
 def add_protection(app: FastAPI, config: ServerConfig) -> None:
     """Add the limits of bodies and headers, API keys, and the origins that may call."""
     # The last one added is outermost: the headers' number, CORS, keys, the body's size.
-    app.add_middleware(limit_body, max_bytes=config.max_request_bytes)
+    by_path = {} if config.batch_dir is None else {FILES_PATH: body_limit(config)}
+    app.add_middleware(limit_body, max_bytes=config.max_request_bytes, by_path=by_path)
     if config.api_keys:
         app.add_middleware(refuse, refusal=without_key(config.api_keys))
     if config.allowed_origins:
@@ -169,6 +191,8 @@ class _Posts:
     app: FastAPI
     reader: RequestReader
     paths: set[str] = field(default_factory=set)
+    batched: dict[str, Route] = field(default_factory=dict)
+    """Those that the lines of a batch may name."""
 
     def add(
         self,
@@ -182,6 +206,8 @@ class _Posts:
             return await serve(request, await self.reader.read(request, model))
 
         self.paths.add(path)
+        if path in get_args(Url):
+            self.batched[path] = Route(model, serve)
         self.app.add_api_route(
             path,
             endpoint,
@@ -241,6 +267,26 @@ def _add_audio_routes(posts: _Posts, service: TranscriptService) -> None:
 def _add_token_routes(posts: _Posts, service: TokenizationService) -> None:
     posts.add("/tokenize", TokenizeRequest, service.tokenize)
     posts.add("/detokenize", DetokenizeRequest, service.detokenize)
+
+
+def _add_batch_routes(
+    app: FastAPI, reader: RequestReader, config: ServerConfig, endpoints: Endpoints
+) -> BatchService | None:
+    """Add files and batches; None without a directory for them."""
+    # For whoever has a file of requests, and no client.
+    app.state.endpoints = endpoints
+    if config.batch_dir is None:
+        return None
+    owners = key_digests(config.api_keys) or [""]
+    store = BatchStore(config.batch_dir, config.max_batch_dir_bytes)
+    worker = BatchWorker(store, endpoints, owners, max_line_bytes=config.max_request_bytes)
+    service = BatchService(store, worker, reader, config)
+    # Not among the paths that are refused while there is no room for a request.
+    posts = _Posts(app, reader)
+    posts.add_form(FILES_PATH, UploadFile, service.upload_file)
+    posts.add("/v1/batches", CreateBatchRequest, service.create_batch)
+    service.add_to(app)
+    return service
 
 
 def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) -> None:

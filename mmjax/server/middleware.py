@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import hmac
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
@@ -137,7 +137,7 @@ def refuse(app: ASGIApp, refusal: Refusal) -> ASGIApp:
 
 def without_key(api_keys: Iterable[str]) -> Refusal:
     """Refuse what bears none of the keys, on every path but `OPEN_PATHS`, be it there or not."""
-    digests = [_digest(key.encode()) for key in api_keys]
+    digests = [bytes.fromhex(one) for one in key_digests(api_keys)]
 
     def is_allowed(scope: Scope) -> bool:
         if scope["type"] != "http":
@@ -166,6 +166,11 @@ def without_key(api_keys: Iterable[str]) -> Refusal:
         )
 
     return refusal
+
+
+def key_digests(api_keys: Iterable[str]) -> list[str]:
+    """Return what a request's state has of the key that it bears."""
+    return [_digest(key.encode()).hex() for key in api_keys]
 
 
 def above_headers(max_headers: int, max_bytes: int) -> Refusal:
@@ -206,21 +211,24 @@ def without_room(check_room: Callable[[], None], paths: Collection[str]) -> Refu
     return refusal
 
 
-def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """Refuse bodies over a limit, by Content-Length, or as soon as they exceed it."""
+def limit_body(app: ASGIApp, max_bytes: int, by_path: Mapping[str, int]) -> ASGIApp:
+    """Refuse bodies over a limit, by Content-Length, or as soon as they exceed it.
 
-    def explain(num_bytes: str) -> str:
-        return (
-            f"the body has {num_bytes} bytes, at most {max_bytes} are accepted; send smaller images"
-        )
+    `by_path`: paths with a limit of their own.
+    """
+
+    def explain(num_bytes: str, limit: int) -> str:
+        mend = "send smaller images" if limit == max_bytes else "send several"
+        return f"the body has {num_bytes} bytes, at most {limit} are accepted; {mend}"
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
         headers = {"Connection": "close"}
-        if (declared := _declared_length(scope)) > max_bytes:
-            response = plain_error_response(413, explain(f"{declared}"), headers=headers)
+        limit = by_path.get(route_path(scope), max_bytes)
+        if (declared := _declared_length(scope)) > limit:
+            response = plain_error_response(413, explain(f"{declared}", limit), headers=headers)
             await response(scope, receive, send)
             return
         num_bytes = 0
@@ -229,8 +237,9 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > max_bytes:
-                raise HTTPException(413, explain(f"{num_bytes} or more"), headers=headers)
+            if num_bytes > limit:
+                text = explain(f"{num_bytes} or more", limit)
+                raise HTTPException(413, text, headers=headers)
             return message
 
         await app(scope, count, send)

@@ -35,7 +35,11 @@ class Shutdown:
         """Seconds that running requests have to finish."""
         self._drain: Callable[[], None] | None = None
         self._number = 0
+
+    @property
+    def number(self) -> int:
         """The signal that was received; 0: none."""
+        return self._number
 
     def drain_with(self, drain: Callable[[], None]) -> None:
         """Call `drain` on a signal from now on; before, `Interrupted` is raised.

@@ -95,6 +95,7 @@ class AsyncEngineClient:
         self.input_processor = input_processor
         self.supervisor = supervisor
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
+        self.max_num_seqs = scheduler.max_num_seqs
         self.capacity = Capacity(scheduler.max_num_unfinished_seqs, scheduler.max_num_queued_tokens)
         self.check_room = self.capacity.check_room
         self._threads = RequestThreads(num_workers)

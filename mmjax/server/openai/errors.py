@@ -53,8 +53,9 @@ _ROUTES_WITH_A_FLAG: Mapping[str, str] = {
         ),
         "--allow-engine-control",
     ),
+    **dict.fromkeys(("/v1/files", "/v1/batches"), "--batch-dir"),
 }
-"""Path -> the flag without which nothing is there."""
+"""Path -> the flag without which nothing is there, nor below it."""
 _RETRY_AFTER_S = 5
 _MAX_LOGGED_CHARS = 200
 LOGGED_STATE = "is_logged"
@@ -190,9 +191,14 @@ def install_error_handlers(app: FastAPI) -> None:
         # Of a body that is too large the detail is ours.
         message = error.detail if error.status_code == 413 else None
         path = route_path(request.scope)
-        if error.status_code == 404 and (flag := _ROUTES_WITH_A_FLAG.get(path)):
+        if error.status_code == 404 and (flag := _flag_of(path)):
             message = f"this server does not offer `{path}`; start it with `{flag}`"
         return plain_error_response(error.status_code, message, headers=headers)
+
+
+def _flag_of(path: str) -> str | None:
+    parts = path.split("/")
+    return _ROUTES_WITH_A_FLAG.get("/".join(parts[:3])) or _ROUTES_WITH_A_FLAG.get(path)
 
 
 def client_address(scope: Scope) -> str:

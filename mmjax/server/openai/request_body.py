@@ -8,7 +8,7 @@ received.
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from typing import Any, TypeVar
@@ -113,27 +113,46 @@ class RequestReader:
             if not timeout.expired():
                 timeout.reschedule(asyncio.get_running_loop().time())
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the server drains."""
+        return self._is_stopping
+
     def close(self) -> None:
         """End the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def receive(self, request: Request) -> bytearray:
         """Return the body as it comes, its elements counted; raises as `read` does."""
-        return await self._receive(request, JsonScan())
+        body, scan = bytearray(), JsonScan()
+
+        async def take(chunk: bytes) -> None:
+            await self._count(scan, chunk)
+            body.extend(chunk)
+
+        await self.receive_each(request, take)
+        return body
 
     async def receive_bytes(self, request: Request) -> bytearray:
         """Return a body that is no JSON, of which nothing is counted but its bytes, by others."""
-        return await self._receive(request, None)
-
-    async def _receive(self, request: Request, scan: "JsonScan | None") -> bytearray:
         body = bytearray()
+
+        async def take(chunk: bytes) -> None:
+            body.extend(chunk)
+
+        await self.receive_each(request, take)
+        return body
+
+    async def receive_each(
+        self, request: Request, take: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        """Call `take` with each piece of a body, as it comes; raises as `read` does."""
         try:
             async with asyncio.timeout(self._seconds_left()) as timeout:
                 self._open.add(timeout)
                 try:
                     async for chunk in request.stream():
-                        await self._count(scan, chunk)
-                        body += chunk
+                        await take(chunk)
                         seconds = self._seconds_left()
                         now = asyncio.get_running_loop().time()
                         timeout.reschedule(None if seconds is None else now + seconds)
@@ -143,12 +162,9 @@ class RequestReader:
             if self._is_stopping:
                 raise ShuttingDownError from None
             raise BodyTimeoutError(self._silence_s) from None
-        return body
 
-    async def _count(self, scan: "JsonScan | None", chunk: bytes) -> None:
+    async def _count(self, scan: "JsonScan", chunk: bytes) -> None:
         """Count a chunk; of large ones, one in each turn of the event loop."""
-        if scan is None:
-            return
         if len(chunk) <= _INLINE_BYTES:
             scan.feed(chunk)
             return

@@ -1,0 +1,1 @@
+"""Batches: the lines of a file, each a request of a route, answered into another file."""
