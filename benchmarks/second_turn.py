@@ -10,6 +10,10 @@ many tokens as the second computes, and a text of the question's tokens alone.
 The second and third differ in what a picture costs that has been seen: looking up, hashing, and
 attention to its tokens. The fourth tells what whole blocks cost: the end of the last answer, up to
 a block, is computed again; by a recurrent model all of it is, from the last snapshot in the prompt.
+
+`--levels` measures instead the same second turn with its blocks on the device, in host memory
+(`--kv-offload-gb`), in the directory of an engine that ended, and nowhere; `--tiny`: of
+tiny_scenes.
 """
 
 import argparse
@@ -155,6 +159,55 @@ def measure(asker: Asker, length: int, repeats: int) -> dict[str, list[float]]:
     return {name: values[1:] for name, values in rows.items()}
 
 
+def measure_levels(model: str | None, repeats: int) -> dict[str, list[tuple[float, int]]]:
+    """Return the times of a second turn's first token, by where its blocks are.
+
+    Each with how many tokens were computed.
+    """
+    rows: dict[str, list[tuple[float, int]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SETTINGS | {
+            "max_model_len": 1536 if model else 256,
+            "kv_offload_gb": 1.0,
+            "kv_offload_dir": str(Path(folder) / "kv"),
+        }
+        turn: dict[str, Any] = {}
+        for number in range(repeats + 1):
+            with LLM(model, **settings) as llm:
+                asker, core, last = Asker(llm), llm.engine, turn
+                # What the next engine is asked, and finds in the directory.
+                first = asker.picture(number)
+                said = asker.first_turn(first, 8) + asker.question(48 if model else 40)
+                turn = {**first, "prompt_token_ids": said}
+                asker.first_token(turn)
+                core.step()
+                if not last:
+                    continue
+                times = {"directory": asker.first_token(last), "device": asker.first_token(last)}
+                core._scheduler.reset_prefix_cache(keeps_host=True)
+                times["host memory"] = asker.first_token(last)
+                core._scheduler.kv_cache.leave_directory()
+                core.reset_prefix_cache()
+                times["nowhere"] = asker.first_token(last)
+                for name, found in times.items():
+                    rows.setdefault(name, []).append(found)
+    return rows
+
+
+def print_levels(model: str | None, repeats: int) -> None:
+    """Print a row for each place where blocks may be."""
+    rows = measure_levels(model, repeats)
+    device = [seconds for seconds, _ in rows["device"]]
+    print("milliseconds to the first token of a second turn, medians; of a hit on the device")
+    for name, values in rows.items():
+        times = [seconds for seconds, _ in values]
+        computed = statistics.median(number for _, number in values)
+        of_device = ratio(times, device)
+        print(
+            f"{1e3 * statistics.median(times):8.1f} {of_device:6.2f}  {name}, {computed:.0f} tokens"
+        )
+
+
 def ratio(over: Sequence[float], under: Sequence[float]) -> float:
     """Return the median of the ratios of what was measured one after the other."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
@@ -169,7 +222,12 @@ def main() -> None:
         "--layers", type=int, help="default: 4, or 18 of the narrow ones, 8 of recurrent ones"
     )
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--levels", action="store_true", help="where the blocks may be")
+    parser.add_argument("--tiny", action="store_true", help="of tiny_scenes; with --levels")
     flags = parser.parse_args()
+    if flags.levels and flags.tiny:
+        print_levels(None, flags.repeats)
+        return
     if flags.recurrent:
         make, settings = make_recurrent_checkpoint, {**SETTINGS, "load_format": "dummy"}
         shape = NARROW_RECURRENT if flags.narrow else RECURRENT_4B
@@ -183,6 +241,9 @@ def main() -> None:
     all_ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         model = make(Path(folder), shape, layers)
+        if flags.levels:
+            print_levels(str(model), flags.repeats)
+            return
         with LLM(str(model), **settings) as llm:
             asker = Asker(llm, placeholder, side)
             print("milliseconds to the first token, medians; ratios of pairs, medians")

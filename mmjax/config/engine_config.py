@@ -252,6 +252,21 @@ class CacheConfig:
     prefix_caching_hash_algo: PrefixCachingHashAlgorithm = setting(
         "sha256", "Hash that identifies blocks of tokens."
     )
+    kv_offload_gb: float = setting(
+        0.0,
+        """Host memory, in GiB, for blocks that are evicted from the device; requests find them
+        there, and copy them back in place of computing them (docs/caches.md). 0 disables it.""",
+        minimum=0,
+    )
+    kv_offload_dir: Path | None = setting(
+        None,
+        """Directory, of this user alone, in which blocks of the KV cache outlive the process;
+        engines of the same model may share it. It takes `kv_offload_gb` (docs/caches.md).""",
+        unset="none",
+    )
+    kv_offload_dir_gb: float = setting(
+        16.0, "Size of `kv_offload_dir` in GiB; the least recently used blocks go.", above=0
+    )
     num_state_snapshots: int = setting(
         16,
         """Prefixes of prompts of which a model with recurrent layers keeps the state, beside those
@@ -261,6 +276,11 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.kv_offload_dir is not None and not self.kv_offload_gb:
+            raise ConfigError(
+                f"`kv_offload_dir` is {str(self.kv_offload_dir)!r}, but `kv_offload_gb` is 0, and "
+                "blocks come from a directory by way of host memory; give `--kv-offload-gb`"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--skip-mm-profiling": "memory is measured by what is compiled; lower `--limit-mm-per-prompt`",
     "--language-model-only": """give `--limit-mm-per-prompt '{"image": 0}'`""",
     "-q": "give `--quantization`",
-    "--swap-space": "a request that is preempted is computed again; nothing is swapped out",
+    "--swap-space": "give `--kv-offload-gb`; a preempted request's blocks go there, too",
     "--cpu-offload-gb": "weights stay on the device; give `--quantization` to make them smaller",
     "--num-gpu-blocks-override": "give `--kv-cache-memory-bytes`",
     "--preemption-mode": "a request that is preempted is computed again",

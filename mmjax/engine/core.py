@@ -239,6 +239,7 @@ class EngineCore:
             # The requests of the step in flight have finished, or were aborted.
             self._in_flight = self._failure = None
             self._open_outputs.clear()
+            self._save_blocks()
             self._runner.wait()
             self.note_computing(())
             return []
@@ -271,7 +272,9 @@ class EngineCore:
                 before, self._in_flight = self._in_flight, None
             if before is None:
                 if self._in_flight is None and not (
-                    self._grammars.wait(_PROGRAM_WAIT_S) or self._adapters.wait(_PROGRAM_WAIT_S)
+                    self._scheduler.kv_cache.wait_read(_PROGRAM_WAIT_S)
+                    or self._grammars.wait(_PROGRAM_WAIT_S)
+                    or self._adapters.wait(_PROGRAM_WAIT_S)
                 ):
                     # What waits needs a larger program than there is yet.
                     self._programs.wait(_PROGRAM_WAIT_S)
@@ -359,6 +362,17 @@ class EngineCore:
             ids.update(dict.fromkeys(self._scheduler.blocked_ids))
         return list(ids)
 
+    def _save_blocks(self) -> None:
+        """Copy the KV blocks that the last steps filled, where they go to a directory."""
+        copied = self._scheduler.kv_cache.pop_copied()
+        if not self.is_sleeping:
+            self._runner.move_blocks(SchedulerOutput(copied_blocks=copied))
+
+    def _leave_directory(self) -> None:
+        self._scheduler.kv_cache.leave_directory()
+        if self._runner.host_pool is not None:
+            self._runner.host_pool.close()
+
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""
         return self._scheduler.has_unfinished()
@@ -370,6 +384,11 @@ class EngineCore:
 
     def close(self, *, wait: bool = True) -> None:
         """Free resources outside of Python; `wait` for threads that compile. Idempotent."""
+        try:
+            self._save_blocks()
+            self._leave_directory()
+        except Exception:
+            logger.exception("the last KV blocks could not be written to `kv_offload_dir`")
         self._grammars.close()
         self._adapters.close()
         self._programs.close(wait=wait)
@@ -482,9 +501,10 @@ class EngineCore:
         """
         self._check_alone()
         assert self._in_flight is None or self._failure is not None, "a step is on the device"
+        has_failed = self._failure is not None
         self._in_flight = self._failure = None
         self._open_outputs.clear()
-        self._scheduler.forget_all()
+        self._scheduler.forget_all(keeps_host=not has_failed)
         self._runner.release_arrays()
         if level == 2:
             self._weights.release()
@@ -512,6 +532,8 @@ class EngineCore:
 
     def _change_keys(self, *, has_new_tower: bool, version: int | None = None) -> None:
         """Let nothing be found any more that other weights have computed."""
+        # Others' blocks there are of the weights that the engine was started with.
+        self._leave_directory()
         self.weights_version = self.weights_version + 1 if version is None else version
         self._requests.change_weights(self.weights_version, has_new_tower=has_new_tower)
         if has_new_tower:
@@ -575,6 +597,7 @@ class EngineCore:
             num_generation_tokens=scheduler.num_generation_tokens,
             prefix_cache_hits=prefix.hits,
             prefix_cache_queries=prefix.total,
+            **self._offload_stats(),
             encoder_cache_hits=encoder.hits,
             encoder_cache_queries=encoder.total,
             encoder_disk_hits=disk.hits,
@@ -593,10 +616,39 @@ class EngineCore:
             memory_bytes=self._measure_memory(),
         )
 
+    def _offload_stats(self) -> dict[str, Any]:
+        """Return the heartbeat's fields about KV blocks in host memory."""
+        pool, info = self._runner.host_pool, self._scheduler.kv_cache.host_info
+        if pool is None:
+            return {}
+        files = {}
+        if pool.store is not None:
+            files = {
+                "kv_files_hits": pool.store.stats.hits,
+                "kv_files_misses": pool.store.stats.misses,
+                "kv_files_read_bytes": pool.store.stats.bytes_read,
+                "kv_files_written_bytes": pool.store.stats.bytes_written,
+            }
+        return files | {
+            "kv_offload_hits": info.hits,
+            "kv_offload_queries": info.total,
+            "kv_offload_copied_bytes": pool.copied_bytes,
+            "kv_offload_restored_bytes": pool.restored_bytes,
+            "kv_offload_copied_s": pool.copied_s,
+            "kv_offload_restored_s": pool.restored_s,
+        }
+
     def _measure_memory(self) -> dict[str, int]:
-        cache = self._receiver_cache
+        cache, host, pool = (
+            self._receiver_cache,
+            self._scheduler.kv_cache.host,
+            self._runner.host_pool,
+        )
         items = 0 if cache is None else cache.currsize
-        return resident_by_cause({**self._host_bytes, "processed_items": items})
+        known = {**self._host_bytes, "processed_items": items}
+        if host is not None and pool is not None:
+            known["kv_offload"] = host.num_used * pool.bytes_per_block
+        return resident_by_cause(known)
 
     def _name_loras(self, requests: Iterable[Request]) -> list[str]:
         if not self.config.lora.enable_lora:

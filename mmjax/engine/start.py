@@ -13,15 +13,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv.block_reader import BlockReader
+from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import StateSlots
 from mmjax.config.engine_config import EngineConfig, ModelConfig
 from mmjax.config.speculative_config import SpeculativeConfig
+from mmjax.engine.block_directory import open_block_store
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_clip_sizes, choose_sizes, largest_items
 from mmjax.engine.device.functions import AdaptedModel, ModelShape
-from mmjax.engine.device.memory import fit_kv_cache
+from mmjax.engine.device.host_pool import HostPool
+from mmjax.engine.device.memory import count_host_slots, count_staged, fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
@@ -153,10 +157,10 @@ def start_engine(
         num_blocks = fit_kv_cache(config, programs, weights=shard_bytes(model.params))
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks)
     with timed("allocate", "allocating the caches"):
-        limits, scheduler = _make_scheduler(config, plan, programs, num_blocks)
-        runner = ModelRunner(
-            programs, compiled, model.params, num_blocks=num_blocks, has_spans=plan.sees != "past"
-        )
+        pool = _make_host_pool(config, programs, model.params)
+        limits, scheduler = _make_scheduler(config, plan, programs, num_blocks, pool)
+        options: dict[str, Any] = {"has_spans": plan.sees != "past", "host_pool": pool}
+        runner = ModelRunner(programs, compiled, model.params, num_blocks=num_blocks, **options)
         runner.stored_rows = open_stored_rows(config, model.model_class, programs, model.params)
     weights = EngineWeights(programs, runner, _make_weights_source(config, model, programs))
     reader = _make_adapter_reader(config, model, lambda: runner.params)
@@ -386,6 +390,7 @@ def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
 
 def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     schedule, module = config.scheduler, bind(model.graphdef, model.params)
+    _check_offload(config, has_states=bool(module.kv_cache_spec.states))
     host_inputs: HostInputs = model.model_class.host_inputs(config.model.hf_config)
     has_tower, takes_embeds = not model.left_out, config.model.mm.enable_mm_embeds
     has_items = has_tower or takes_embeds or module.sees == "prompt"
@@ -409,6 +414,7 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     seen = (n for m, n in largest.items() if m != "audio" or not longest_clip)
     largest_seen = max(seen, default=0)
     if module.max_encoder_len:
+        _check_offload(config, shares_blocks=False)
         # The items have no positions in the decoder's prompt, which alone has chunks.
         keeps_runs_whole = False
         # A request starts in one step: with the encoder's hidden states, and, of the items in
@@ -554,8 +560,42 @@ def _order_programs(
     return compiled, warm_up_keys if is_alone else order[:num_first]
 
 
+def _make_host_pool(config: EngineConfig, programs: Programs, params: Params) -> HostPool | None:
+    """Return what keeps evicted KV blocks; None: nothing does."""
+    num_slots = count_host_slots(config, programs)
+    if not num_slots:
+        return None
+    store = open_block_store(config, programs, params)
+    staged = count_staged(config)
+    return HostPool(programs, num_slots=num_slots, max_staged=staged, store=store)
+
+
+def _make_kv_cache(
+    config: EngineConfig, plan: _MediaPlan, num_blocks: int, pool: HostPool | None
+) -> KVCacheManager:
+    store = None if pool is None else pool.store
+    return KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        max_model_len=config.model.max_model_len,
+        max_encoder_len=plan.max_encoder_len,
+        host=None if pool is None else HostBlocks(pool.num_slots),
+        reader=None
+        if pool is None or store is None
+        else BlockReader(
+            store.get,
+            block_bytes=pool.bytes_per_block,
+            max_requests=config.scheduler.max_num_seqs,
+        ),
+    )
+
+
 def _make_scheduler(
-    config: EngineConfig, plan: _MediaPlan, programs: Programs, num_blocks: int
+    config: EngineConfig,
+    plan: _MediaPlan,
+    programs: Programs,
+    num_blocks: int,
+    host_pool: HostPool | None,
 ) -> tuple[AdmissionLimits, Scheduler]:
     schedule, cache = config.scheduler, config.cache
     max_model_len, spec = config.model.max_model_len, plan.host_inputs.encoder_spec
@@ -575,12 +615,7 @@ def _make_scheduler(
         has_states=bool(plan.num_state_slots),
     )
     scheduler = Scheduler(
-        kv_cache=KVCacheManager(
-            num_blocks=num_blocks,
-            block_size=cache.block_size,
-            max_model_len=max_model_len,
-            max_encoder_len=plan.max_encoder_len,
-        ),
+        kv_cache=_make_kv_cache(config, plan, num_blocks, host_pool),
         encoder_cache=EncoderCacheManager(plan.num_encoder_rows),
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
@@ -601,8 +636,33 @@ def _make_scheduler(
     return limits, scheduler
 
 
+def _check_offload(
+    config: EngineConfig, *, shares_blocks: bool = True, has_states: bool = False
+) -> None:
+    """Raise ConfigError where no block is found by its hash, or no process has all of it."""
+    if has_states and config.cache.kv_offload_dir is not None:
+        raise ConfigError(
+            f"`kv_offload_dir` is {str(config.cache.kv_offload_dir)!r}, but the model has "
+            "recurrent layers, without whose states no later process can use a block; leave "
+            "`--kv-offload-dir` out"
+        )
+    num_processes, reason = config.parallel.num_processes, None
+    if not config.cache.enable_prefix_caching:
+        reason = "`enable_prefix_caching` is off"
+    elif not shares_blocks:
+        reason = "the model is an encoder-decoder, whose requests share no blocks"
+    elif num_processes > 1:
+        reason = f"each of {num_processes} processes has a part of every block"
+    if config.cache.kv_offload_gb and reason is not None:
+        raise ConfigError(
+            f"`kv_offload_gb` is {config.cache.kv_offload_gb}, but {reason}: no evicted block "
+            "could be found again; leave `--kv-offload-gb` out"
+        )
+
+
 def _check_config(config: EngineConfig) -> None:
     schedule = config.scheduler
+    _check_offload(config)
     if schedule.max_num_batched_tokens < schedule.max_num_seqs:
         raise ConfigError(
             f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "

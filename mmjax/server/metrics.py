@@ -110,6 +110,31 @@ _LAST_GAUGES: Mapping[str, tuple[str, str]] = {
 _TOTALS: Mapping[str, tuple[str, str]] = {
     "vllm:prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "mmjax:kv_offload_queries": (
+        "kv_offload_queries",
+        "Tokens that the device's prefix cache had not, looked up in host memory.",
+    ),
+    "mmjax:kv_offload_hits": ("kv_offload_hits", "Tokens found in host memory."),
+    "mmjax:kv_offload_copied_bytes": (
+        "kv_offload_copied_bytes",
+        "Of KV blocks copied to host memory.",
+    ),
+    "mmjax:kv_offload_restored_bytes": (
+        "kv_offload_restored_bytes",
+        "Of KV blocks copied back from host memory.",
+    ),
+    "mmjax:kv_offload_copied_seconds": (
+        "kv_offload_copied_s",
+        "The engine's time for copies to host memory.",
+    ),
+    "mmjax:kv_offload_restored_seconds": (
+        "kv_offload_restored_s",
+        "The engine's time for copies back.",
+    ),
+    "mmjax:kv_files_hits": ("kv_files_hits", "KV blocks read from the directory."),
+    "mmjax:kv_files_misses": ("kv_files_misses", "KV blocks that were not there, or not right."),
+    "mmjax:kv_files_read_bytes": ("kv_files_read_bytes", "Of KV blocks read."),
+    "mmjax:kv_files_written_bytes": ("kv_files_written_bytes", "Of KV blocks written."),
     "vllm:num_preemptions": ("num_preemptions", "Preemptions of requests."),
     "vllm:spec_decode_num_drafts": ("num_drafts", "Guesses of tokens ahead that were verified."),
     "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Their tokens."),

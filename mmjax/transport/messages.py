@@ -204,6 +204,7 @@ MEMORY_CAUSES = (
     "hidden_states",
     "adapters",
     "processed_items",
+    "kv_offload",
     "rest",
 )
 """The keys of `Heartbeat.memory_bytes`."""
@@ -258,6 +259,23 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found in the prefix cache, of `prefix_cache_queries`."""
     prefix_cache_queries: int = 0
+    kv_offload_hits: int = 0
+    """Tokens whose KV blocks host memory had, of `kv_offload_queries` that the device had not."""
+    kv_offload_queries: int = 0
+    kv_offload_copied_bytes: int = 0
+    """Of evicted KV blocks that were copied to host memory, ..."""
+    kv_offload_restored_bytes: int = 0
+    """... and back."""
+    kv_offload_copied_s: float = 0.0
+    """Seconds of the engine's thread that the former took, ..."""
+    kv_offload_restored_s: float = 0.0
+    """... and the latter."""
+    kv_files_hits: int = 0
+    """KV blocks that were read from a directory, ..."""
+    kv_files_misses: int = 0
+    """... and prefixes, of the first block that is not there."""
+    kv_files_read_bytes: int = 0
+    kv_files_written_bytes: int = 0
     encoder_cache_hits: int = 0
     """Encoder outputs found in the cache, of `encoder_cache_queries`."""
     encoder_cache_queries: int = 0

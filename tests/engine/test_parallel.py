@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from mmjax.cache.kv.kv_cache_manager import BlockCopy
 from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.core import EngineCore
+from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import make_placement
 from mmjax.errors import ConfigError
 from mmjax.layers.module import flatten_params
@@ -100,6 +102,27 @@ def test_each_device_holds_its_part_and_no_more():
         part = blocks.sharding.shard_shape(blocks.shape)
         cut = [pair for pair in zip(blocks.shape, part, strict=True) if pair[0] != pair[1]]
         assert cut == [(2, 1)], "one of two heads, and all of the rest"
+
+
+def test_a_block_in_host_memory_has_all_devices_heads():
+    runner = engine(2, 4)._runner
+    pool = HostPool(runner._programs, num_slots=20, max_staged=16)
+    kv_cache = pool.warm_up(runner._state.kv_cache)
+    rng = np.random.default_rng(0)
+    slots, blocks = range(19, -1, -1), range(20)
+    for array in pool._arrays:
+        array[:] = rng.standard_normal(array.shape)
+    sent = [array.copy() for array in pool._arrays]
+    kv_cache = pool.move(kv_cache, [], list(zip(slots, blocks, strict=True)))
+    for array, rows in zip(jax.tree.leaves(kv_cache), sent, strict=True):
+        np.testing.assert_array_equal(np.asarray(array)[:20], rows[::-1])
+    copied = [BlockCopy(number, number, b"") for number in blocks]
+    kv_cache = pool.move(kv_cache, copied, [])
+    while pool._copies:
+        kv_cache = pool.move(kv_cache, [], [])
+    for array, rows in zip(pool._arrays, sent, strict=True):
+        np.testing.assert_array_equal(array, rows[::-1])
+    runner._state = runner._state._replace(kv_cache=kv_cache)
 
 
 def test_the_compiler_adds_one_sum_a_half_block_and_moves_no_weights():

@@ -68,8 +68,13 @@ def roomy() -> EngineCore:
 
 @pytest.fixture(scope="module")
 def cramped() -> EngineCore:
-    """An engine with the smallest chunks, and blocks for a little more than the longest prompt."""
-    return recurrent_engine(num_blocks=44, num_state_snapshots=2, precompile="all")
+    """An engine with the smallest chunks, and blocks for a little more than the longest prompt.
+
+    What it evicts is in host memory.
+    """
+    return recurrent_engine(
+        num_blocks=44, num_state_snapshots=2, kv_offload_gb=0.01, precompile="all"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +224,21 @@ def test_too_few_blocks_preempt(cramped: EngineCore, alone: list[Answer]) -> Non
     found = serve(cramped, batch)
     assert cramped.num_preemptions > before
     assert [answer[:6] for answer in found] == [alone[number] for number in (0, 5, 6)]
+
+
+def test_evicted_blocks_are_found_up_to_a_snapshot(cramped: EngineCore) -> None:
+    """The blocks of a second turn are in host memory, and its state is on the device."""
+    cramped.reset_prefix_cache()
+    prompt = words(80, 200)
+    (cold,) = serve(cramped, [ask("cold", [prompt, words(81, 30)])])
+    cramped.reset_prefix_cache()
+    serve(cramped, [ask("first", [prompt]), ask("other", [words(82, 290)])])
+    before = cramped.stats().kv_offload_hits
+    cramped.add_request(ask("second", [prompt, words(81, 30)]))
+    news = drain(cramped)["second"]
+    assert news[0].num_cached_tokens == 192
+    assert cramped.stats().kv_offload_hits > before
+    assert answer_of(news) == cold
 
 
 def test_random_requests_stay_within_what_was_planned(cramped: EngineCore) -> None:

@@ -173,6 +173,8 @@ def engine_config(
     encoder_cache_size: int | None = None,
     encoder_cache_dir: Path | None = None,
     enable_prefix_caching: bool = True,
+    kv_offload_gb: float = 0.0,
+    kv_offload_dir: Path | None = None,
     precompile: Precompile | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
@@ -192,6 +194,8 @@ def engine_config(
             encoder_cache_size=encoder_cache_size,
             encoder_cache_dir=encoder_cache_dir,
             enable_prefix_caching=enable_prefix_caching,
+            kv_offload_gb=kv_offload_gb,
+            kv_offload_dir=kv_offload_dir,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduler

@@ -47,6 +47,10 @@ OURS = """
     encoder_disk_queries_total encoder_disk_hits_total encoder_disk_read_bytes_total
     encoder_disk_written_bytes_total
     num_requests_processing http_responses_total engine_resident_memory_bytes
+    kv_offload_queries_total kv_offload_hits_total kv_offload_copied_bytes_total
+    kv_offload_restored_bytes_total kv_offload_copied_seconds_total
+    kv_offload_restored_seconds_total kv_files_hits_total kv_files_misses_total
+    kv_files_read_bytes_total kv_files_written_bytes_total
 """
 BUSY = Heartbeat(
     num_running=3,

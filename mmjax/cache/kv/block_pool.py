@@ -5,7 +5,7 @@ allocated for something else.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mmjax.cache.kv.block_hash import BlockHash
 
@@ -16,8 +16,14 @@ class BlockPool:
     Free blocks without a hash are reused first, then those that were freed longest ago.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        note_evicted: Callable[[int, BlockHash], None] = lambda block_id, block_hash: None,
+    ) -> None:
+        """`note_evicted` is called with a block that is about to lose what its hash stands for."""
         self.num_blocks = num_blocks
+        self._note_evicted = note_evicted
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[BlockHash, int] = {}
@@ -88,3 +94,4 @@ class BlockPool:
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
             del self._by_hash[block_hash]
+            self._note_evicted(block_id, block_hash)

@@ -1,16 +1,28 @@
 """The block tables of requests. Ids and counts only: no requests, no device arrays.
 
-Requests with a common prefix share its full, computed blocks by hash.
+Requests with a common prefix share its full, computed blocks by hash. Those that were evicted may
+be found in host memory.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash
 from mmjax.cache.kv.block_pool import BlockPool
+from mmjax.cache.kv.block_reader import BlockReader
+from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.media.lru import CacheInfo
 from mmjax.rounding import cdiv
+
+
+class BlockCopy(NamedTuple):
+    """A block of the device that is copied to a slot of host memory."""
+
+    block_id: int
+    slot: int
+    block_hash: BlockHash
 
 
 class KVCacheManager:
@@ -21,12 +33,35 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_model_len: int, max_encoder_len: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_encoder_len: int = 0,
+        host: HostBlocks | None = None,
+        reader: BlockReader | None = None,
     ) -> None:
+        """`host`: of blocks that are copied to host memory when they are evicted; None: none.
+
+        `reader`: of a directory, to which all blocks are copied as soon as they are full.
+        """
+        self.host = host
+        self._reader = reader
+        self._unsaved: dict[BlockHash, int] = {}
+        """Blocks that have got a hash since the last `pop_copied`, with a directory."""
+        self._evicted: list[tuple[int, BlockHash]] = []
+        """Blocks that were evicted since the last `pop_copied`, and their hashes."""
+        self._num_restored = 0
+        """Slots that were chosen to be copied back since then."""
+        self._to_restore: dict[str, list[BlockHash]] = {}
+        """request_id -> hashes of the blocks behind its shared ones that host memory has."""
         self.block_size = block_size
         self.max_blocks = cdiv(max_model_len, block_size)
         self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
-        self._pool = BlockPool(num_blocks)
+        self._pool = (
+            BlockPool(num_blocks) if host is None else BlockPool(num_blocks, self._note_evicted)
+        )
         self._block_ids: dict[str, list[int]] = {}
         self._tables: dict[str, np.ndarray] = {}
         """request_id -> int32[max_blocks]; unused entries are 0."""
@@ -37,6 +72,9 @@ class KVCacheManager:
         """request_id -> number of its first blocks whose hashes are registered."""
         self.prefix_info = CacheInfo(0, 0)
         """Prompt tokens found in the prefix cache, and looked up, of all admitted requests."""
+        self.host_info = CacheInfo(0, 0)
+        """Tokens of these, and of requests that were preempted, that host memory had, of those that
+        the device had not."""
 
     @property
     def num_blocks(self) -> int:
@@ -56,13 +94,19 @@ class KVCacheManager:
     def count_cached_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> int:
         """Return how many of a request's first tokens are in cached blocks; changes nothing.
 
-        The last of its `num_tokens` never counts: its logits are needed, so it must be computed.
+        Blocks of the device, and behind them those of host memory. The last of its `num_tokens`
+        never counts: its logits are needed, so it must be computed.
         """
         limit = max(0, num_tokens - 1) // self.block_size
-        return len(self._pool.find_prefix(block_hashes[:limit])) * self.block_size
+        num_found = len(self._pool.find_prefix(block_hashes[:limit]))
+        if self.host is not None:
+            num_found += len(self.host.find_prefix(block_hashes[num_found:limit]))
+        return num_found * self.block_size
 
     def start(self, request_id: str, block_hashes: Sequence[BlockHash] = ()) -> int:
         """Open a request's block table with the cached blocks of `block_hashes`.
+
+        What only host memory has gets no blocks yet: `allocate_slots`, then `restore_blocks`.
 
         Returns:
             How many tokens these blocks hold.
@@ -74,7 +118,99 @@ class KVCacheManager:
         self._num_hashed[request_id] = len(shared)
         table = self._tables[request_id] = np.zeros(self.max_blocks, np.int32)
         table[: len(shared)] = shared
-        return len(shared) * self.block_size
+        num_found = len(shared)
+        if self.host is not None:
+            num_found += len(self.host.find_prefix(block_hashes[num_found:]))
+            self._to_restore[request_id] = list(block_hashes[len(shared) : num_found])
+        return num_found * self.block_size
+
+    def restore_blocks(self, request_id: str, num_asked: int) -> list[tuple[int, int]]:
+        """Return what is to be copied from host memory for a request that starts.
+
+        Slots, and the blocks that they are copied to before the next step. `num_asked`: tokens that
+        the request was looked up for.
+        """
+        hashes = self._to_restore.pop(request_id, [])
+        if self.host is None:
+            return []
+        first = self._num_hashed[request_id]
+        block_ids = self._block_ids[request_id][first : first + len(hashes)]
+        slots = self.host.find_prefix(hashes)
+        self.host.touch(hashes)
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            self._pool.cache(block_id, block_hash)
+        self._num_hashed[request_id] += len(hashes)
+        self._num_restored += len(hashes)
+        info, size = self.host_info, self.block_size
+        self.host_info = CacheInfo(
+            info.hits + len(hashes) * size, info.total + num_asked - first * size
+        )
+        return list(zip(slots, block_ids, strict=True))
+
+    def is_read(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> bool:
+        """Return whether a directory has no more for a request that waits; begin to read it."""
+        reader = self._reader
+        if reader is None or not block_hashes:
+            return True
+        if not reader.has_begun(request_id):
+            num_found = self.count_cached_tokens(block_hashes, num_tokens) // self.block_size
+            limit = max(0, num_tokens - 1) // self.block_size
+            if num_found >= min(limit, len(block_hashes)):
+                return True
+            reader.begin(request_id, block_hashes[num_found:limit])
+        return reader.is_done(request_id)
+
+    def pop_read(self) -> list[tuple[int, memoryview]]:
+        """Return what was read from the directory since the last call, and its slots.
+
+        It is found by hash from now on. Of blocks with one slot the last has it.
+        """
+        if self._reader is None or self.host is None:
+            return []
+        read = [(self.host.keep(name), content) for name, content in self._reader.pop_read()]
+        return [(slot, content) for slot, content in read if slot is not None]
+
+    def wait_read(self, timeout_s: float) -> bool:
+        """Wait until something is read; False, at once, if nothing is being read."""
+        return self._reader is not None and self._reader.wait(timeout_s)
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop what is kept of a request from before it starts until it ends."""
+        if self._reader is not None:
+            self._reader.forget(request_id)
+
+    def leave_directory(self) -> None:
+        """Read and write no directory any more. Idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = None
+        self._unsaved.clear()
+
+    def pop_copied(self) -> list[BlockCopy]:
+        """Return what is to be copied to host memory: blocks, and the slots they are copied to.
+
+        Those that were evicted since the last call, before anything is written to them; with a
+        directory, those that were filled, too, which were computed by former steps. They are
+        found by hash from now on. No slot is among them that was to be restored meanwhile: if there
+        are fewer others than evicted blocks, the first, which are the ends of prefixes, are lost.
+        """
+        if self.host is None:
+            return []
+        filled = [(block_id, block_hash) for block_hash, block_id in self._unsaved.items()]
+        blocks = [*self._evicted, *filled]
+        num_lost = max(0, len(blocks) + self._num_restored - self.host.num_slots)
+        self._evicted.clear()
+        self._unsaved.clear()
+        self._num_restored = 0
+        copied = []
+        for block_id, block_hash in blocks[num_lost:]:
+            slot = self.host.keep(block_hash)
+            if slot is not None:
+                copied.append(BlockCopy(block_id, slot, block_hash))
+        return copied
+
+    def _note_evicted(self, block_id: int, block_hash: BlockHash) -> None:
+        self._evicted.append((block_id, block_hash))
 
     def note_prefix(self, num_found: int, num_asked: int) -> None:
         """Add an admitted request's prompt tokens to `prefix_info`."""
@@ -89,11 +225,18 @@ class KVCacheManager:
         block_ids = self._block_ids[request_id]
         for index in range(self._num_hashed[request_id], full):
             self._pool.cache(block_ids[index], block_hashes[index])
+            if self._reader is not None:
+                self._unsaved[block_hashes[index]] = block_ids[index]
         self._num_hashed[request_id] = max(full, self._num_hashed[request_id])
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all hashes; requests keep their blocks."""
+    def reset_prefix_cache(self, *, keeps_host: bool = False) -> None:
+        """Drop all hashes; requests keep their blocks. `keeps_host`: but those of host memory."""
         self._pool.forget_all()
+        self._evicted.clear()
+        self._unsaved.clear()
+        self._num_restored = 0
+        if self.host is not None and not keeps_host:
+            self.host.forget_all()
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
         """Return whether `allocate_slots` would succeed."""
@@ -138,6 +281,7 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Free a request's blocks, last first, so that its prefix is evicted last."""
         self._tables.pop(request_id, None)
+        self._to_restore.pop(request_id, None)
         self._num_hashed.pop(request_id, None)
         self._encoder_tables.pop(request_id, None)
         self._pool.free(reversed(self._encoder_block_ids.pop(request_id, [])))

@@ -1,6 +1,6 @@
 """The functions that are jitted, and what they take."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -206,6 +206,29 @@ def copy_states(kv_cache: KVCache, source: Int[Array, ""], target: Int[Array, ""
     return tuple(
         jax.tree.map(copy, one) if isinstance(one, StateCache) else one for one in kv_cache
     )
+
+
+def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array, "n ..."]]:
+    """Return blocks of a cache, of each of its arrays; recurrent layers have none."""
+    return [array[ids] for array in jax.tree.leaves(_find_paged(kv_cache))]
+
+
+def scatter_blocks(
+    kv_cache: KVCache, ids: Int[Array, " n"], blocks: Sequence[Shaped[Array, "n ..."]]
+) -> tuple[KVCache, Int[Array, ""]]:
+    """Write what `gather_blocks` returned to blocks.
+
+    Returns the cache, and an array that is ready when it is, and is never donated.
+    """
+    paged = _find_paged(kv_cache)
+    arrays, structure = jax.tree.flatten(paged)
+    written = [array.at[ids].set(rows) for array, rows in zip(arrays, blocks, strict=True)]
+    return (*jax.tree.unflatten(structure, written), *kv_cache[len(paged) :]), ids[0]
+
+
+def _find_paged(kv_cache: KVCache) -> KVCache:
+    """Return the caches of layers with blocks, which stand before those of recurrent ones."""
+    return tuple(one for one in kv_cache if not isinstance(one, StateCache))
 
 
 def step(

@@ -58,12 +58,14 @@ class FixedMemory:
     num_state_slots: int = 0
     max_num_seqs: int = 0
     """Of those slots: of requests that run. The others are of snapshots."""
+    offload: int = 0
+    """KV blocks on their way between device and host; on a CPU also those that the host keeps."""
 
     @property
     def to_come(self) -> int:
         """What is not allocated yet."""
         caches = self.encoder_pool + self.hidden_states + self.adapters + self.states
-        return self.programs + caches
+        return self.programs + caches + self.offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,7 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
         states=programs.state_bytes,
         num_state_slots=programs.num_state_slots,
         max_num_seqs=config.scheduler.max_num_seqs,
+        offload=_find_offload_bytes(config, programs),
     )
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     is_hurried = config.precompile != "all"
@@ -140,6 +143,49 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     _log(memory_table(memory, fixed, demand, num_blocks))
     return num_blocks
+
+
+def count_host_slots(config: EngineConfig, programs: Programs) -> int:
+    """Return how many KV blocks host memory keeps; ConfigError for a size that is no use."""
+    size = int(config.cache.kv_offload_gb * 2**30)
+    if not size:
+        return 0
+    _, available = host_memory()
+    if size > available:
+        raise ConfigError(
+            f"`kv_offload_gb` asks for {format_bytes(size)} of host memory, of which "
+            f"{format_bytes(available)} are free; lower `--kv-offload-gb`"
+        )
+    block = programs.bytes_per_host_block
+    if size < block:
+        raise ConfigError(
+            f"`kv_offload_gb` gives {format_bytes(size)}, but a KV block takes "
+            f"{format_bytes(block)}; raise `--kv-offload-gb`, or leave it out"
+        )
+    return size // block
+
+
+def count_staged(config: EngineConfig) -> int:
+    """Return how many KV blocks may be on their way between device and host, in each direction.
+
+    As many as a step's tokens fill.
+    """
+    schedule = config.scheduler
+    return cdiv(schedule.max_num_batched_tokens, config.cache.block_size) + schedule.max_num_seqs
+
+
+def _find_offload_bytes(config: EngineConfig, programs: Programs) -> int:
+    num_slots = count_host_slots(config, programs)
+    if not num_slots:
+        return 0
+    block = programs.bytes_per_host_block
+    logger.info(
+        "memory of the host: %s for %d evicted KV blocks",
+        format_bytes(num_slots * block),
+        num_slots,
+    )
+    staged = 2 * count_staged(config) * programs.bytes_per_block
+    return staged + (num_slots * block if programs.placement.platform == "cpu" else 0)
 
 
 def _log(lines: Iterable[str]) -> None:
@@ -202,6 +248,7 @@ def _too_little(
         )
     available = max(room, 0) if given is None else min(max(room, 0), given)
     remedies = [
+        *(["lower `--kv-offload-gb`"] if fixed.offload > 0 and need > room else []),
         *_cache_remedies(cache, demand, room, available),
         *_adapter_remedies(fixed, need - room),
         *_state_remedies(fixed, need - room),
@@ -210,6 +257,7 @@ def _too_little(
     ] or ["take a larger device, or `--tensor-parallel-size`: the model leaves no room"]
     more = f", adapters {format_bytes(fixed.adapters)}" if fixed.adapters else ""
     more += f", recurrent states {format_bytes(fixed.states)}" if fixed.states else ""
+    more += f", evicted blocks {format_bytes(fixed.offload)}" if fixed.offload else ""
     return (
         f"{what}, but {format_bytes(available)} are there (of {format_bytes(memory.total)}: "
         f"weights {format_bytes(fixed.weights)}, programs {format_bytes(fixed.programs)}, encoder "
@@ -399,6 +447,7 @@ def memory_table(
         ("hidden states", fixed.hidden_states, ""),
         *([("adapters", fixed.adapters, f"{fixed.max_loras} slots")] if fixed.adapters else []),
         *([("recurrent states", fixed.states, _count_slots(fixed))] if fixed.states else []),
+        *([("evicted blocks", fixed.offload, "to and from the host")] if fixed.offload else []),
         (
             "KV cache",
             num_blocks * demand.bytes_per_block,

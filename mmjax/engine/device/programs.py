@@ -4,12 +4,14 @@ All arguments but the parameters are given as shapes, so that programs are compi
 memory is known, before anything is allocated.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Shaped
 
@@ -29,8 +31,10 @@ from mmjax.engine.device.functions import (
     copy_states,
     encode,
     encode_prompts,
+    gather_blocks,
     load_adapter,
     sample,
+    scatter_blocks,
     step,
     write_extra,
     write_rows,
@@ -198,6 +202,11 @@ class Programs:
             partial(write_extra, graphdef), donate_argnames="pool", out_shardings=whole
         )
         self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
+        self._block_sharding = placement.heads(self._cache_type.HEAD_AXIS)
+        self.gather_blocks = jit(gather_blocks, out_shardings=self._block_sharding)
+        self.scatter_blocks = jit(
+            scatter_blocks, donate_argnames="kv_cache", out_shardings=(kv_cache, whole)
+        )
         self.load_adapter = jit(
             load_adapter, donate_argnames="adapters", out_shardings=self._adapter_shardings
         )
@@ -269,6 +278,22 @@ class Programs:
         return DeviceArrays(
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous
         )
+
+    def describe_block(self) -> list[jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of one block's arrays, as `gather_blocks` returns them."""
+        gathered = jax.eval_shape(
+            gather_blocks, self.describe_arrays(1).state.kv_cache, np.zeros(1, np.int32)
+        )
+        return [jax.ShapeDtypeStruct(one.shape[1:], one.dtype) for one in gathered]
+
+    @property
+    def bytes_per_host_block(self) -> int:
+        """Bytes of a KV block of all devices, in host memory."""
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.describe_block())
+
+    def put_blocks(self, blocks: Sequence[np.ndarray]) -> list[Array]:
+        """Move what `gather_blocks` has returned back to the devices."""
+        return self.placement.put(blocks, self._block_sharding)
 
     def host_bytes(self, num_blocks: int) -> dict[str, int]:
         """Return the bytes of all arrays in the host's memory, by cause; none of accelerators."""

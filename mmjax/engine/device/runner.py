@@ -19,6 +19,7 @@ from mmjax.cache.stored_rows import StoredRows, make_row_key
 from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
+from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import Call, SampleKind
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables
@@ -95,7 +96,10 @@ class ModelRunner:
         *,
         num_blocks: int,
         has_spans: bool,
+        host_pool: HostPool | None = None,
     ) -> None:
+        """`host_pool`: of the blocks that are copied to host memory; None: none are."""
+        self.host_pool = host_pool
         self.stored_rows: StoredRows | None = None
         """None: no encoder outputs are kept on disk."""
         self._disk_stats = DiskStoreStats()
@@ -142,6 +146,8 @@ class ModelRunner:
     def reset(self) -> None:
         """Reallocate all caches, after a failed step."""
         self._broadcast(Call.RESET)
+        if self.host_pool is not None:
+            self.host_pool.forget_copies()
         # The device has no room for both, and the exception's traceback may refer to the old ones.
         self.release_arrays()
         self.make_arrays()
@@ -173,6 +179,11 @@ class ModelRunner:
         if self._programs.num_state_slots:
             # Likewise.
             self._run_copy(0, 0)
+        if self.host_pool is not None:
+            # Likewise.
+            self._state = self._state._replace(
+                kv_cache=self.host_pool.warm_up(self._state.kv_cache)
+            )
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -187,6 +198,7 @@ class ModelRunner:
         for slot, adapter in output.adapter_loads:
             self._broadcast(Call.LOAD_ADAPTER, slot)
             self._run_load(slot, adapter.arrays)
+        self.move_blocks(output)
         self._encoded = self._unsaved = None
         self._found = set()
         self._encode_items(output.encoder_items)
@@ -292,6 +304,17 @@ class ModelRunner:
         }
         on_device = self._placement.put((np.int32(slot), values))
         self._adapters = self._programs.load_adapter(self._adapters, *on_device)
+
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        """Copy KV blocks that were evicted to host memory, and those that were found there back."""
+        if self.host_pool is not None:
+            kv_cache = self.host_pool.move(
+                self._state.kv_cache,
+                output.copied_blocks,
+                output.restored_blocks,
+                output.read_blocks,
+            )
+            self._state = self._state._replace(kv_cache=kv_cache)
 
     def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
         for source, target in slots:

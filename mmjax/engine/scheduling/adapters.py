@@ -1,5 +1,6 @@
 """The adapters that requests may name, and their host copies; files are read in a thread."""
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -21,6 +22,9 @@ from mmjax.weights.adapter import Adapter
 logger = get_logger(__name__)
 
 
+_PROCESS = secrets.token_hex(8)
+
+
 class RegisteredAdapter:
     """An adapter under its name; the same name, loaded again, is another adapter."""
 
@@ -40,8 +44,8 @@ class RegisteredAdapter:
         self.lora_name = lora_name
         self.path = path
         """Its directory."""
-        self.lora_version = str(version)
-        """Differs from that of all other adapters of this process."""
+        self.lora_version = f"{version}@{_PROCESS}"
+        """Differs from that of all other adapters, also of other processes."""
         self._read = read
         self._digest: bytes | None = None
         self._job: Future[Adapter] | None = read(None)

@@ -52,7 +52,9 @@ class RequestMaker:
         self._encoder_numbers = count()
         self._item_suffix = self._last_suffix = ""
         """Behind the identifiers of items that the present towers, or those before, encode."""
-        self.block_hasher = self._make_block_hasher(0)
+        # A directory's blocks are found by later processes; the directory knows their weights.
+        seed = None if config.cache.kv_offload_dir is None else "directory"
+        self.block_hasher = self._make_block_hasher(seed)
 
     def make(
         self, message: EngineCoreRequest, features: Sequence[MultiModalFeatureSpec]
@@ -110,7 +112,7 @@ class RequestMaker:
         Blocks of keys and values get those of a version; items' embeddings, too, where the
         parameters have changed that they are computed with.
         """
-        self.block_hasher = self._make_block_hasher(version)
+        self.block_hasher = self._make_block_hasher()
         self._last_suffix = self._item_suffix
         if has_new_tower:
             # Random, so that no client can give an item the id of another one's.
@@ -143,7 +145,7 @@ class RequestMaker:
         # Request ids may repeat.
         return f"encoder of request {next(self._encoder_numbers)}"
 
-    def _make_block_hasher(self, version: int) -> BlockHasher | None:
+    def _make_block_hasher(self, seed: str | None = None) -> BlockHasher | None:
         cache = self._config.cache
         # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
         if not cache.enable_prefix_caching or self.limits.max_encoder_len:
@@ -151,7 +153,7 @@ class RequestMaker:
         return BlockHasher(
             block_size=cache.block_size,
             # Random, so that no client can compute the hash of a block.
-            none_hash=make_none_hash(f"{version} {secrets.token_hex(16)}"),
+            none_hash=make_none_hash(seed or secrets.token_hex(16)),
             algorithm=cache.prefix_caching_hash_algo,
             is_of_prompts=self.limits.has_states,
         )

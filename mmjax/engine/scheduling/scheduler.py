@@ -69,6 +69,7 @@ class _Plan:
     loads: list[AdapterLoad] = field(default_factory=list)
     restored_states: list[tuple[int, int]] = field(default_factory=list)
     kept_states: list[tuple[int, int]] = field(default_factory=list)
+    restored_blocks: list[tuple[int, int]] = field(default_factory=list)
     num_preempted: int = 0
 
     @property
@@ -279,16 +280,19 @@ class Scheduler:
             self._item_sizes.add(request.media_items)
         self.adapter_slots.forget(old)
 
-    def forget_all(self) -> None:
-        """Let all requests wait, after what they hold is lost."""
+    def forget_all(self, *, keeps_host: bool = False) -> None:
+        """Let all requests wait, after what they hold is lost; `keeps_host`: on the device."""
         self.stop_running()
         self.encoder_cache.reset()
-        self.reset_prefix_cache()
+        self.reset_prefix_cache(keeps_host=keeps_host)
         self.adapter_slots.reset()
 
-    def reset_prefix_cache(self) -> None:
-        """Let no prefix be found any more; running requests keep what they have."""
-        self.kv_cache.reset_prefix_cache()
+    def reset_prefix_cache(self, *, keeps_host: bool = False) -> None:
+        """Let no prefix be found any more; running requests keep what they have.
+
+        `keeps_host`: but in host memory.
+        """
+        self.kv_cache.reset_prefix_cache(keeps_host=keeps_host)
         if self.state_slots is not None:
             self.state_slots.forget_snapshots()
 
@@ -450,6 +454,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self._release(request)
+        self.kv_cache.forget_request(request.request_id)
         self.waiting.forget(request)
         self._item_sizes.remove(request.media_items)
         if request.encoder is not None:
@@ -484,10 +489,13 @@ class Scheduler:
             self._limits.max_num_encoder_input_tokens,
             self._max_num_encoder_states,
         )
+        read_blocks = self.kv_cache.pop_read()
         self._schedule_running(plan)
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
         guessed = self._guess(plan)
+        # All blocks of the step are allocated, and none of its own has a hash yet.
+        copied_blocks = self.kv_cache.pop_copied()
         scheduled: list[ScheduledRequest] = []
         for request, num_tokens, encodes in plan.requests:
             window = self._advance(plan, request, num_tokens, encodes)
@@ -506,6 +514,9 @@ class Scheduler:
             adapter_loads=plan.loads,
             restored_states=plan.restored_states,
             kept_states=plan.kept_states,
+            read_blocks=read_blocks,
+            copied_blocks=copied_blocks,
+            restored_blocks=plan.restored_blocks,
         )
 
     def waits_for_read(self, before: SchedulerOutput) -> bool:
@@ -615,6 +626,9 @@ class Scheduler:
                 self._release(request)
                 return
             self.waiting.remove(request)
+            plan.restored_blocks += self.kv_cache.restore_blocks(
+                request.request_id, request.num_tokens
+            )
             self._take_slots(plan, request)
             request.status = RequestStatus.RUNNING
             request.start(time.monotonic())
@@ -630,7 +644,11 @@ class Scheduler:
         """Return whether a request may run, and its adapter; called in the queue's order."""
         adapter = request.lora_request
         has_slot = adapter is None or self.adapter_slots.may_start(adapter, draining)
-        return has_slot and self._may_run(request)
+        return (
+            has_slot
+            and self._may_run(request)
+            and self.kv_cache.is_read(request.request_id, request.block_hashes, request.num_tokens)
+        )
 
     def _take_slots(self, plan: _Plan, request: Request) -> None:
         """Give a request that starts its slots, of adapters and of states."""

@@ -81,6 +81,9 @@ class StatsLog:
             self._rate("Processor cache", mm - self._last_mm),
             self._rate("Encoder cache", _encoder_info(now) - _encoder_info(last)),
         ]
+        host = _host_info(now) - _host_info(last)
+        if now.kv_offload_queries:
+            rates.append(self._rate("Host memory", host))
         self._last_mm = mm
         figures = [
             f"Avg prompt throughput: {num_prompt / seconds:.1f} tokens/s",
@@ -105,6 +108,10 @@ def _new_engine(time_s: float) -> Heartbeat:
 
 def _prefix_info(heartbeat: Heartbeat) -> CacheInfo:
     return CacheInfo(heartbeat.prefix_cache_hits, heartbeat.prefix_cache_queries)
+
+
+def _host_info(heartbeat: Heartbeat) -> CacheInfo:
+    return CacheInfo(heartbeat.kv_offload_hits, heartbeat.kv_offload_queries)
 
 
 def _encoder_info(heartbeat: Heartbeat) -> CacheInfo:

@@ -1,0 +1,181 @@
+"""Copies of KV blocks in host memory, and the copies on their way between it and the device.
+
+A copy to the host is a program that gathers blocks before a step writes to them, and a transfer
+behind it: the host takes what has arrived with a later step, and waits only for what a request asks
+for, or where more is on its way than was planned.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from mmjax.cache.disk_store import DiskStore
+from mmjax.cache.kv.block_hash import BlockHash
+from mmjax.cache.kv.kv_cache_manager import BlockCopy
+from mmjax.engine.device.programs import Programs
+from mmjax.layers.attention.kv_cache import KVCache
+
+_T = TypeVar("_T")
+_CALL_SIZES = (16, 4, 1)
+"""Blocks of a call. What is moved is divided into such calls, so that nothing is padding."""
+
+
+class _Copy(NamedTuple):
+    """Blocks on their way to the host."""
+
+    slots: Sequence[int]
+    hashes: Sequence[BlockHash]
+    arrays: Sequence[Any]
+    """Of each of a block's arrays, those of all slots, on the device."""
+
+
+class HostPool:
+    """Slots of host memory, each with room for a KV block; `HostBlocks` says what is where."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        *,
+        num_slots: int,
+        max_staged: int,
+        store: DiskStore | None = None,
+    ) -> None:
+        """`max_staged`: blocks that may be on their way in each direction, which take memory.
+
+        `store`: of a directory, in which all that is copied is written; None: there is none.
+        """
+        self.store = store
+        self._programs, self.num_slots = programs, num_slots
+        self._arrays = [
+            np.empty((num_slots, *one.shape), one.dtype) for one in programs.describe_block()
+        ]
+        self.bytes_per_block = programs.bytes_per_host_block
+        self._max_staged = max(max_staged, _CALL_SIZES[0])
+        self._copies: deque[_Copy] = deque()
+        self._restores: deque[tuple[int, Any]] = deque()
+        """Blocks, and what is ready when they are written."""
+        self.copied_bytes = self.restored_bytes = 0
+        self.copied_s = self.restored_s = 0.0
+        """Seconds of the host."""
+
+    def warm_up(self, kv_cache: KVCache) -> KVCache:
+        """Compile all programs, over blocks whose content stays."""
+        for size in _CALL_SIZES:
+            ids = self._programs.placement.put(np.zeros(size, np.int32))
+            blocks = self._programs.gather_blocks(kv_cache, ids)
+            rows = self._programs.put_blocks([np.asarray(one) for one in blocks])
+            kv_cache, _ = self._programs.scatter_blocks(kv_cache, ids, rows)
+        return kv_cache
+
+    def move(
+        self,
+        kv_cache: KVCache,
+        copied: Sequence[BlockCopy],
+        restored: Sequence[tuple[int, int]],
+        read: Sequence[tuple[int, memoryview]] = (),
+    ) -> KVCache:
+        """Begin to copy blocks to slots, and then slots to blocks, before a step.
+
+        First of all what was `read` from the directory is written to its slots.
+
+        A block may be in both, a slot not.
+        """
+        start = time.perf_counter()
+        self._take_arrived()
+        self._write(read)
+        for part in _divide(copied):
+            self._copy(kv_cache, part)
+        copied_at = time.perf_counter()
+        self.copied_s += copied_at - start
+        if restored:
+            kv_cache = self._restore(kv_cache, restored)
+            self.restored_s += time.perf_counter() - copied_at
+        return kv_cache
+
+    def forget_copies(self) -> None:
+        """Drop what is on its way, after a failure."""
+        self._copies.clear()
+        self._restores.clear()
+
+    def close(self) -> None:
+        """Write what is on its way to the directory, and leave that. Idempotent."""
+        if self.store is not None:
+            while self._copies:
+                self._take(self._copies.popleft())
+            self.store.close()
+        self.store = None
+
+    def _write(self, read: Sequence[tuple[int, memoryview]]) -> None:
+        self._await_slots({slot for slot, _ in read})
+        for slot, content in read:
+            start = 0
+            for array in self._arrays:
+                row = array[slot]
+                stop = start + row.nbytes
+                row[...] = np.frombuffer(content[start:stop], row.dtype).reshape(row.shape)
+                start = stop
+
+    def _await_slots(self, slots: set[int]) -> None:
+        """Wait for what is on its way to any of some slots."""
+        while any(slots.intersection(one.slots) for one in self._copies):
+            self._take(self._copies.popleft())
+
+    def _copy(self, kv_cache: KVCache, part: Sequence[BlockCopy]) -> None:
+        block_ids, slots, hashes = zip(*part, strict=True)
+        while self._copies and self._count_copies() + len(slots) > self._max_staged:
+            self._take(self._copies.popleft())
+        ids = self._programs.placement.put(np.array(block_ids, np.int32))
+        arrays = self._programs.gather_blocks(kv_cache, ids)
+        for array in arrays:
+            array.copy_to_host_async()
+        self._copies.append(_Copy(slots, hashes, arrays))
+
+    def _restore(self, kv_cache: KVCache, restored: Sequence[tuple[int, int]]) -> KVCache:
+        self._await_slots({slot for slot, _ in restored})
+        for part in _divide(restored):
+            slots, block_ids = zip(*part, strict=True)
+            while self._restores and self._count_restores() + len(slots) > self._max_staged:
+                jax.block_until_ready(self._restores.popleft()[1])
+            # Indexing by a list copies: what is on its way does not change with the slot.
+            rows = self._programs.put_blocks([array[list(slots)] for array in self._arrays])
+            ids = self._programs.placement.put(np.array(block_ids, np.int32))
+            kv_cache, written = self._programs.scatter_blocks(kv_cache, ids, rows)
+            self._restores.append((len(slots), written))
+            self.restored_bytes += len(slots) * self.bytes_per_block
+        return kv_cache
+
+    def _count_copies(self) -> int:
+        return sum(len(one.slots) for one in self._copies)
+
+    def _count_restores(self) -> int:
+        return sum(number for number, _ in self._restores)
+
+    def _take_arrived(self) -> None:
+        while self._restores and self._restores[0][1].is_ready():
+            self._restores.popleft()
+        while self._copies and all(array.is_ready() for array in self._copies[0].arrays):
+            self._take(self._copies.popleft())
+
+    def _take(self, copy: _Copy) -> None:
+        """Write blocks to their slots, and to the directory, once they are there."""
+        arrays = [np.asarray(array) for array in copy.arrays]
+        for slots, array in zip(self._arrays, arrays, strict=True):
+            slots[list(copy.slots)] = array
+        if self.store is not None:
+            for number, block_hash in enumerate(copy.hashes):
+                rows = [array[number].reshape(-1).view(np.uint8).data for array in arrays]
+                self.store.put(block_hash, rows)
+        self.copied_bytes += len(copy.slots) * self.bytes_per_block
+
+
+def _divide(blocks: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Yield blocks in parts of the calls' sizes."""
+    start = 0
+    while start < len(blocks):
+        size = next(size for size in _CALL_SIZES if size <= len(blocks) - start)
+        yield blocks[start : start + size]
+        start += size
