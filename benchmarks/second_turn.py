@@ -174,7 +174,7 @@ def measure_levels(model: str | None, repeats: int) -> dict[str, list[tuple[floa
         turn: dict[str, Any] = {}
         for number in range(repeats + 1):
             with LLM(model, **settings) as llm:
-                asker, core, last = Asker(llm), llm.engine, turn
+                asker, core, last = Asker(llm, IMAGE_START, 640), llm.engine, turn
                 # What the next engine is asked, and finds in the directory.
                 first = asker.picture(number)
                 said = asker.first_turn(first, 8) + asker.question(48 if model else 40)
