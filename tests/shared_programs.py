@@ -86,6 +86,7 @@ def install() -> None:
             isinstance(self.host_inputs.encoder_spec, PackedEncoderSpec),
             self.placement.home,
             self._is_small(self.placement, model, is_tower=False),
+            self.keeps_rows,
             logprobs_mode,
             *jax.tree.leaves(self._shardings),
         )

@@ -85,7 +85,7 @@ def decode_audio(
 
 
 class _SilentError(MediaError):
-    """A file without a stream of sound."""
+    """A video without a stream of sound."""
 
 
 def read_sound_header(
@@ -154,7 +154,8 @@ def _opened(
         form = _format_of(data, modality)
         with av.open(BytesIO(data), format=form, options=options) as container:
             if not container.streams.audio:
-                raise _SilentError("it has no sound", param=param)
+                kind = _SilentError if modality == "video" else MediaError
+                raise kind("it has no sound", param=param)
             stream = container.streams.audio[0]
             codec = stream.codec_context
             if codec is None or codec.name not in AUDIO_CODECS:

@@ -19,7 +19,6 @@ from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import StateSlots
 from mmjax.config.engine_config import EngineConfig, ModelConfig
 from mmjax.config.speculative_config import SpeculativeConfig
-from mmjax.engine.block_directory import open_block_store
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_clip_sizes, choose_sizes, largest_items
@@ -30,7 +29,7 @@ from mmjax.engine.device.mesh import Placement, join_processes, make_placement, 
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.threads import DeviceThreads, open_devices
-from mmjax.engine.encoder_store import open_stored_rows
+from mmjax.engine.disk_caches import open_block_store, open_stored_rows
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
@@ -157,7 +156,7 @@ def start_engine(
         num_blocks = fit_kv_cache(config, programs, weights=shard_bytes(model.params))
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks)
     with timed("allocate", "allocating the caches"):
-        pool = _make_host_pool(config, programs, model.params)
+        pool = _make_host_pool(config, model, programs)
         limits, scheduler = _make_scheduler(config, plan, programs, num_blocks, pool)
         options: dict[str, Any] = {"has_spans": plan.sees != "past", "host_pool": pool}
         runner = ModelRunner(programs, compiled, model.params, num_blocks=num_blocks, **options)
@@ -560,12 +559,12 @@ def _order_programs(
     return compiled, warm_up_keys if is_alone else order[:num_first]
 
 
-def _make_host_pool(config: EngineConfig, programs: Programs, params: Params) -> HostPool | None:
+def _make_host_pool(config: EngineConfig, model: _Model, programs: Programs) -> HostPool | None:
     """Return what keeps evicted KV blocks; None: nothing does."""
     num_slots = count_host_slots(config, programs)
     if not num_slots:
         return None
-    store = open_block_store(config, programs, params)
+    store = open_block_store(config, model.model_class, programs, model.params)
     staged = count_staged(config)
     return HostPool(programs, num_slots=num_slots, max_staged=staged, store=store)
 

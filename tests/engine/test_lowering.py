@@ -205,12 +205,12 @@ def test_the_cpu_never_sees_cudnn():
 
 
 def rows_of_a_lone_token(programs: Programs) -> int:
-    """Return the rows over which the program of one decoding token adds up its last norm."""
+    """Return the rows of the last norm in the program of one decoding token."""
     program = next(
         program for program in programs.by_kind(8)["step"] if program.label == "step 1 x 1"
     )
     jaxpr = str(program.jitted.trace(**program.arguments).jaxpr)
-    *_, last_norm = re.findall(r":f32\[(\d+),1\] = rsqrt", jaxpr)
+    *_, last_norm = re.findall(r":f32\[(\d+),\d+\] = mmjax_kernel", jaxpr)
     return int(last_norm)
 
 

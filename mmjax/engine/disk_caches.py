@@ -1,0 +1,92 @@
+"""Open what outlives the engine process on disk: KV blocks, encoder outputs.
+
+Of one model's weights, code and devices alone: another one's files are never found.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from blake3 import blake3
+
+from mmjax.cache.disk_store import DiskStore
+from mmjax.cache.fingerprint import (
+    describe_cpu,
+    describe_libraries,
+    digest_class,
+    digest_settings,
+    fingerprint,
+)
+from mmjax.cache.stored_rows import StoredRows
+from mmjax.config.engine_config import EngineConfig
+from mmjax.engine.device.programs import Programs
+from mmjax.layers.module import Params, flatten_params
+
+_GIB = 2**30
+
+
+def open_block_store(
+    config: EngineConfig, model_class: Any, programs: Programs, params: Params
+) -> DiskStore | None:
+    """Return the directory of KV blocks (`--kv-offload-dir`); None: there is none."""
+    cache, mm = config.cache, config.model.mm
+    if cache.kv_offload_dir is None:
+        return None
+    # A block's hash has the names of its prompt's items, and not what they were processed with.
+    processing = mm.mm_processor_kwargs, mm.media_io_kwargs, digest_settings(config.model.path)
+    namespace = fingerprint(
+        "KV blocks",
+        *_describe_engine(config, model_class, programs),
+        *(cache.block_size, cache.prefix_caching_hash_algo),
+        [(one.shape, one.dtype.name) for one in programs.describe_block()],
+        *processing,
+        _digest_params(params),
+    )
+    return DiskStore(cache.kv_offload_dir, int(cache.kv_offload_dir_gb * _GIB), namespace)
+
+
+def open_stored_rows(
+    config: EngineConfig, model_class: Any, programs: Programs, params: Params
+) -> StoredRows | None:
+    """Return the encoder outputs on disk (`--encoder-cache-dir`); None: there are none."""
+    directory = config.cache.encoder_cache_dir
+    if directory is None or not programs.keeps_rows:
+        return None
+    of_encoder = programs.find_encoder_params()
+    namespace = fingerprint(
+        "encoder",
+        *_describe_engine(config, model_class, programs),
+        _digest_params({k: v for k, v in flatten_params(params).items() if k in of_encoder}),
+    )
+    max_bytes = int(config.cache.encoder_cache_dir_gb * _GIB)
+    return StoredRows(
+        DiskStore(directory, max_bytes, namespace),
+        width=programs.embed_width,
+        dtype=np.dtype(programs.dtype),
+    )
+
+
+def _describe_engine(config: EngineConfig, model_class: Any, programs: Programs) -> list[Any]:
+    """Return what the bits of all that a model computes depend on, beside its parameters."""
+    placement = programs.placement
+    device = placement.local_devices[0]
+    return [
+        digest_class(model_class),
+        str(config.model.hf_config),
+        np.dtype(programs.dtype).name,
+        *(placement.platform, device.device_kind, placement.size),
+        describe_cpu() if placement.platform == "cpu" else "",
+        describe_libraries("jax", "jaxlib"),
+    ]
+
+
+def _digest_params(params: Params) -> str:
+    """Return a digest of parameters' values: no file's name or time can stand for others."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    for name, leaf in sorted(flatten_params(params).items()):
+        # A copy, since an array keeps what it was read into on the host.
+        is_on_host = next(iter(leaf.devices())).platform == "cpu"
+        array = np.ascontiguousarray(np.asarray(leaf if is_on_host else jnp.copy(leaf)))
+        hasher.update(repr((name, array.dtype.name, array.shape)).encode())
+        hasher.update(array.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
