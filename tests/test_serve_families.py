@@ -1,7 +1,7 @@
 """Every family answers over HTTP, in two processes, as `mmjax.LLM` does in one.
 
-A start takes most of the time: three families that differ most (packed images, units, an
-encoder-decoder) run by default, the others in the slow run.
+A start takes most of the time: a family of clips runs by default (`test_serve.py` asks one of
+pictures), the others in the slow run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from tests.kit import draw
 from tests.models.test_clip_laws import audio_part, draw_clip
 from tests.test_serve import Served, message_about
 
-IN_DEFAULT_RUN = {"llava", "qwen2_audio"}
+IN_DEFAULT_RUN = {"qwen2_audio"}
 WITHOUT_CHATS = {"whisper"}
 """Served by a route of its own: `tests/server/test_transcripts.py`."""
 MAX_TOKENS = 8
