@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from mmjax.errors import RequestTypeError, RequestValueError
+from mmjax.params.pooling_params import PoolingParams
 
 MAX_LOGPROBS = 20
 """Maximum of `logprobs` (OpenAI's limit on `top_logprobs`)."""
@@ -176,6 +177,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `generate`; 0: no limit. vLLM has no such field."""
     transcript: TranscriptRules | None = None
     """What an answer that is a transcript may hold; the routes of transcriptions set it."""
+    pooling: PoolingParams | None = None
+    """The request is for vectors, and generates nothing; `LLM.embed` and the like set it."""
 
     def __post_init__(self) -> None:
         for name, to_type in _TYPES.items():
@@ -186,6 +189,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether sampling is greedy."""
         return self.temperature == 0.0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether each token of the prompt gives something, so that all of it is computed."""
+        reads_states = self.pooling is not None and self.pooling.reads_all
+        return reads_states or self.prompt_logprobs is not None
 
     @property
     def is_plain(self) -> bool:
@@ -321,6 +330,12 @@ def _to_transcript(name: str, value: Any) -> TranscriptRules | None:
     return value
 
 
+def _to_pooling(name: str, value: Any) -> PoolingParams | None:
+    if value is not None and not isinstance(value, PoolingParams):
+        raise RequestTypeError.about(name, f"is {value!r}; give PoolingParams")
+    return value
+
+
 def _to_integers(name: str, value: Any) -> tuple[int, ...]:
     integers = _to_tuple(name, value, "integers")
     for integer in integers:
@@ -348,6 +363,7 @@ _TYPES_BY_ANNOTATION: dict[Any, Callable[[str, Any], Any]] = {
     Mapping[int, float] | None: _to_biases,
     StructuredOutputsParams | None: _to_structure,
     TranscriptRules | None: _to_transcript,
+    PoolingParams | None: _to_pooling,
 }
 _TYPES = {
     name: _TYPES_BY_ANNOTATION[annotation]

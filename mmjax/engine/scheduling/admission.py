@@ -360,8 +360,17 @@ class ItemSizes:
                 self._entries[item.identifier] = (num_embeds, count - 1)
 
 
-def check_is_served(message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool) -> None:
+def check_is_served(
+    message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool, pools: bool
+) -> None:
     """Raise RequestError for a request that this engine has no means for."""
+    if (message.sampling_params.pooling is not None) != pools:
+        runner = "pooling" if pools else "generate"
+        raise RequestRuntimeError(
+            f"the request is for {'text' if pools else 'vectors'}, but the engine's `runner` is "
+            f"'{runner}'; P0 refuses such requests",
+            param="pooling",
+        )
     if message.sampling_params.seed is None and not message.sampling_params.is_greedy:
         raise RequestRuntimeError(
             "the request is sampled and brings no `seed`; expected the one that P0 draws where its "

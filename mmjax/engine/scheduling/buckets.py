@@ -80,7 +80,7 @@ class ProgramKey(NamedTuple):
     """One program: a jitted function, and the bucket that it is compiled for."""
 
     function: str
-    """"step", "encode", "encode clips", "encode prompts", "write" or "sample"."""
+    """"step", "encode", "encode clips", "encode prompts", "write", "sample" or "pool"."""
     size: Any
     """A `StepBucket`, a `SampleBucket`, or a number of units, patches, prompts or rows."""
 
@@ -102,8 +102,12 @@ class Buckets:
     """Precomputed embeddings; empty if the engine takes none."""
     prompts: tuple[int, ...] = ()
     """Prompts of an encoder-decoder model's encoder, all padded to its longest."""
+    pool: tuple[int, ...] = ()
+    """Rows whose states are read, of an engine that samples nothing."""
     has_adapters: bool = False
     """Whether there is each step with adapters, too."""
+    pools: bool = False
+    """Whether states are read, and no tokens sampled."""
 
     @classmethod
     def create(
@@ -120,6 +124,7 @@ class Buckets:
         has_adapters: bool = False,
         num_guessed: int = 0,
         max_num_rows: int = 0,
+        pools: bool = False,
     ) -> "Buckets":
         """Choose few buckets: 16 requests and 2,048 tokens give at most 31 programs.
 
@@ -142,6 +147,7 @@ class Buckets:
             num_guessed: Tokens that may be guessed behind a request's own. Each is a row of a
                 decode step, whose sizes then include that of one request with all its guesses.
             max_num_rows: Rows of a step with guesses, at most.
+            pools: Whether states are read, and no tokens sampled.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = round_up(max_num_batched_tokens, TILE_SIZE)
@@ -174,7 +180,9 @@ class Buckets:
             clips=clips,
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
+            pool=ladder(1, top, 4) if pools else (),
             has_adapters=has_adapters,
+            pools=pools,
         )
 
     @property
@@ -192,7 +200,8 @@ class Buckets:
             **self.encode_sizes,
             "encode prompts": self.prompts,
             "write": self.write,
-            "sample": samples,
+            "sample": () if self.pools else samples,
+            "pool": self.pool,
         }
         return [ProgramKey(name, size) for name, many in sizes.items() for size in reversed(many)]
 
@@ -264,6 +273,7 @@ class Buckets:
             "clips": self.clips,
             "prompts": self.prompts,
             "write": self.write,
+            "pool": _ends_first(self.pool) if self.pool else (),
         }
         rounds = [
             [
@@ -320,7 +330,7 @@ class Buckets:
         return replace(found, has_adapters=True) if has_adapters else found
 
 
-_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write")
+_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write", "pool")
 """The fields of `Buckets` that hold sizes."""
 
 

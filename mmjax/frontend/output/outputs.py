@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from mmjax.frontend.output.output_html import draw_output
 from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, ProcessingSource
 from mmjax.processing.items.items import MultiModalDataItems
@@ -89,6 +91,9 @@ class RequestOutput:
     multi_modal_inputs: MultiModalInputs | None = field(default=None, repr=False, compare=False)
     """With `return_mm_inputs`, the prompt as the engine computed it: token ids, placeholders, and
     the items' tensors (which cannot be written); once it is finished."""
+
+    vectors: np.ndarray | None = field(default=None, repr=False, compare=False)
+    """float32[vectors, D]: of a request for vectors, what its prompt has become."""
 
     @classmethod
     def of(cls, request: ProcessedRequest, **fields: Any) -> "RequestOutput":
