@@ -58,6 +58,7 @@ WRONG = [
     ("structured_outputs", {"regex": "a"}),
     ("transcript", {"eos_token_id": 1}),
     ("alignment", (0, 5)),
+    ("pooling", {"task": "embed"}),
 ]
 
 

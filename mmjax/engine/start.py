@@ -414,6 +414,11 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     largest_seen = max(seen, default=0)
     if module.max_encoder_len:
         _check_offload(config, shares_blocks=False)
+        if config.model.pools:
+            raise ConfigError(
+                f"`runner` is 'pooling', but `{config.model.architecture}` is an encoder-decoder, "
+                "whose decoder reads no prompt; leave `--runner` out"
+            )
         # The items have no positions in the decoder's prompt, which alone has chunks.
         keeps_runs_whole = False
         # A request starts in one step: with the encoder's hidden states, and, of the items in
@@ -469,7 +474,8 @@ def _count_state_slots(config: EngineConfig, module: Any, *, keeps_runs_whole: b
 
 def _find_speculation(config: EngineConfig, plan: _MediaPlan) -> SpeculativeConfig | None:
     """Return what is guessed ahead; nothing is where recurrent layers cannot take it back."""
-    return None if plan.num_state_slots else config.scheduler.speculation
+    is_possible = not plan.num_state_slots and not config.model.pools
+    return config.scheduler.speculation if is_possible else None
 
 
 def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Programs:
@@ -504,6 +510,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         has_adapters=model.adapted is not None,
         num_guessed=0 if speculation is None else speculation.num_speculative_tokens,
         max_num_rows=_max_num_rows(config, placement),
+        pools=config.model.pools,
     )
     return Programs(
         shape,

@@ -49,6 +49,7 @@ from mmjax.llm.arguments import (
     priorities_for,
 )
 from mmjax.llm.devices import choose_devices
+from mmjax.llm.pooling import PoolingMethods
 from mmjax.llm.turn import Turn
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
@@ -97,7 +98,7 @@ class _SettingsSignature:
         )
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model with its processor and engine; use it in a `with`, or `close()` it."""
 
     __signature__ = _SettingsSignature()

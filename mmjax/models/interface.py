@@ -190,6 +190,10 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         with jax.named_scope("language_model"):
             return self.language_model(inputs_embeds, positions, kv_cache, metadata, **more)
 
+    def project_states(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R _width"]:
+        """Return what becomes vectors of hidden states: themselves, where a model says no more."""
+        return hidden_states
+
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project hidden states onto the vocabulary, in float32."""
         return self.language_model.compute_logits(hidden_states)
@@ -271,7 +275,9 @@ def _add_adapters(model: Any, sizes: AdapterSizes) -> None:
     shape = {"num_slots": sizes.num_slots, "rank": sizes.rank, "dtype": sizes.dtype}
     for path, module in list(nnx.iter_modules(model)):
         is_text = path[:1] == ("language_model",)
-        if isinstance(module, PackedLinear | Linear | Int8Linear) and (is_text or sizes.has_towers):
+        # What becomes of states is no part of a step, which alone has adapters.
+        has_room = is_text or (sizes.has_towers and path[:1] != ("embedding_proj_layer",))
+        if isinstance(module, PackedLinear | Linear | Int8Linear) and has_room:
             is_packed = isinstance(module, PackedLinear)
             matrix = module.describe_whole() if is_packed else module.weight
             out_features, in_features = matrix.shape

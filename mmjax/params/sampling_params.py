@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from mmjax.errors import RequestTypeError, RequestValueError
+from mmjax.params.pooling_params import PoolingParams
 
 MAX_LOGPROBS = 20
 """Maximum of `logprobs` (OpenAI's limit on `top_logprobs`)."""
@@ -188,6 +189,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     alignment: AlignmentRange | None = None
     """How much the prompt's tokens attend to the encoder's states comes with the output; likewise
     set by those routes."""
+    pooling: PoolingParams | None = None
+    """The request is for vectors, and generates nothing; `LLM.embed` and the like set it."""
 
     def __post_init__(self) -> None:
         for name, to_type in _TYPES.items():
@@ -198,6 +201,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether sampling is greedy."""
         return self.temperature == 0.0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether each token of the prompt gives something, so that all of it is computed."""
+        reads_states = self.pooling is not None and self.pooling.reads_all
+        return reads_states or self.prompt_logprobs is not None
 
     @property
     def is_plain(self) -> bool:
@@ -339,6 +348,12 @@ def _to_alignment(name: str, value: Any) -> AlignmentRange | None:
     return value
 
 
+def _to_pooling(name: str, value: Any) -> PoolingParams | None:
+    if value is not None and not isinstance(value, PoolingParams):
+        raise RequestTypeError.about(name, f"is {value!r}; give PoolingParams")
+    return value
+
+
 def _to_integers(name: str, value: Any) -> tuple[int, ...]:
     integers = _to_tuple(name, value, "integers")
     for integer in integers:
@@ -367,6 +382,7 @@ _TYPES_BY_ANNOTATION: dict[Any, Callable[[str, Any], Any]] = {
     StructuredOutputsParams | None: _to_structure,
     TranscriptRules | None: _to_transcript,
     AlignmentRange | None: _to_alignment,
+    PoolingParams | None: _to_pooling,
 }
 _TYPES = {
     name: _TYPES_BY_ANNOTATION[annotation]

@@ -362,6 +362,18 @@ def sample(
     return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
 
 
+def pool_rows(
+    graphdef: Any,
+    *,
+    params: Params,
+    hidden: Shaped[Array, "rows D"],
+    rows: Int[Array, " R"],
+) -> Float[Array, "R _width"]:
+    """Return what becomes vectors of some rows, in float32."""
+    states = bind(graphdef, params).project_states(from_storage(hidden[rows]))
+    return states.astype(jnp.float32)
+
+
 def _pad_tokens(token_ids: Int[Array, " R"], layout: Layout) -> Int[Array, " sampled"]:
     (capacity,) = layout.slices["rows"][1]
     return jnp.pad(token_ids, (0, capacity - len(token_ids)))

@@ -34,6 +34,7 @@ from mmjax.engine.device.functions import (
     encode_prompts,
     gather_blocks,
     load_adapter,
+    pool_rows,
     sample,
     scatter_blocks,
     step,
@@ -164,7 +165,7 @@ class Programs:
         )
 
     def _jit(self, model: Any, logprobs_mode: LogprobsMode) -> None:
-        graphdef, placement = self._shape.graphdef, self.placement
+        graphdef, placement, keeps = self._shape.graphdef, self.placement, self.keeps_rows
         # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
         kv_cache = self._shard_cache(model.kv_cache_spec)
@@ -174,13 +175,7 @@ class Programs:
         self._functions = {
             **{
                 function: jit(
-                    partial(
-                        encode,
-                        graphdef,
-                        self.adapted,
-                        calls.gather,
-                        returns_rows=self.keeps_rows,
-                    ),
+                    partial(encode, graphdef, self.adapted, calls.gather, returns_rows=keeps),
                     donate_argnames="pool",
                     out_shardings=whole,
                 )
@@ -209,6 +204,7 @@ class Programs:
                 static_argnames=("layout", "num_rows", "is_plain"),
                 out_shardings=whole,
             ),
+            "pool": jit(partial(pool_rows, graphdef), out_shardings=whole),
         }
         self._jit_others(jit, kv_cache, whole)
 
@@ -388,6 +384,7 @@ class Programs:
             "write": self._describe_write,
             "align": self._describe_align,
             "sample": self._describe_sample,
+            "pool": self._describe_pool,
         }[key.function]
         return Program(_label(key), self._functions[key.function], describe(key.size, arrays))
 
@@ -466,6 +463,10 @@ class Programs:
             "previous": arrays.previous,
             "adapters": self.describe_adapters(),
         }
+
+    def _describe_pool(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
+        hidden = arrays.state.hidden
+        return {"params": self.params, "hidden": hidden, "rows": self._describe((size,))}
 
     def _describe(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)

@@ -63,8 +63,19 @@ class InFlight(NamedTuple):
     """What `Request.encoded` calls its items whose rows were found on disk."""
     tables: SampleTables | None = None
     """The tables of a step that is not sampled yet, since some of its masks are awaited."""
+    pooled: "PooledRows | None" = None
+    """Of an engine that samples nothing."""
     late: Collection[str] = ()
     """Requests whose mask did not come in time: what was sampled for them is nobody's token."""
+
+
+class PooledRows(NamedTuple):
+    """States that a step gives for vectors."""
+
+    windows: Sequence[tuple[ScheduledRequest, int]]
+    """Whose they are, and how many rows each has."""
+    calls: Sequence[tuple[Array, int]]
+    """The rows of all, in order, and how many of each array."""
 
 
 class UnsavedRows(NamedTuple):
@@ -244,6 +255,8 @@ class ModelRunner:
             unsaved=() if self._unsaved is None else (self._unsaved,),
             found=self._found,
         )
+        if self.buckets.pools:
+            return in_flight._replace(pooled=self._pool_states(output.requests))
         sampled = in_flight.sampled
         if not sampled:
             return in_flight
@@ -274,7 +287,9 @@ class ModelRunner:
     def read(self, in_flight: InFlight) -> ModelRunnerOutput:
         """Wait for a step, and return its sampled tokens."""
         output: ModelRunnerOutput = {}
-        if in_flight.sampled:
+        if in_flight.pooled is not None:
+            output = _read_pooled(in_flight.pooled)
+        elif in_flight.sampled:
             output = _read(in_flight.sampled, jax.device_get(in_flight.drawn))
         else:
             jax.block_until_ready(in_flight.drawn)
@@ -417,6 +432,34 @@ class ModelRunner:
             previous=self._previous,
             adapters=self._adapters,
         )
+
+    def _pool_states(self, requests: Sequence[ScheduledRequest]) -> PooledRows | None:
+        """Compute what becomes vectors of a step's rows; None: of none of them."""
+        windows: list[tuple[ScheduledRequest, int]] = []
+        parts: list[np.ndarray] = []
+        first_row = 0
+        for scheduled in requests:
+            end = scheduled.end
+            start = scheduled.request.find_pooled(scheduled.start, end)
+            if start < end:
+                windows.append((scheduled, end - start))
+                parts.append(np.arange(start, end, dtype=np.int32) + (first_row - scheduled.start))
+            first_row += scheduled.num_tokens
+        if not parts:
+            return None
+        rows, calls, place = np.concatenate(parts), list[tuple[Array, int]](), 0
+        for size, number in split_calls(self._compiled.ready.pool, len(rows)):
+            packed = np.zeros(size, np.int32)
+            packed[:number] = rows[place : place + number]
+            calls.append((self._run_pool(packed), number))
+            place += number
+        return PooledRows(windows, calls)
+
+    def _run_pool(self, rows: np.ndarray) -> Array:
+        self._lead("pool", len(rows))
+        placed = self._placement.put(rows)
+        given = {"params": self.params, "hidden": self._state.hidden, "rows": placed}
+        return self._compiled("pool", len(rows), **given)
 
     def _run_encode(self, call: EncoderCall) -> None:
         self._lead(call.function, call.bucket)
@@ -589,6 +632,8 @@ class ModelRunner:
             self._run_write(self._programs.precomputed.empty(size))
         elif function == "align":
             self._run_align(self._programs.empty_alignment())
+        elif function == "pool":
+            jax.block_until_ready(self._run_pool(np.zeros(size, np.int32)))
         elif kind is SampleKind.REPORTS:
             packed = np.zeros(self._programs.sample_layout.size, np.int32)
             self._run_reports(size.num_rows, packed)
@@ -641,6 +686,18 @@ def _cut_alignment(request: Request, weights: np.ndarray) -> Alignment:
     cut = weights[:, wanted.first_token : request.num_prompt_tokens, : wanted.num_states]
     heads, tokens, states = cut.shape
     return Alignment(weights=cut.astype("<f4").tobytes(), shape=(heads, tokens, states))
+
+
+def _read_pooled(pooled: PooledRows) -> ModelRunnerOutput:
+    """Return the states of each request's window."""
+    states = np.concatenate([jax.device_get(array)[:number] for array, number in pooled.calls])
+    output: ModelRunnerOutput = {}
+    start = 0
+    for scheduled, number in pooled.windows:
+        part = states[start : start + number]
+        output[scheduled.request.request_id] = [SampledToken(states=part)]
+        start += number
+    return output
 
 
 def _read_report(report: PromptReport, vocab_size: int) -> list[TokenLogprobs | None]:

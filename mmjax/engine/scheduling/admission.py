@@ -128,9 +128,9 @@ class AdmissionLimits:
     max_encoder_len: int = 0
     """Hidden states of an encoder-decoder model's longest encoder input; 0: decoder only."""
     has_states: bool = False
+    """Whether the model has recurrent layers."""
     aligns: bool = False
     """Whether the model has heads that align a text with an encoder's states."""
-    """Whether the model has recurrent layers."""
 
     def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
         """Raise `RequestValueError` for a prompt that cannot be computed."""
@@ -381,8 +381,17 @@ class ItemSizes:
                 self._entries[item.identifier] = (num_embeds, count - 1)
 
 
-def check_is_served(message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool) -> None:
+def check_is_served(
+    message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool, pools: bool
+) -> None:
     """Raise RequestError for a request that this engine has no means for."""
+    if (message.sampling_params.pooling is not None) != pools:
+        runner = "pooling" if pools else "generate"
+        raise RequestRuntimeError(
+            f"the request is for {'text' if pools else 'vectors'}, but the engine's `runner` is "
+            f"'{runner}'; P0 refuses such requests",
+            param="pooling",
+        )
     if message.sampling_params.seed is None and not message.sampling_params.is_greedy:
         raise RequestRuntimeError(
             "the request is sampled and brings no `seed`; expected the one that P0 draws where its "

@@ -80,7 +80,7 @@ class ProgramKey(NamedTuple):
     """One program: a jitted function, and the bucket that it is compiled for."""
 
     function: str
-    """"step", "encode", "encode clips", "encode prompts", "write", "align" or "sample"."""
+    """"step", "encode", "encode clips", "encode prompts", "write", "align", "sample" or "pool"."""
     size: Any
     """A `StepBucket`, a `SampleBucket`, or a number of units, patches, prompts, rows or tokens."""
 
@@ -104,8 +104,12 @@ class Buckets:
     """Prompts of an encoder-decoder model's encoder, all padded to its longest."""
     align: tuple[int, ...] = ()
     """Tokens of a text that is aligned with an encoder's states; empty if none is."""
+    pool: tuple[int, ...] = ()
+    """Rows whose states are read, of an engine that samples nothing."""
     has_adapters: bool = False
     """Whether there is each step with adapters, too."""
+    pools: bool = False
+    """Whether states are read, and no tokens sampled."""
 
     @classmethod
     def create(
@@ -123,6 +127,7 @@ class Buckets:
         has_adapters: bool = False,
         num_guessed: int = 0,
         max_num_rows: int = 0,
+        pools: bool = False,
     ) -> "Buckets":
         """Choose few buckets: 16 requests and 2,048 tokens give at most 31 programs.
 
@@ -146,6 +151,7 @@ class Buckets:
             num_guessed: Tokens that may be guessed behind a request's own. Each is a row of a
                 decode step, whose sizes then include that of one request with all its guesses.
             max_num_rows: Rows of a step with guesses, at most.
+            pools: Whether states are read, and no tokens sampled.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = round_up(max_num_batched_tokens, TILE_SIZE)
@@ -179,7 +185,9 @@ class Buckets:
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
             align=(max_aligned,) if max_aligned else (),
+            pool=ladder(1, top, 4) if pools else (),
             has_adapters=has_adapters,
+            pools=pools,
         )
 
     @property
@@ -198,7 +206,8 @@ class Buckets:
             "encode prompts": self.prompts,
             "write": self.write,
             "align": self.align,
-            "sample": samples,
+            "sample": () if self.pools else samples,
+            "pool": self.pool,
         }
         return [ProgramKey(name, size) for name, many in sizes.items() for size in reversed(many)]
 
@@ -271,6 +280,7 @@ class Buckets:
             "prompts": self.prompts,
             "write": self.write,
             "align": self.align,
+            "pool": _ends_first(self.pool) if self.pool else (),
         }
         rounds = [
             [
@@ -327,7 +337,7 @@ class Buckets:
         return replace(found, has_adapters=True) if has_adapters else found
 
 
-_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write", "align")
+_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write", "align", "pool")
 """The fields of `Buckets` that hold sizes."""
 
 

@@ -120,6 +120,9 @@ class SampledToken(msgspec.Struct, frozen=True):
     """Log-probabilities of the prompt's tokens that the window's tokens predict."""
     alignment: Alignment | None = None
     """Of the request's prompt, with its first window."""
+    states: np.ndarray | None = None
+    """float32[rows, D]: of an engine that pools, in place of all else: of the window's tokens, or
+    of its last one alone (`Request.find_pooled`)."""
 
 
 ModelRunnerOutput = dict[str, list[SampledToken]]

@@ -371,6 +371,8 @@ class Scheduler:
     ) -> RequestOutputDelta | None:
         """Append the sampled tokens that are right, and finish the request if it ends there."""
         request = scheduled.request
+        if tokens[0].states is not None:
+            request.add_states(scheduled.start, tokens[0].states)
         if tokens[0].prompt_logprobs:
             request.add_prompt_logprobs(scheduled.start, tokens[0].prompt_logprobs)
         request.alignment = tokens[0].alignment or request.alignment
@@ -390,7 +392,7 @@ class Scheduler:
             )
         self.num_generation_tokens += len(taken)
         prompt_logprobs = None
-        is_first = request.num_output_tokens == 1
+        is_first = request.num_output_tokens <= 1
         if is_first:
             self.num_prompt_tokens += request.num_prompt_tokens
             request.times.prefill = now - request.started_at - request.times.encode
@@ -408,6 +410,7 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             alignment=request.alignment if is_first else None,
             weights_version=self.weights_version,
+            vectors=request.take_vectors(),
         )
         if request.is_finished:
             self._finish(request)
@@ -418,8 +421,11 @@ class Scheduler:
     def _append(self, request: Request, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
         """Append the first token, and each that was sampled behind a right guess; return them.
 
-        The guesses stand where the tokens go.
+        The guesses stand where the tokens go. A prompt that becomes vectors is at its end.
         """
+        if tokens[0].states is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            return []
         num_taken = 0
         for token in tokens:
             guessed = request.token_ids[request.num_tokens]

@@ -157,6 +157,11 @@ class OutputProcessor:
         if delta.alignment is not None:
             weights = np.frombuffer(delta.alignment.weights, "<f4")
             sequence.parent.alignment = weights.reshape(delta.alignment.shape)
+        if delta.vectors is not None:
+            flat = np.frombuffer(delta.vectors.data, np.float32)
+            sequence.parent.vectors = flat.reshape(-1, delta.vectors.width)
+            sequence.finish_reason = delta.finish_reason
+            return sequence.completion("", [], None)
         new_text, taken = self._take(sequence, delta)
         logprobs = self._logprobs(delta, len(taken))
         sequence.logprobs += logprobs or []
@@ -257,6 +262,7 @@ class RequestState:
     """How P1 came by the outputs of items, by hash; the others were cached, or not needed."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     alignment: np.ndarray | None = None
+    vectors: np.ndarray | None = None
 
     def unfinished(self) -> list["SequenceState"]:
         """Return the sequences that go on."""
@@ -288,6 +294,7 @@ class RequestState:
             times=self.request.times,
             mm_items=self.request.prepared.mm_items if finished else None,
             multi_modal_inputs=self.request.mm_inputs if finished else None,
+            vectors=self.vectors,
         )
 
     def _item(self, item: RequestItem, num_cached_tokens: int) -> ItemOutput:

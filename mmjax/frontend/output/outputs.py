@@ -95,6 +95,9 @@ class RequestOutput:
     """With `return_mm_inputs`, the prompt as the engine computed it: token ids, placeholders, and
     the items' tensors (which cannot be written); once it is finished."""
 
+    vectors: np.ndarray | None = field(default=None, repr=False, compare=False)
+    """float32[vectors, D]: of a request for vectors, what its prompt has become."""
+
     @classmethod
     def of(cls, request: ProcessedRequest, **fields: Any) -> "RequestOutput":
         """Return an output of a request; without `fields`, that before its first token."""
