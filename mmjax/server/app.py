@@ -437,7 +437,7 @@ def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:
         max_model_len=model_config.max_model_len,
         capabilities={
             "input_modalities": ["text", *limits],
-            "output_modalities": ["text"],
+            "output_modalities": ["embeddings" if model_config.pools else "text"],
             "limit_mm_per_prompt": limits,
             "chat_template_content_format": chat.template.content_format,
             "tasks": dict(client.input_processor.info.get_tasks()),
