@@ -490,6 +490,9 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         sizes["clips"] = choose_clip_sizes(clip_spec, budget, plan.longest_clip)
     speculation = _find_speculation(config, plan)
     keeps_rows = plan.has_tower and config.cache.encoder_cache_dir is not None
+    heads: Sequence[tuple[int, int]] = ()
+    if plan.has_tower:
+        heads = model.model_class.find_alignment_heads(config.model.path, config.model.hf_config)
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
@@ -497,6 +500,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         max_written=budget if plan.takes_embeds or keeps_rows else 0,
         span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,
+        max_aligned=config.model.max_model_len if heads else 0,
         has_adapters=model.adapted is not None,
         num_guessed=0 if speculation is None else speculation.num_speculative_tokens,
         max_num_rows=_max_num_rows(config, placement),
@@ -517,6 +521,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         takes_embeds=plan.takes_embeds,
         keeps_rows=keeps_rows,
         num_state_slots=plan.num_state_slots,
+        alignment_heads=heads,
     )
 
 
@@ -612,6 +617,7 @@ def _make_scheduler(
         sees=plan.sees,
         max_encoder_len=plan.max_encoder_len,
         has_states=bool(plan.num_state_slots),
+        aligns=bool(programs.alignment_heads),
     )
     scheduler = Scheduler(
         kv_cache=_make_kv_cache(config, plan, num_blocks, host_pool),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -118,6 +119,15 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         """Return how names in the checkpoint's files become names in this module's tree."""
         return ()
 
+    @staticmethod
+    def find_alignment_heads(path: Path, hf_config: Any) -> Sequence[tuple[int, int]]:
+        """Return the cross-attention's heads whose weights tell a token's place in the encoder's.
+
+        Pairs of a layer of the decoder and a head; none: `align` is not called. `path`: the
+        checkpoint's directory.
+        """
+        return ()
+
     @classmethod
     def maxtext_rules(cls, hf_config: Any) -> Sequence[RuleTypes]:
         """Return how MaxText's names become names in this module's tree."""
@@ -138,6 +148,15 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         `1 + num_fed_layers` times as wide where items have features for the decoder's first layers.
         """
         raise NotImplementedError(f"{type(self).__name__} must encode its items")
+
+    def align(
+        self,
+        token_ids: Int[Array, " T"],
+        states: Float[Array, "S D"],
+        heads: Sequence[tuple[int, int]],
+    ) -> Float[Array, "_heads T S"]:
+        """Return how much the tokens of one text attend to an encoder's states, in float32."""
+        raise NotImplementedError(f"{type(self).__name__} has no heads that align")
 
     def encode_prompts(
         self, inputs_embeds: Float[Array, "B S D"], is_token: Bool[Array, "B S"]

@@ -104,6 +104,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """1 for the most probable token of the vocabulary."""
 
 
+class Alignment(msgspec.Struct, frozen=True, kw_only=True):
+    """How much tokens attend to an encoder's states, by the heads that align."""
+
+    weights: bytes
+    """float32, little-endian."""
+    shape: tuple[int, int, int]
+    """Heads, tokens, states."""
+
+
 class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a step added to one request."""
 
@@ -125,6 +134,8 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_default
     """Likewise of those whose outputs were read from `encoder_cache_dir`."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the first token: of each of the prompt's, None for the first, or if it has no logit."""
+    alignment: Alignment | None = None
+    """With the first token, if the request asked for it."""
     weights_version: int = 0
     """Of the weights that the tokens were sampled with; each update's is one more."""
 

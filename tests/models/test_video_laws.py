@@ -15,7 +15,7 @@ from mmjax.models.model_source import load_model_config
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.compare import TOLERANCE
 from mmjax.parity.reference import make_pixels
-from tests.families import FAMILIES, NEAR
+from tests.families import FAMILIES
 from tests.families.family import Family, call_with_videos
 from tests.kit import draw, draw_video
 
@@ -24,10 +24,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 TAKEN = {name: family for name, family in FAMILIES.items() if family.video}
 HELD = {name: family for name, family in TAKEN.items() if family.load_hf_videos is not None}
 WITH_HFS = [pytest.param(family, id=name) for name, family in HELD.items()]
+IN_DEFAULT_RUN = {"internvl", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+"""Of whole answers: frames as pictures, grids of frames under windows, time stamps, and squares."""
 ASKED = [
-    pytest.param(
-        family, id=name, marks=pytest.mark.slow if name in NEAR and name != "smolvlm" else ()
-    )
+    pytest.param(family, id=name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
     for name, family in TAKEN.items()
     if family.is_hf_asked
 ]

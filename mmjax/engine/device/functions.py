@@ -170,6 +170,24 @@ def encode_prompts(
     return write_rows(pool, states.reshape(-1, pool.shape[-1]), rows), rows[0]
 
 
+def align(
+    graphdef: Any,
+    gather: Gather,
+    heads: Sequence[tuple[int, int]],
+    *,
+    params: Params,
+    pool: Shaped[Array, "rows D"],
+    token_ids: Int[Array, " T"],
+    state_rows: Int[Array, " S"],
+) -> Float[Array, "_heads T S"]:
+    """Return how much a text's tokens attend to an encoder's states, which are rows of the pool.
+
+    What stands behind the text changes nothing of it.
+    """
+    states = from_storage(pool[state_rows])
+    return gather(bind(graphdef, params).align(token_ids, states, heads), 0)
+
+
 def write_extra(
     graphdef: Any, params: Params, pool: Shaped[Array, "rows D"]
 ) -> Shaped[Array, "rows D"]:

@@ -28,6 +28,7 @@ from mmjax.engine.device.functions import (
     AdapterArrays,
     ModelShape,
     StepState,
+    align,
     copy_states,
     encode,
     encode_prompts,
@@ -72,6 +73,15 @@ class DeviceArrays(NamedTuple):
     """The last sample."""
 
 
+class AlignCall(NamedTuple):
+    """The host's arguments of one call of `align`."""
+
+    token_ids: np.ndarray
+    """int32[T]"""
+    state_rows: np.ndarray
+    """int32[S]: rows of the pool."""
+
+
 class Programs:
     """The jitted functions of one model on one placement, for all buckets."""
 
@@ -93,11 +103,14 @@ class Programs:
         num_state_slots: int = 0,
         takes_embeds: bool = False,
         keeps_rows: bool = False,
+        alignment_heads: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them.
 
         `takes_embeds`: of clients; `keeps_rows`: whether what is encoded is returned, too.
+        `alignment_heads`: as of `MultiModalModel`.
         """
+        self.alignment_heads = alignment_heads
         self.keeps_rows, self.embed_width = keeps_rows, shape.embed_width
         model = bind(shape.graphdef, params)
         self.buckets, self.adapted = buckets, adapted
@@ -178,6 +191,10 @@ class Programs:
                 donate_argnames="pool",
                 out_shardings=whole,
             ),
+            "align": jit(
+                partial(align, graphdef, placement.gather, self.alignment_heads),
+                out_shardings=whole,
+            ),
             "write": jit(write_rows, donate_argnames="pool", out_shardings=whole),
             "step": jit(
                 partial(
@@ -193,16 +210,20 @@ class Programs:
                 out_shardings=whole,
             ),
         }
+        self._jit_others(jit, kv_cache, whole)
+
+    def _jit_others(self, jit: Any, kv_cache: Any, whole: Any) -> None:
+        """Jit what has one program each: allocations, and copies within caches."""
         # No device ever holds all of a sharded array.
         self._allocate = jax.jit(self._zeros, static_argnums=0, out_shardings=self._shardings)
         self._allocate_adapters = jax.jit(
             self._zero_adapters, out_shardings=self._adapter_shardings
         )
         self.write_extra = jit(
-            partial(write_extra, graphdef), donate_argnames="pool", out_shardings=whole
+            partial(write_extra, self._shape.graphdef), donate_argnames="pool", out_shardings=whole
         )
         self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
-        self._block_sharding = placement.heads(self._cache_type.HEAD_AXIS)
+        self._block_sharding = self.placement.heads(self._cache_type.HEAD_AXIS)
         self.gather_blocks = jit(gather_blocks, out_shardings=self._block_sharding)
         self.scatter_blocks = jit(
             scatter_blocks, donate_argnames="kv_cache", out_shardings=(kv_cache, whole)
@@ -338,6 +359,11 @@ class Programs:
         """Return the tables of a sample, on the host, which ask for nothing."""
         return empty_tables(num_rows, self.history_len, self.vocab_size)
 
+    def empty_alignment(self) -> AlignCall:
+        """Return a call of padding."""
+        (size,) = self.buckets.align
+        return AlignCall(np.zeros(size, np.int32), np.zeros(self.max_encoder_len, np.int32))
+
     # ---- programs ------------------------------------------------------------------------------
 
     def make(self, num_blocks: int, keys: Iterable[ProgramKey] | None = None) -> list[Program]:
@@ -360,6 +386,7 @@ class Programs:
             "encode clips": partial(self._describe_encode, "encode clips"),
             "encode prompts": self._describe_encode_prompts,
             "write": self._describe_write,
+            "align": self._describe_align,
             "sample": self._describe_sample,
         }[key.function]
         return Program(_label(key), self._functions[key.function], describe(key.size, arrays))
@@ -417,6 +444,14 @@ class Programs:
     def _describe_write(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
         embeds = self._describe((size, self._shape.embed_width), self._shape.dtype)
         return {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._describe((size,))}
+
+    def _describe_align(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
+        assert (size,) == self.buckets.align, f"{size=}"
+        inputs = {
+            name: self._describe(one.shape)
+            for name, one in self.empty_alignment()._asdict().items()
+        }
+        return {"params": self.params, "pool": arrays.pool, **inputs}
 
     def _describe_sample(self, bucket: SampleBucket, arrays: DeviceArrays) -> dict[str, Any]:
         tables = self.empty_tables(bucket.num_rows)

@@ -21,7 +21,7 @@ from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
 from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import Call, SampleKind
-from mmjax.engine.device.programs import Programs
+from mmjax.engine.device.programs import AlignCall, Programs
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables
 from mmjax.engine.scheduling.buckets import (
     ProgramKey,
@@ -36,11 +36,11 @@ from mmjax.engine.scheduling.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from mmjax.engine.scheduling.request import EncoderItem
+from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.layers.cpu.storage import from_storage
 from mmjax.layers.module import set_param
 from mmjax.system.logger import get_logger
-from mmjax.transport.messages import TokenLogprobs
+from mmjax.transport.messages import Alignment, TokenLogprobs
 from mmjax.weights.adapter import fill_slot
 
 logger = get_logger(__name__)
@@ -56,6 +56,7 @@ class InFlight(NamedTuple):
     encoded: Array | None
     """Ready once its items are encoded; None: it has none."""
     reports: "Sequence[PromptReport]" = ()
+    alignments: "Sequence[AlignmentReport]" = ()
     unsaved: "Sequence[UnsavedRows]" = ()
     """Outputs of its encoder calls that are to be kept on disk."""
     found: Collection[str] = ()
@@ -83,6 +84,14 @@ class PromptReport(NamedTuple):
     """int32[tokens]: those behind the window's; some may have no logit."""
     drawn: Sequence[SampleOutput]
     """Their rows, in order."""
+
+
+class AlignmentReport(NamedTuple):
+    """How much the tokens of one request's prompt attend to its encoder's states."""
+
+    request: Request
+    weights: Array
+    """float32[heads, tokens, states], with padding."""
 
 
 class ModelRunner:
@@ -227,6 +236,11 @@ class ModelRunner:
             rest,
             self._encoded,
             self._report_prompts(output.requests),
+            alignments=[
+                self._align(scheduled.request)
+                for scheduled in output.requests
+                if scheduled.num_new_states and scheduled.request.sampling_params.alignment
+            ],
             unsaved=() if self._unsaved is None else (self._unsaved,),
             found=self._found,
         )
@@ -271,6 +285,10 @@ class ModelRunner:
             request_id = report.scheduled.request.request_id
             (token,) = output.get(request_id, [SampledToken()])
             output[request_id] = [msgspec.structs.replace(token, prompt_logprobs=logprobs)]
+        for request, weights in in_flight.alignments:
+            (token,) = output.get(request.request_id, [SampledToken()])
+            alignment = _cut_alignment(request, jax.device_get(weights))
+            output[request.request_id] = [msgspec.structs.replace(token, alignment=alignment)]
         for unsaved in in_flight.unsaved:
             self._save(unsaved)
         return output
@@ -352,6 +370,20 @@ class ModelRunner:
             packed = self._builder.build_reports(rows, known[chosen], adapter_slot)
             yield self._run_reports(size, packed)
             start += number
+
+    def _align(self, request: Request) -> AlignmentReport:
+        """Align a request's prompt with its encoder's states, which are in the pool."""
+        assert request.encoder is not None, "a request without an encoder's states is aligned"
+        call = self._programs.empty_alignment()
+        call.token_ids[: request.num_prompt_tokens] = request.prompt_token_ids
+        call.state_rows[: request.encoder_len] = self.rows.get(request.encoder.identifier)
+        return AlignmentReport(request, self._run_align(call))
+
+    def _run_align(self, call: AlignCall) -> Array:
+        size = len(call.token_ids)
+        self._lead("align", size)
+        on_device = self._placement.put(call._asdict())
+        return self._compiled("align", size, params=self.params, pool=self._pool, **on_device)
 
     def _run_reports(self, num_rows: int, packed: np.ndarray) -> SampleOutput:
         bucket = SampleBucket(num_rows, is_plain=False)
@@ -555,6 +587,8 @@ class ModelRunner:
             self._run_encode_prompts(self._programs.prompt_calls.empty(size))
         elif function == "write":
             self._run_write(self._programs.precomputed.empty(size))
+        elif function == "align":
+            self._run_align(self._programs.empty_alignment())
         elif kind is SampleKind.REPORTS:
             packed = np.zeros(self._programs.sample_layout.size, np.int32)
             self._run_reports(size.num_rows, packed)
@@ -599,6 +633,14 @@ def _read(
         token = SampledToken(tokens[row], logprobs)
         output.setdefault(scheduled.request.request_id, []).append(token)
     return output
+
+
+def _cut_alignment(request: Request, weights: np.ndarray) -> Alignment:
+    wanted = request.sampling_params.alignment
+    assert wanted is not None, "no alignment was asked for"
+    cut = weights[:, wanted.first_token : request.num_prompt_tokens, : wanted.num_states]
+    heads, tokens, states = cut.shape
+    return Alignment(weights=cut.astype("<f4").tobytes(), shape=(heads, tokens, states))
 
 
 def _read_report(report: PromptReport, vocab_size: int) -> list[TokenLogprobs | None]:

@@ -128,6 +128,8 @@ class AdmissionLimits:
     max_encoder_len: int = 0
     """Hidden states of an encoder-decoder model's longest encoder input; 0: decoder only."""
     has_states: bool = False
+    aligns: bool = False
+    """Whether the model has heads that align a text with an encoder's states."""
     """Whether the model has recurrent layers."""
 
     def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
@@ -224,6 +226,7 @@ class AdmissionLimits:
 
     def check_request(self, request: Request) -> None:
         """Raise `RequestValueError` for a request that cannot be served to its end."""
+        self._check_alignment(request)
         if request.num_output_tokens >= max(request.max_tokens, 1):
             raise RequestValueError(
                 f"the request has {request.num_output_tokens} tokens already, and ends after "
@@ -247,6 +250,24 @@ class AdmissionLimits:
                 f"`min_tokens` with {num_held_back} ids that end the text, the model's own among "
                 f"them; at most {limit} can be held back: shorten `stop_token_ids`",
                 param="stop_token_ids",
+            )
+
+    def _check_alignment(self, request: Request) -> None:
+        wanted = request.sampling_params.alignment
+        if wanted is None:
+            return
+        if not self.aligns:
+            raise RequestValueError.about(
+                "alignment",
+                "is asked for, and the model has no heads that align; leave it out",
+            )
+        is_within = 0 <= wanted.first_token < request.num_prompt_tokens
+        if not is_within or not 1 <= wanted.num_states <= request.encoder_len:
+            raise RequestValueError.about(
+                "alignment",
+                f"is of the tokens from {wanted.first_token} on and {wanted.num_states} states; "
+                f"the prompt has {request.num_prompt_tokens} tokens, and its encoder's "
+                f"{request.encoder_len} states",
             )
 
     def _check_vocabulary(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> None:

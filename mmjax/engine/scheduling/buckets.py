@@ -80,9 +80,9 @@ class ProgramKey(NamedTuple):
     """One program: a jitted function, and the bucket that it is compiled for."""
 
     function: str
-    """"step", "encode", "encode clips", "encode prompts", "write" or "sample"."""
+    """"step", "encode", "encode clips", "encode prompts", "write", "align" or "sample"."""
     size: Any
-    """A `StepBucket`, a `SampleBucket`, or a number of units, patches, prompts or rows."""
+    """A `StepBucket`, a `SampleBucket`, or a number of units, patches, prompts, rows or tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +102,8 @@ class Buckets:
     """Precomputed embeddings; empty if the engine takes none."""
     prompts: tuple[int, ...] = ()
     """Prompts of an encoder-decoder model's encoder, all padded to its longest."""
+    align: tuple[int, ...] = ()
+    """Tokens of a text that is aligned with an encoder's states; empty if none is."""
     has_adapters: bool = False
     """Whether there is each step with adapters, too."""
 
@@ -117,6 +119,7 @@ class Buckets:
         max_written: int = 0,
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
+        max_aligned: int = 0,
         has_adapters: bool = False,
         num_guessed: int = 0,
         max_num_rows: int = 0,
@@ -138,6 +141,7 @@ class Buckets:
             max_encoder_len: Of an encoder-decoder model. Every mixed bucket has room for the
                 encoder hidden states of a few requests: its prompts are short, so that a mixed
                 step is usually a first one.
+            max_aligned: Tokens of the longest text that is aligned with an encoder's states.
             has_adapters: Whether requests may have adapters: twice as many steps.
             num_guessed: Tokens that may be guessed behind a request's own. Each is a row of a
                 decode step, whose sizes then include that of one request with all its guesses.
@@ -174,6 +178,7 @@ class Buckets:
             clips=clips,
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
+            align=(max_aligned,) if max_aligned else (),
             has_adapters=has_adapters,
         )
 
@@ -192,6 +197,7 @@ class Buckets:
             **self.encode_sizes,
             "encode prompts": self.prompts,
             "write": self.write,
+            "align": self.align,
             "sample": samples,
         }
         return [ProgramKey(name, size) for name, many in sizes.items() for size in reversed(many)]
@@ -264,6 +270,7 @@ class Buckets:
             "clips": self.clips,
             "prompts": self.prompts,
             "write": self.write,
+            "align": self.align,
         }
         rounds = [
             [
@@ -320,7 +327,7 @@ class Buckets:
         return replace(found, has_adapters=True) if has_adapters else found
 
 
-_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write")
+_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write", "align")
 """The fields of `Buckets` that hold sizes."""
 
 

@@ -24,7 +24,7 @@ from mmjax.models.host_inputs import RotaryPositions, Sees
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.system.request_times import RequestTimes
-from mmjax.transport.messages import TokenLogprobs
+from mmjax.transport.messages import Alignment, TokenLogprobs
 
 NUM_MASKED = 32
 """Tokens that `min_tokens` holds back by the batch's own table; further ones are bans, which cost
@@ -161,6 +161,8 @@ class Request:
     """What is guessed of it; None: nothing is."""
     started_at = 0.0
     """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
+    alignment: Alignment | None = None
+    """That of its prompt, if it is wanted and known."""
 
     def __init__(
         self,

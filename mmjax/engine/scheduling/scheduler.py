@@ -373,6 +373,7 @@ class Scheduler:
         request = scheduled.request
         if tokens[0].prompt_logprobs:
             request.add_prompt_logprobs(scheduled.start, tokens[0].prompt_logprobs)
+        request.alignment = tokens[0].alignment or request.alignment
         if not scheduled.samples:
             return None
         holds_blocks = request.status is RequestStatus.RUNNING
@@ -405,6 +406,7 @@ class Scheduler:
             encoded=request.encoded if is_first else [],
             found_on_disk=request.found_on_disk if is_first else [],
             prompt_logprobs=prompt_logprobs,
+            alignment=request.alignment if is_first else None,
             weights_version=self.weights_version,
         )
         if request.is_finished:
