@@ -1,4 +1,4 @@
-"""Prompts that become vectors: the same bits alone and among others, and in chunks."""
+"""Prompts that become vectors: the same bits alone, among others, in chunks, computed again."""
 
 from dataclasses import replace
 from typing import Any
@@ -96,6 +96,20 @@ def test_they_are_of_the_prompt(alone: dict[str, np.ndarray]) -> None:
         for vector, expected in ((last, states[-1]), (mean, states.mean(0))):
             norm = np.linalg.norm(expected)
             np.testing.assert_allclose(vector[0], expected / norm, rtol=0, atol=1e-6)
+
+
+def test_a_failed_step_changes_nothing(alone: dict[str, np.ndarray]) -> None:
+    """All but one that was alone in it are computed again, on empty caches."""
+    core = start(max_num_batched_tokens=16)
+    for request in make_requests():
+        core.add_request(request)
+    news = {delta.request_id: [delta] for _ in range(6) for delta in core.step()}
+    ended = core.recover()
+    news |= drain(core)
+    assert len(ended) <= 1
+    assert news.keys() == alone.keys() - {*ended}
+    for name, (delta,) in news.items():
+        np.testing.assert_array_equal(read([delta]), alone[name])
 
 
 def test_a_request_for_text_is_refused() -> None:
