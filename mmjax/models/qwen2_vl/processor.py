@@ -9,18 +9,13 @@ from typing import Any, ClassVar
 from mmjax.models.family import make_factories
 from mmjax.models.grid_family import CHATML_TURNS, SECONDS_OF_STEPS, GridInfo, TimedDataParser
 from mmjax.models.qwen2_vl.host_inputs import Qwen25VLHostInputs
+from mmjax.processing.chat_turns import QWEN_SYSTEM
 from mmjax.processing.image_processors.patches import TimedVideoPatcher
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
-SYSTEM = r"""
-{%- if messages[0].role != 'system' -%}
-    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
-{%- endif -%}
-"""
-
 
 class Qwen2VLProcessingInfo(GridInfo):
-    chat_template = SYSTEM + CHATML_TURNS
+    chat_template = QWEN_SYSTEM + CHATML_TURNS
 
 
 class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
