@@ -106,8 +106,6 @@ def _read_router(hf_config: Any) -> RouterConfig | None:
     return RouterConfig(
         num_experts=hf_config.num_experts,
         top_k=hf_config.top_k_experts,
-        has_sigmoid=False,
-        has_correction_bias=False,
         is_normalized=True,
     )
 

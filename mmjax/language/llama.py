@@ -182,8 +182,6 @@ def _read_qwen3_moe(hf_config: Any) -> dict[str, Any]:
         "router": RouterConfig(
             num_experts=hf_config.num_experts,
             top_k=hf_config.num_experts_per_tok,
-            has_sigmoid=False,
-            has_correction_bias=False,
             is_normalized=hf_config.norm_topk_prob if is_qwen3 else True,  # HF's, whatever it says
         ),
         "moe_intermediate_size": hf_config.moe_intermediate_size,
@@ -198,8 +196,6 @@ def _read_gpt_oss(hf_config: Any) -> dict[str, Any]:
         "router": RouterConfig(
             num_experts=hf_config.num_local_experts,
             top_k=hf_config.num_experts_per_tok,
-            has_sigmoid=False,
-            has_correction_bias=False,
             has_logit_bias=True,
             is_normalized=True,
         ),

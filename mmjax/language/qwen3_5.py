@@ -118,8 +118,6 @@ def _read_mlp(hf_config: Any) -> Mapping[str, Any]:
     router = RouterConfig(
         num_experts=hf_config.num_experts,
         top_k=hf_config.num_experts_per_tok,
-        has_sigmoid=False,
-        has_correction_bias=False,
         is_normalized=True,
     )
     return {

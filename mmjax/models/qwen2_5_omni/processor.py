@@ -174,10 +174,6 @@ class Qwen25OmniProcessingInfo(GridInfo):
         kept = {k: v for k, v in own.items() if k not in ("size", "min_pixels", "max_pixels")}
         return {**kept, **self.video_defaults}
 
-    @property
-    def audio_rate(self) -> int:
-        return self.log_mel.sampling_rate
-
     @cached_property
     def log_mel(self) -> LogMel:
         made = LogMel.from_settings(load_feature_settings(self.ctx.model_config.path))
@@ -316,7 +312,7 @@ class Qwen25OmniProcessor(FamilyProcessor[Qwen25OmniProcessingInfo]):
         is_heard = self.info.hears_videos(hf_processor_mm_kwargs)
         if not is_heard or not isinstance(videos, VideoProcessorItems):
             return mm_items
-        heard = {**mm_items, "video": videos.with_sound(self.info.audio_rate)}
+        heard = {**mm_items, "video": videos.with_sound(self.info.log_mel.sampling_rate)}
         return MultiModalDataItems(heard).with_cancellation(mm_items.cancellation)
 
 
