@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.config.hf_config import read_config
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
@@ -35,7 +36,7 @@ class QFormerConfig:
     @classmethod
     def from_hf(cls, hf_config: Any) -> "QFormerConfig":
         """Read HF's `Blip2QFormerConfig`."""
-        return cls(**{name: getattr(hf_config, name) for name in cls.__dataclass_fields__})
+        return read_config(cls, hf_config)
 
 
 class QFormerMultiHeadAttention(nnx.Module):

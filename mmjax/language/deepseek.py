@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata, attention
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
@@ -106,12 +107,9 @@ class DeepseekConfig:
         `changes`: what a key means, whether it is there or not (`use_mla`).
         """
         values = _read_keys(hf_config) | changes
-        shared = (
-            *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
-            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        )
-        return cls(
-            **{name: getattr(hf_config, name) for name in shared},
+        return read_config(
+            cls,
+            hf_config,
             num_dense_layers=_count_dense(hf_config, values["first_k_dense_replace"]),
             latent=_read_latent(hf_config) if values["use_mla"] else None,
             router=_read_router(hf_config, values),

@@ -7,7 +7,7 @@ far a key is away.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import (
     AttentionMetadata,
@@ -155,7 +156,7 @@ class BartConfig:
     def from_hf(hf_config: Any) -> "BartConfig":
         """Read BART's, Whisper's or OPT's; `CheckpointError` for norms without parameters."""
         read = {"opt": _read_opt, "whisper": _read_whisper}.get(hf_config.model_type, _read_bart)
-        return BartConfig(vocab_size=hf_config.vocab_size, **read(hf_config))
+        return read_config(BartConfig, hf_config, **read(hf_config))
 
     @property
     def embed_scale(self) -> float:
@@ -185,9 +186,7 @@ class BartConfig:
 
 
 def _read_bart(hf_config: Any, positions: str = "max_position_embeddings") -> dict[str, Any]:
-    sizes = ("layers", "ffn_dim", "attention_heads")
-    names = [f"{side}_{size}" for side in ("encoder", "decoder") for size in sizes]
-    names += ["d_model", "activation_function", "scale_embedding"]
+    names = ("encoder_layers", "encoder_ffn_dim", "encoder_attention_heads", "scale_embedding")
     return {
         **{name: getattr(hf_config, name) for name in names},
         "embed_width": hf_config.d_model,
@@ -219,8 +218,6 @@ def _read_opt(hf_config: Any) -> dict[str, Any]:
         "decoder_layers": hf_config.num_hidden_layers,
         "decoder_ffn_dim": hf_config.ffn_dim,
         "decoder_attention_heads": hf_config.num_attention_heads,
-        "max_position_embeddings": hf_config.max_position_embeddings,
-        "activation_function": hf_config.activation_function,
         **dict.fromkeys(("has_bias", "has_key_bias"), hf_config.enable_bias),
         "is_pre_norm": is_pre_norm,
         "has_last_norm": is_pre_norm and not hf_config._remove_final_layer_norm,
@@ -251,7 +248,7 @@ class T5Config:
     @classmethod
     def from_hf(cls, hf_config: Any) -> "T5Config":
         """Read HF's `T5Config`."""
-        return cls(**{one.name: getattr(hf_config, one.name) for one in fields(cls)})
+        return read_config(cls, hf_config)
 
     def make_norm(self, dtype: Any) -> RMSNorm:
         """Return a norm of hidden states."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import AttentionMetadata, attention, without_spans
@@ -87,15 +88,12 @@ class Gemma4Config:
                 f"`layer_types` holds {sorted(unknown)}; known: {', '.join(_LAYER_TYPES)}"
             )
         cap = hf_config.final_logit_softcapping
-        names = (
-            *("vocab_size", "hidden_size", "num_attention_heads", "hidden_activation"),
-            *("rms_norm_eps", "attention_bias", "sliding_window", "rope_parameters"),
-        )
-        return Gemma4Config(
-            **{name: getattr(hf_config, name) for name in names},
-            final_logit_softcapping=None if cap is None else float(cap),
+        return read_config(
+            Gemma4Config,
+            hf_config,
             vocab_size_per_layer_input=getattr(hf_config, "vocab_size_per_layer_input", 0),
             hidden_size_per_layer_input=getattr(hf_config, "hidden_size_per_layer_input", 0) or 0,
+            final_logit_softcapping=None if cap is None else float(cap),
             router=_read_router(hf_config),
             moe_intermediate_size=getattr(hf_config, "moe_intermediate_size", 0) or 0,
             layers=tuple(_read_layers(hf_config)),
@@ -108,8 +106,6 @@ def _read_router(hf_config: Any) -> RouterConfig | None:
     return RouterConfig(
         num_experts=hf_config.num_experts,
         top_k=hf_config.top_k_experts,
-        has_sigmoid=False,
-        has_correction_bias=False,
         is_normalized=True,
     )
 

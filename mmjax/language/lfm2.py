@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import (
@@ -62,16 +63,12 @@ class Lfm2Config:
                 f"`conv_L_cache` is {hf_config.conv_L_cache}; a convolution reads 2 tokens or more"
             )
         num_heads = hf_config.num_attention_heads
-        return Lfm2Config(
-            vocab_size=hf_config.vocab_size,
-            hidden_size=hf_config.hidden_size,
+        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
+        return read_config(
+            Lfm2Config,
+            hf_config,
             intermediate_size=_find_inner(hf_config),
-            num_attention_heads=num_heads,
-            num_key_value_heads=hf_config.num_key_value_heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads,
-            norm_eps=hf_config.norm_eps,
-            rope_parameters=dict(hf_config.rope_parameters),
-            conv_bias=hf_config.conv_bias,
+            head_dim=head_dim,
             conv_taps=hf_config.conv_L_cache,
             convolves=tuple(kind == _CONVOLUTION for kind in hf_config.layer_types),
         )

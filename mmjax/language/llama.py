@@ -31,14 +31,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError, check_settings
+from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.decoder import (
+    Decoder,
     GroupedQueryAttention,
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
-    RotaryDecoder,
     SandwichNormLayer,
     ScaledQueryAttention,
 )
@@ -130,14 +132,12 @@ class LlamaConfig:
                 f"multiple of `num_key_value_heads`: they are {hf_config.hidden_size} and "
                 f"{num_kv_heads} beside {num_heads} heads"
             )
-        same = ("hidden_size", "num_hidden_layers", "num_attention_heads")
         shared = {
-            **{name: getattr(hf_config, name) for name in same},
             "num_key_value_heads": num_kv_heads,
             "head_dim": own_head_dim or hf_config.hidden_size // num_heads,
             "windows": (None,) * hf_config.num_hidden_layers,
         }
-        return LlamaConfig(**{**shared, **read(hf_config)})
+        return read_config(LlamaConfig, hf_config, **{**shared, **read(hf_config)})
 
 
 def _read_llama(hf_config: Any) -> dict[str, Any]:
@@ -152,10 +152,6 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         sections = {"mrope_section": [24, 20, 20]}
         given["mrope_interleaved"] = True  # HF's whatever the config says; all published say so
     return {
-        "vocab_size": hf_config.vocab_size,
-        "intermediate_size": hf_config.intermediate_size,
-        "hidden_act": hf_config.hidden_act,
-        "rms_norm_eps": hf_config.rms_norm_eps,
         "has_qkv_bias": has_qkv_bias,
         "has_output_bias": has_qkv_bias and not kind.startswith("qwen2"),
         "has_mlp_bias": getattr(hf_config, "mlp_bias", False),
@@ -186,8 +182,6 @@ def _read_qwen3_moe(hf_config: Any) -> dict[str, Any]:
         "router": RouterConfig(
             num_experts=hf_config.num_experts,
             top_k=hf_config.num_experts_per_tok,
-            has_sigmoid=False,
-            has_correction_bias=False,
             is_normalized=hf_config.norm_topk_prob if is_qwen3 else True,  # HF's, whatever it says
         ),
         "moe_intermediate_size": hf_config.moe_intermediate_size,
@@ -202,8 +196,6 @@ def _read_gpt_oss(hf_config: Any) -> dict[str, Any]:
         "router": RouterConfig(
             num_experts=hf_config.num_local_experts,
             top_k=hf_config.num_experts_per_tok,
-            has_sigmoid=False,
-            has_correction_bias=False,
             has_logit_bias=True,
             is_normalized=True,
         ),
@@ -224,16 +216,11 @@ def _read_phi3(hf_config: Any) -> dict[str, Any]:
 
 def _read_chameleon(hf_config: Any) -> dict[str, Any]:
     return {
-        "vocab_size": hf_config.vocab_size,
-        "intermediate_size": hf_config.intermediate_size,
-        "hidden_act": hf_config.hidden_act,
-        "rms_norm_eps": hf_config.rms_norm_eps,
         "has_qkv_bias": bool(hf_config.attention_bias),
         "has_output_bias": bool(hf_config.attention_bias),
         "has_mlp_bias": hf_config.mlp_bias,
         "qk_norm": "own",
         "norm_order": "post" if hf_config.swin_norm else "pre",
-        "rope_parameters": dict(hf_config.rope_parameters),
     }
 
 
@@ -331,16 +318,12 @@ def _read_cohere(hf_config: Any) -> dict[str, Any]:
             "`use_qk_norm` is true; mmjax reads a `cohere` decoder without such norms alone"
         )
     return {
-        "vocab_size": hf_config.vocab_size,
-        "intermediate_size": hf_config.intermediate_size,
-        "hidden_act": hf_config.hidden_act,
         "rms_norm_eps": hf_config.layer_norm_eps,
         "norm_kind": "layer",
         "has_qkv_bias": hf_config.attention_bias,
         "has_output_bias": hf_config.attention_bias,
         "norm_order": "parallel",
         "is_interleaved": True,
-        "rope_parameters": dict(hf_config.rope_parameters),
         "logit_scale": hf_config.logit_scale,
     }
 
@@ -348,21 +331,17 @@ def _read_cohere(hf_config: Any) -> dict[str, Any]:
 def _read_cohere2(hf_config: Any) -> dict[str, Any]:
     windows = _read_windows(hf_config)
     values = _read_cohere(hf_config)
-    ropes = tuple(None if window is None else values["rope_parameters"] for window in windows)
+    ropes = tuple(None if window is None else hf_config.rope_parameters for window in windows)
     return {**values, "windows": windows, "layer_ropes": ropes}
 
 
 def _read_persimmon(hf_config: Any) -> dict[str, Any]:
     return {
-        "vocab_size": hf_config.vocab_size,
-        "intermediate_size": hf_config.intermediate_size,
-        "hidden_act": hf_config.hidden_act,
         "rms_norm_eps": hf_config.layer_norm_eps,
         "norm_kind": "biased layer",
         "qk_norm": "head" if hf_config.qk_layernorm else None,
         **dict.fromkeys(("has_qkv_bias", "has_output_bias", "has_mlp_bias"), True),
         "has_gated_mlp": False,
-        "rope_parameters": dict(hf_config.rope_parameters),
     }
 
 
@@ -375,16 +354,12 @@ def _read_gemma(hf_config: Any) -> dict[str, Any]:
             "mmjax serves checkpoints with causal text"
         )
     shared = {
-        "vocab_size": hf_config.vocab_size,
-        "intermediate_size": hf_config.intermediate_size,
-        "rms_norm_eps": hf_config.rms_norm_eps,
         "norm_kind": "gemma",
         **dict.fromkeys(("has_qkv_bias", "has_output_bias"), hf_config.attention_bias),
-        "rope_parameters": dict(hf_config.rope_parameters),
         "scales_embeds": True,
     }
     if kind == "gemma":
-        return {**shared, "hidden_act": hf_config.hidden_act}
+        return shared
     windows, ropes = _read_windows(hf_config), hf_config.rope_parameters
     score_cap, logit_cap = (
         getattr(hf_config, f"{name}_logit_softcapping", None) for name in ("attn", "final")
@@ -443,19 +418,22 @@ class HeadNorm(nnx.Module):
         return normed * self.weight[...][None] + self.bias[...][None]
 
 
-class LlamaTextModel(RotaryDecoder):
+class LlamaTextModel(Decoder):
     """Llama's text model, and its relatives'."""
 
     def __init__(self, config: LlamaConfig, *, is_tied: bool, dtype: Any) -> None:
+        self.config, num_layers = config, config.num_hidden_layers
         super().__init__(
-            config,
-            num_kv_heads=config.num_key_value_heads,
-            layers=[_build_layer(config, n, dtype=dtype) for n in range(config.num_hidden_layers)],
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            layers=[_build_layer(config, n, dtype=dtype) for n in range(num_layers)],
             norm=_build_norm(config, config.hidden_size, dtype=dtype),
             is_tied=is_tied,
+            kv_cache_spec=KVCacheSpec.alike(
+                num_layers, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim
+            ),
             dtype=dtype,
         )
-        self.config: LlamaConfig = config
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens; scaled, as in HF, by sqrt(D) rounded to the table's dtype."""
@@ -471,13 +449,11 @@ class LlamaTextModel(RotaryDecoder):
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
         """Return the rotary angles, and what queries are multiplied by where they are."""
-        config, ropes = self.config, self.config.layer_ropes
-        if ropes is None:
-            angles = super().layer_inputs(positions)
-        else:
-            kinds = {id(one): one for one in ropes if one is not None}
-            made = {n: text_angles(one, config.head_dim, positions) for n, one in kinds.items()}
-            angles = [None if one is None else made[id(one)] for one in ropes]
+        config = self.config
+        ropes = config.layer_ropes or (config.rope_parameters,) * config.num_hidden_layers
+        kinds = {id(one): one for one in ropes if one is not None}
+        made = {n: text_angles(one, config.head_dim, positions) for n, one in kinds.items()}
+        angles = [None if one is None else made[id(one)] for one in ropes]
         if config.query_scales is None:
             return angles
         length, factors = config.query_scales

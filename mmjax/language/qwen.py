@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import check_settings
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.decoder import Angles, Decoder, PreNormLayer, ScaledQueryAttention
@@ -49,9 +50,8 @@ class QwenConfig:
         """Read config.json; `CheckpointError` for biases or rotary parts that nobody published."""
         wanted = {"no_bias": True, "rotary_pct": 1.0}
         check_settings(hf_config, wanted, where="config.json", source="mmjax's decoder has")
-        values = {name: getattr(hf_config, name) for name in cls.__dataclass_fields__}
         # config.json may hold an integer.
-        return cls(**{**values, "rotary_emb_base": float(values["rotary_emb_base"])})
+        return read_config(cls, hf_config, rotary_emb_base=float(hf_config.rotary_emb_base))
 
     @property
     def rope_bases(self) -> list[float]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import AttentionMetadata
@@ -80,15 +81,9 @@ class Qwen35Config:
                 f"`linear_num_key_heads`, {num_keys}; and `linear_conv_kernel_dim` is "
                 f"{hf_config.linear_conv_kernel_dim}, which must be 2 or more"
             )
-        return Qwen35Config(
-            vocab_size=hf_config.vocab_size,
-            hidden_size=hf_config.hidden_size,
-            num_attention_heads=hf_config.num_attention_heads,
-            num_key_value_heads=hf_config.num_key_value_heads,
-            head_dim=hf_config.head_dim,
-            hidden_act=hf_config.hidden_act,
-            rms_norm_eps=hf_config.rms_norm_eps,
-            attention_bias=hf_config.attention_bias,
+        return read_config(
+            Qwen35Config,
+            hf_config,
             # NOTE: HF assumes these sections where the config names none, and always this order.
             rope_parameters={
                 "mrope_section": [11, 11, 10],
@@ -119,13 +114,10 @@ class Qwen35Config:
 
 def _read_mlp(hf_config: Any) -> Mapping[str, Any]:
     if not hf_config.model_type.startswith("qwen3_5_moe"):
-        inner = hf_config.intermediate_size
-        return {"intermediate_size": inner, "router": None, "shared_intermediate_size": 0}
+        return {"router": None, "shared_intermediate_size": 0}
     router = RouterConfig(
         num_experts=hf_config.num_experts,
         top_k=hf_config.num_experts_per_tok,
-        has_sigmoid=False,
-        has_correction_bias=False,
         is_normalized=True,
     )
     return {

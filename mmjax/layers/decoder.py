@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
 from mmjax.layers.module import call_block
-from mmjax.layers.rope import apply_interleaved_rotary, apply_rotary, text_angles
+from mmjax.layers.rope import apply_interleaved_rotary, apply_rotary
 
 Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 """Cosines and sines of every position."""
@@ -371,48 +371,3 @@ class Decoder(nnx.Module):
         return (
             logits if self.lora is None else logits + self.lora(hidden_states).astype(logits.dtype)
         )
-
-
-@runtime_checkable
-class RotaryConfig(Protocol):
-    """What every configuration of a `RotaryDecoder` has."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rope_parameters(self) -> dict[str, Any]: ...
-
-
-class RotaryDecoder(Decoder):
-    """A decoder whose blocks are alike: one set of rotary angles, and one shape of cache."""
-
-    def __init__(
-        self,
-        config: RotaryConfig,
-        *,
-        num_kv_heads: int,
-        layers: Sequence[nnx.Module],
-        norm: nnx.Module,
-        is_tied: bool,
-        dtype: Any,
-    ) -> None:
-        spec = KVCacheSpec.alike(len(layers), num_kv_heads=num_kv_heads, head_dim=config.head_dim)
-        super().__init__(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            layers=layers,
-            norm=norm,
-            is_tied=is_tied,
-            kv_cache_spec=spec,
-            dtype=dtype,
-        )
-        self.config = config
-
-    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Angles]:
-        """Return the rotary angles, the same for every block."""
-        angles = text_angles(self.config.rope_parameters, self.config.head_dim, positions)
-        return [angles] * len(self.layers)

@@ -46,9 +46,9 @@ class RouterConfig:
     num_experts: int
     top_k: int
     """Experts of a token."""
-    has_sigmoid: bool
+    has_sigmoid: bool = False
     """Whether scores are sigmoids of the logits, each by itself; else softmaxes over all."""
-    has_correction_bias: bool
+    has_correction_bias: bool = False
     """Whether a learned bias is added to the scores in choosing, and not in weighting."""
     has_logit_bias: bool = False
     """Whether a learned bias is added to the logits, of which all scores are made."""

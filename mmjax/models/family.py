@@ -171,6 +171,10 @@ class FamilyInfo(BaseProcessingInfo):
             )
         return made
 
+    @property
+    def audio_rate(self) -> int | None:
+        return self.log_mel.sampling_rate if "audio" in self.supported_mm_limits else None
+
     def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
         """Return the samples of a clip with the most embeddings."""
         return self.log_mel.num_samples

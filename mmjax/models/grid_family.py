@@ -16,6 +16,7 @@ import numpy as np
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, item_fields
 from mmjax.models.grid_inputs import GridHostInputs
+from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.frames import DEFAULT_FPS, MIN_FPS, Timing
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.patches import (
@@ -29,24 +30,12 @@ from mmjax.processing.items.parse import ImageSize, MultiModalDataParser
 from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
-CHATML_TURNS = r"""
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\n' -}}
-    {%- for part in message.content -%}
-        {%- if part.type == 'image' -%}
-            {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-        {%- elif part.type == 'video' -%}
-            {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-        {%- else -%}
-            {{- part.text -}}
-        {%- endif -%}
-    {%- endfor -%}
-    {{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
-"""
+CHATML_TURNS = write_chatml(
+    write_parts(
+        image="<|vision_start|><|image_pad|><|vision_end|>",
+        video="<|vision_start|><|video_pad|><|vision_end|>",
+    )
+)
 """Of a Qwen checkpoint without a chat template."""
 SECONDS_OF_STEPS: Mapping[str, MultiModalFieldConfig] = MappingProxyType(
     {"second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}

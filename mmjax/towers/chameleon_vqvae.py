@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.embed import Embed
@@ -64,11 +65,9 @@ class ChameleonVQVAEConfig:
                 f"`vq_config.base_channels` is {hf_config.base_channels}; it must be a multiple of "
                 f"{NUM_GROUPS}, the groups of each norm"
             )
-        same = ("embed_dim", "num_embeddings", "latent_channels", "resolution", "in_channels")
-        same += ("base_channels", "num_res_blocks")
-        return cls(
-            **{name: getattr(hf_config, name) for name in same},
-            channel_multiplier=tuple(hf_config.channel_multiplier),
+        return read_config(
+            cls,
+            hf_config,
             attn_resolutions=tuple(hf_config.attn_resolutions or ()),
             has_attention=hf_config.attn_type == "vanilla",
         )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
@@ -43,18 +44,15 @@ class DavitConfig:
     @classmethod
     def from_hf(cls, hf_config: Any) -> "DavitConfig":
         """Read HF's `Florence2VisionConfig`; `CheckpointError` where lists differ in length."""
-        values = {name: getattr(hf_config, name) for name in cls.__dataclass_fields__}
-        found: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list | tuple) else value
-            for name, value in values.items()
-        }
+        config = read_config(cls, hf_config)
+        found = {name: getattr(config, name) for name in cls.__dataclass_fields__}
         lengths = {name: len(value) for name, value in found.items() if isinstance(value, tuple)}
         if len(set(lengths.values())) != 1:
             raise CheckpointError(
                 "lists of `vision_config` hold a value for each stage, but their lengths differ: "
                 f"{', '.join(f'`{name}` {length}' for name, length in lengths.items())}"
             )
-        return cls(**found)
+        return config
 
 
 class DavitConvEmbed(nnx.Module):

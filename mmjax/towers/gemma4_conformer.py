@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.linear import ClippedLinear, Linear, linear
@@ -69,10 +70,7 @@ class Gemma4ConformerConfig:
                 f"`audio_config.attention_context_left` is {past + 1}; expected 2 to {chunk + 1}, "
                 f"for an `attention_chunk_size` of {chunk}"
             )
-        names = [name for name in cls.__dataclass_fields__ if name != "position_shift"]
-        values = {name: getattr(hf_config, name) for name in names}
-        values["subsampling_conv_channels"] = tuple(values["subsampling_conv_channels"])
-        return cls(**values, position_shift=(chunk + past) // 2 - past)
+        return read_config(cls, hf_config, position_shift=(chunk + past) // 2 - past)
 
     @property
     def num_mel_bins(self) -> int:

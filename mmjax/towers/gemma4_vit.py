@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.segments import segment_attention
 from mmjax.layers.linear import ClippedLinear, Linear
@@ -57,9 +58,7 @@ class Gemma4ViTConfig:
                 f"`vision_config.num_key_value_heads` is {hf_config.num_key_value_heads}; expected "
                 f"{hf_config.num_attention_heads}, the number of heads"
             )
-        names = [name for name in cls.__dataclass_fields__ if name != "rope_theta"]
-        values = {name: getattr(hf_config, name) for name in names}
-        return cls(**values, rope_theta=float(rope.get("rope_theta", 100.0)))
+        return read_config(cls, hf_config, rope_theta=float(rope.get("rope_theta", 100.0)))
 
     @property
     def linear(self) -> type[Linear]:

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.segments import segment_attention
@@ -105,11 +106,8 @@ class PackedViTConfig:
                     "there"
                 )
         theta = float(rope.get("rope_theta", 10_000.0))
-        return PackedViTConfig(
-            **_READERS[hf_config.model_type](hf_config),
-            hidden_act=hf_config.hidden_act,
-            rope_theta=theta,
-        )
+        own = _READERS[hf_config.model_type](hf_config)
+        return read_config(PackedViTConfig, hf_config, rope_theta=theta, **own)
 
     @property
     def head_dim(self) -> int:
@@ -126,8 +124,6 @@ class PackedViTConfig:
 
 def _read_pixtral(vision: Any) -> dict[str, Any]:
     return {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
         "num_blocks": vision.num_hidden_layers,
         "num_heads": vision.num_attention_heads,
         "kernel": (vision.num_channels, vision.patch_size, vision.patch_size),
@@ -150,7 +146,6 @@ def _read_qwen(vision: Any) -> dict[str, Any]:
     side = vision.patch_size
     return {
         "num_blocks": vision.depth,
-        "num_heads": vision.num_heads,
         "kernel": (vision.in_channels, vision.temporal_patch_size, side, side),
         "norm_eps": 1e-6,  # no key of the config
         "has_fused_qkv": True,
@@ -161,8 +156,6 @@ def _read_qwen(vision: Any) -> dict[str, Any]:
 def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
     return {
         **_read_qwen(vision),
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
         "merged_width": vision.out_hidden_size,
         "full_attention_blocks": tuple(vision.fullatt_block_indexes),
         **dict.fromkeys(("has_rms_norm", "is_gated"), True),
@@ -187,8 +180,6 @@ def _read_minicpmv4_6(vision: Any) -> dict[str, Any]:
 
 def _read_siglip(vision: Any) -> dict[str, Any]:
     return {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
         "num_blocks": vision.num_hidden_layers,
         "num_heads": vision.num_attention_heads,
         "kernel": (vision.num_channels, vision.patch_size, vision.patch_size),
@@ -205,8 +196,6 @@ def _read_siglip2(vision: Any) -> dict[str, Any]:
             "a square grid"
         )
     return {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
         "num_blocks": vision.num_hidden_layers,
         "num_heads": vision.num_attention_heads,
         "kernel": (vision.num_channels * vision.patch_size**2,),
@@ -235,7 +224,6 @@ def _read_glm4v(vision: Any) -> dict[str, Any]:
 def _read_glm_ocr(vision: Any) -> dict[str, Any]:
     return {
         **_read_glm(vision),
-        "intermediate_size": vision.intermediate_size,
         "has_bias": vision.attention_bias,
         "has_qk_norm": True,
         "merger_inner": vision.out_hidden_size * vision.in_channels,
@@ -245,7 +233,6 @@ def _read_glm_ocr(vision: Any) -> dict[str, Any]:
 def _read_glm(vision: Any) -> dict[str, Any]:
     return {
         **_read_qwen(vision),
-        "hidden_size": vision.hidden_size,
         "norm_eps": vision.rms_norm_eps,
         "merged_width": vision.out_hidden_size,
         **dict.fromkeys(("has_rms_norm", "is_gated", "has_last_norm", "has_patch_bias"), True),
@@ -267,8 +254,6 @@ def _read_qwen3_vl(vision: Any) -> dict[str, Any]:
         )
     return {
         **_read_qwen(vision),
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
         "merged_width": vision.out_hidden_size,
         "num_positions": num_positions,
         "has_patch_bias": True,

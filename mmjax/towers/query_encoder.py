@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.decoder import Angles, GroupedQueryAttention
@@ -41,7 +42,7 @@ class QueryEncoderConfig:
                 f"`encoder_config.layer_types` is {hf_config.layer_types}; mmjax serves "
                 "`full_attention` alone"
             )
-        return cls(**{name: getattr(hf_config, name) for name in cls.__dataclass_fields__})
+        return read_config(cls, hf_config)
 
     @property
     def head_dim(self) -> int:

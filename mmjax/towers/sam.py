@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
@@ -48,19 +49,15 @@ class SamConfig:
     @classmethod
     def from_hf(cls, hf_config: Any) -> "SamConfig":
         """Read HF's configuration; `CheckpointError` for values that are not served."""
-        values = {name: getattr(hf_config, name) for name in cls.__dataclass_fields__}
         for name in _ALWAYS:
             if not getattr(hf_config, name):
                 raise CheckpointError(f"`{name}` of SAM's config is false; mmjax serves true alone")
         for name in ("image_size", "patch_size"):
-            if not isinstance(values[name], int):
+            if not isinstance(side := getattr(hf_config, name), int):
                 raise CheckpointError(
-                    f"`{name}` of SAM's config is {values[name]!r}; give one number, the side of a "
-                    "square"
+                    f"`{name}` of SAM's config is {side!r}; give one number, the side of a square"
                 )
-        for name in ("global_attn_indexes", "downsample_channels"):
-            values[name] = tuple(values[name])
-        return cls(**values)
+        return read_config(cls, hf_config)
 
     @property
     def side(self) -> int:

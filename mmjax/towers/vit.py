@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
@@ -89,11 +90,8 @@ class ViTConfig:
                     f"`vision_config.{name}` is {getattr(hf_config, name)!r}; a "
                     f"`{hf_config.model_type}` has one number there, the side of a square"
                 )
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        names += ("image_size", "patch_size", "layer_norm_eps", "hidden_act")
-        names += ("num_channels", "qkv_bias")
-        read = {name: getattr(hf_config, name) for name in names if hasattr(hf_config, name)}
-        return ViTConfig(**{**read, **_KINDS[hf_config.model_type], **changes})
+        own = {**_KINDS[hf_config.model_type], **changes}
+        return read_config(ViTConfig, hf_config, "qkv_bias", **own)
 
     @property
     def num_patches(self) -> int:

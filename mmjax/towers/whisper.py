@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear, linear
@@ -46,10 +47,7 @@ class WhisperEncoderConfig:
     @classmethod
     def from_hf(cls, hf_config: Any, **own: Any) -> "WhisperEncoderConfig":
         """Read HF's config of any of them; `own`: fields that it does not have."""
-        names = [
-            name for name in cls.__dataclass_fields__ if name not in ("pool_size", "is_chunked")
-        ]
-        return cls(**{**{name: getattr(hf_config, name) for name in names}, **own})
+        return read_config(cls, hf_config, **own)
 
     @property
     def num_frames(self) -> int:

@@ -68,29 +68,13 @@ class TensorProblems:
 
 
 def load_params(
-    path: Path | str,
-    abstract_params: Params,
-    rules: Sequence[RuleTypes],
-    *,
-    mesh: Mesh | Device | None = None,
-    left_out: Sequence[str] = (),
-    method: Method | None = None,
-    use_tqdm: bool = True,
+    path: Path | str, abstract_params: Params, rules: Sequence[RuleTypes], **options: Any
 ) -> dict[Any, Any]:
     """Fill `abstract_params` from the safetensors files of a HF directory, or from MaxText's.
 
     Takes what `iter_params` takes, and raises what it raises.
     """
-    leaves = iter_params(
-        path,
-        abstract_params,
-        rules,
-        mesh=mesh,
-        left_out=left_out,
-        method=method,
-        use_tqdm=use_tqdm,
-    )
-    return unflatten_params(dict(leaves))
+    return unflatten_params(dict(iter_params(path, abstract_params, rules, **options)))
 
 
 def iter_params(

@@ -1,6 +1,8 @@
 """What an explanation says of a processed prompt, and the picture that a notebook shows of it."""
 
 from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from mmjax.frontend.prompt.explain import (
     Cell,
     Explanation,
     ItemExplanation,
-    explain_prepared,
+    explain_prompt,
     to_cells,
 )
 from tests.families import gemma3
@@ -22,13 +24,9 @@ PROMPT = "<start_of_image> what <b>is</b>\n<start_of_image> it"
 def explanation() -> Explanation:
     processor = gemma3.make_processor()
     prepared = processor.prepare(PROMPT, {"image": [draw(40, 30), draw(60, 60, seed=2)]})
-    decode = processor.info.get_tokenizer().decode
-    states = {prepared.mm_hashes["image"][0]: "hit"}
-    return explain_prepared(
-        prepared,
-        decode_token=lambda token_id: decode([token_id]),
-        cache_state=lambda mm_hash: "hit" if mm_hash in states else "miss",
-    )
+    first, _ = prepared.mm_hashes["image"]
+    cache: Any = SimpleNamespace(is_cached_item=lambda mm_hash: mm_hash == first)
+    return explain_prompt(processor, prepared, cache)
 
 
 def test_everything_that_processing_decided_is_there(explanation: Explanation):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mmjax.config.server_config import ToolCallParserName
 from mmjax.frontend.output.tool_calls import parsers
+from mmjax.frontend.output.tool_calls.deltas import CallParser
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
     NamedCallParser,
-    ToolCallParser,
     required_call_parser,
 )
 from mmjax.frontend.output.tool_calls.python_literals import parse_arguments
@@ -110,7 +110,7 @@ SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 def read(
-    parser: ToolCallParser, text: str, seed: int | None = None
+    parser: CallParser, text: str, seed: int | None = None
 ) -> tuple[str, list[tuple[str, str]]]:
     """Return the text and the calls of an answer that comes whole, or in pieces by `seed`."""
     chooser = random.Random(seed)

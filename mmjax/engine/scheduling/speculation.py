@@ -7,7 +7,6 @@ in a step, never an answer: each of its tokens is compared with the one that is 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -22,17 +21,6 @@ DECAY = 0.5
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
-class Proposer(Protocol):
-    """Guesses the next tokens of a request."""
-
-    def propose(self, token_ids: np.ndarray, most: int) -> np.ndarray:
-        """Return int32[guessed], at most `most` tokens that may follow int32[tokens].
-
-        Empty: it has no guess.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
     """Guesses what followed the last tokens where they stood before, the last time.
@@ -45,7 +33,9 @@ class NgramProposer:
     shortest: int
 
     def propose(self, token_ids: np.ndarray, most: int) -> np.ndarray:
-        """Return `most` tokens, or none: 7 8 9 5 7 8 gives 9 5 7, and 4 4 4 gives 4 4 4.
+        """Return int32[guessed] that may follow int32[tokens]: `most`, or none.
+
+        7 8 9 5 7 8 gives 9 5 7, and 4 4 4 gives 4 4 4.
 
         A guess that reaches the end goes on with itself, as what repeats does.
         """
@@ -71,7 +61,7 @@ class Forecast:
     given, which costs the device nothing.
     """
 
-    def __init__(self, proposer: Proposer, most: int) -> None:
+    def __init__(self, proposer: NgramProposer, most: int) -> None:
         self._proposer, self._most = proposer, most
         self._guess: list[int] = []
         self._num_right = 0

@@ -3,9 +3,8 @@
 Reads the caches without changing them. Knows nothing of HTTP or of the engine.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from html import escape
 from typing import Any, Literal, NamedTuple
 
@@ -120,37 +119,13 @@ def explain_prompt(
             return "off"
         return "hit" if mm_hash in held else "miss"
 
-    decode_token = partial(_decode_token, processor.info.get_tokenizer())
-    return explain_prepared(prepared, decode_token=decode_token, cache_state=cache_state)
-
-
-def _decode_token(tokenizer: Any, token_id: int) -> str:
-    """Return a token's text with its leading space, which decoding it alone would strip."""
-    piece = tokenizer.convert_ids_to_tokens(token_id)
-    if isinstance(piece, str) and "\u2581" in piece:  # sentencepiece's space
-        return piece.replace("\u2581", " ")
-    return tokenizer.decode([token_id])
-
-
-def explain_prepared(
-    prepared: PreparedInputs,
-    *,
-    decode_token: Callable[[int], str],
-    cache_state: Callable[[str], CacheState],
-) -> Explanation:
-    """Describe a prepared prompt.
-
-    Args:
-        prepared: With the tensors of every item that has data in `fresh`.
-        decode_token: Token id -> its text.
-        cache_state: mm_hash -> its state in the processor cache before the call.
-    """
     encoder_ids = prepared.encoder_prompt_token_ids
+    tokenizer = processor.info.get_tokenizer()
     texts: dict[int, str] = {}
 
     def decode(token_ids: Sequence[int]) -> list[str]:
         for token_id in set(token_ids) - texts.keys():
-            texts[token_id] = decode_token(token_id)
+            texts[token_id] = _decode_token(tokenizer, token_id)
         return [texts[token_id] for token_id in token_ids]
 
     return Explanation(
@@ -164,6 +139,14 @@ def explain_prepared(
             for item in list_items(prepared)
         ],
     )
+
+
+def _decode_token(tokenizer: Any, token_id: int) -> str:
+    """Return a token's text with its leading space, which decoding it alone would strip."""
+    piece = tokenizer.convert_ids_to_tokens(token_id)
+    if isinstance(piece, str) and "\u2581" in piece:  # sentencepiece's space
+        return piece.replace("\u2581", " ")
+    return tokenizer.decode([token_id])
 
 
 def _explain_item(
@@ -299,13 +282,13 @@ def _row(item: ItemExplanation) -> Iterator[str]:
     yield f"{item.num_embeds} of {item.length}"
     yield item.mm_hash[:16]
     yield item.cache
-    if item.tensors is None:
-        yield "held by the engine"
-    else:
-        yield "\n".join(
-            f"{key} {' '.join(str(tuple(shape)) for shape in tensor.shapes)} {tensor.dtype}"
-            for key, tensor in item.tensors.items()
-        )
+    yield "held by the engine" if item.tensors is None else "\n".join(_tell_tensors(item.tensors))
+
+
+def _tell_tensors(tensors: Mapping[str, TensorExplanation]) -> Iterator[str]:
+    for name, tensor in tensors.items():
+        shapes = " ".join(str(tuple(shape)) for shape in tensor.shapes)
+        yield f"{name} {shapes} {tensor.dtype}"
 
 
 # ---- as lines: one for each token or run of equal tokens, one for each item ---------------------
@@ -333,11 +316,7 @@ def _token_lines(cells: Sequence[Cell], items: Sequence[ItemExplanation]) -> Ite
 
 
 def _item_line(item: ItemExplanation) -> str:
-    tensors = item.tensors or {}
-    shapes = ", ".join(
-        f"{name} {' '.join(str(tuple(shape)) for shape in tensor.shapes)} {tensor.dtype}"
-        for name, tensor in tensors.items()
-    )
+    shapes = ", ".join(_tell_tensors(item.tensors or {}))
     return (
         f"{item.modality} {item.index}: places {item.offset}..{item.offset + item.length - 1}, "
         f"{item.num_embeds} embeddings, hash {item.mm_hash[:16]}, {shapes or 'no tensors here'}"

@@ -15,6 +15,7 @@ from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.aya_vision.host_inputs import AyaVisionHostInputs
 from mmjax.models.family import Target, make_factories
 from mmjax.models.tiles import TiledInfo
+from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.image_processors.tiling import CanvasCutter, HFTileCutter
 from mmjax.processing.prompt_updates.updates import as_ids
@@ -22,19 +23,13 @@ from mmjax.processing.prompt_updates.updates import as_ids
 START, PATCH, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"
 LINE_BREAK = "<|IMG_LINE_BREAK|>"
 
-CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {%- set roles = {'user': 'USER', 'assistant': 'CHATBOT', 'system': 'SYSTEM'} -%}
-    {{- '<|START_OF_TURN_TOKEN|><|' + roles[message.role] + '_TOKEN|>' -}}
-    {%- for part in message.content -%}
-        {{- '<image>' if part.type == 'image' else part.text -}}
-    {%- endfor -%}
-    {{- '<|END_OF_TURN_TOKEN|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}
-{%- endif -%}
-"""
+_ROLES = "{'user': 'USER', 'assistant': 'CHATBOT', 'system': 'SYSTEM'}"
+CHAT_TEMPLATE = write_turns(
+    start=f"'<|START_OF_TURN_TOKEN|><|' + {_ROLES}[message.role] + '_TOKEN|>'",
+    content=write_parts(image="<image>"),
+    end="'<|END_OF_TURN_TOKEN|>'",
+    answer="'<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>'",
+)
 """Command R's turns, without the system message that published checkpoints add."""
 
 

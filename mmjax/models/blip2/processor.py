@@ -19,26 +19,19 @@ from mmjax.models.family import (
     Target,
     make_factories,
 )
+from mmjax.processing.chat_turns import write_turns
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.items.parse import ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.processor import EncDecMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptIndexTargets
 
 IMAGE_TOKEN = "<image>"
-CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}
-        {{- 'Question: ' + message.content + ' ' -}}
-    {%- elif message.role == 'assistant' -%}
-        {{- 'Answer: ' + message.content + ' ' -}}
-    {%- else -%}
-        {{- message.content + ' ' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- 'Answer:' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_turns(
+    start="{'user': 'Question: ', 'assistant': 'Answer: '}[message.role]",
+    content="message.content",
+    end="' '",
+    answer="'Answer:'",
+)
 """The form in which the paper asks about an image, and asks again."""
 
 

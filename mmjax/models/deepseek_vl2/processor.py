@@ -23,6 +23,7 @@ from mmjax.models.family import (
     item_fields,
     make_factories,
 )
+from mmjax.processing.chat_turns import write_turns
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalUUIDDict
@@ -32,20 +33,12 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 MAX_CROPPED_IMAGES = 2
 """Images of a prompt up to which they are cut into tiles, as the model was trained."""
 
-CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}
-        {{- '<|User|>: ' + message.content | trim + '\n\n' -}}
-    {%- elif message.role == 'assistant' -%}
-        {{- '<|Assistant|>:' + message.content | trim + eos_token -}}
-    {%- else -%}
-        {{- message.content | trim + '\n\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|Assistant|>:' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_turns(
+    start="{'user': '<|User|>: ', 'assistant': '<|Assistant|>:'}[message.role]",
+    content="message.content | trim",
+    end=r"eos_token if message.role == 'assistant' else '\n\n'",
+    answer="'<|Assistant|>:'",
+)
 """The published format `deepseek`, for which checkpoints have no template. An answer follows its
 colon at once: the published code makes ids of each message by itself, and none of a space there."""
 

@@ -15,6 +15,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
 from mmjax.models.gemma4.clips import SAMPLING_RATE, Gemma4Features, as_batch
 from mmjax.models.gemma4.host_inputs import Gemma4HostInputs, Gemma4UnifiedHostInputs
+from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
     load_feature_settings,
@@ -33,18 +34,12 @@ from mmjax.processing.items.parse import (
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
-CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
-    {%- for part in message.content -%}
-        {{- part.text | trim if part.type == 'text' else '<|' + part.type + '|>' -}}
-    {%- endfor -%}
-    {{- '<turn|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|turn>model\n' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_turns(
+    start=r"'<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n'",
+    content=write_parts("part.text | trim if part.type == 'text' else '<|' + part.type + '|>'"),
+    end=r"'<turn|>\n'",
+    answer=r"'<|turn>model\n'",
+)
 """Of a checkpoint without a chat template: Gemma 4's turns, without thinking and tools."""
 Frames = tuple[tuple[str, ...], int]
 """What stands before each frame of a video, and how many embeddings each has."""

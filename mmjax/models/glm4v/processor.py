@@ -17,25 +17,17 @@ from mmjax.models.glm4v.image_processor import (
 )
 from mmjax.models.grid_family import StampedGridInfo
 from mmjax.models.grid_inputs import GridHostInputs
+from mmjax.processing.chat_turns import write_parts, write_turns
 
-CHAT_TEMPLATE = r"""
-{{- '[gMASK]<sop>' -}}
-{%- for message in messages -%}
-    {{- '<|' + message.role + '|>\n' -}}
-    {%- for part in message.content -%}
-        {%- if part.type == 'image' -%}
-            {{- '<|begin_of_image|><|image|><|end_of_image|>' -}}
-        {%- elif part.type == 'video' -%}
-            {{- '<|begin_of_video|><|video|><|end_of_video|>' -}}
-        {%- else -%}
-            {{- part.text -}}
-        {%- endif -%}
-    {%- endfor -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|assistant|>\n' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_turns(
+    start=r"'<|' + message.role + '|>\n'",
+    content=write_parts(
+        image="<|begin_of_image|><|image|><|end_of_image|>",
+        video="<|begin_of_video|><|video|><|end_of_video|>",
+    ),
+    answer=r"'<|assistant|>\n'",
+    first="{{- '[gMASK]<sop>' -}}",
+)
 
 
 class Glm4vProcessingInfo(StampedGridInfo):

@@ -23,6 +23,7 @@ from mmjax.models.family import (
 )
 from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
 from mmjax.models.idefics3.image_processor import FrameCutter, TileCutter, write_number
+from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
@@ -42,19 +43,13 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 
-CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {{- '<|im_start|>' if loop.first -}}
-    {{- message.role | capitalize + (':' if message.content[0].type == 'image' else ': ') -}}
-    {%- for part in message.content -%}
-        {{- part.text if part.type == 'text' else '<' + part.type + '>' -}}
-    {%- endfor -%}
-    {{- '<end_of_utterance>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- 'Assistant:' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_turns(
+    start="('<|im_start|>' if loop.first else '') + message.role | capitalize"
+    " + (':' if message.content[0].type == 'image' else ': ')",
+    content=write_parts("part.text if part.type == 'text' else '<' + part.type + '>'"),
+    end=r"'<end_of_utterance>\n'",
+    answer="'Assistant:'",
+)
 """SmolVLM's turns (HF: `DEFAULT_CHAT_TEMPLATE` of processing_smolvlm.py)."""
 
 

@@ -15,6 +15,7 @@ from mmjax.errors import check_settings
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.lfm2_vl.image_processor import Budget, Lfm2VLImageProcessor, find_largest
+from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.prompt_updates.updates import as_ids
@@ -22,19 +23,7 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 IMAGE, START, END = "<image>", "<|image_start|>", "<|image_end|>"
 THUMBNAIL = "<|img_thumbnail|>"
-CHAT_TEMPLATE = r"""
-{{- bos_token -}}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\n' -}}
-    {%- for part in message.content -%}
-        {{- '<image>' if part.type == 'image' else part.text -}}
-    {%- endfor -%}
-    {{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_chatml(write_parts(image=IMAGE), "{{- bos_token -}}")
 """LFM2's turns, without tools."""
 
 

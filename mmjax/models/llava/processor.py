@@ -9,22 +9,15 @@ from typing import Any, ClassVar
 from mmjax.errors import check_settings
 from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.llava.host_inputs import LlavaHostInputs
+from mmjax.processing.chat_turns import write_turns
 from mmjax.processing.image_processors.image import check_resized_pixels, check_squared_pixels
 
-CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}
-        {{- 'USER: ' + message.content + ' ' -}}
-    {%- elif message.role == 'assistant' -%}
-        {{- 'ASSISTANT: ' + message.content + eos_token -}}
-    {%- else -%}
-        {{- message.content + ' ' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- 'ASSISTANT:' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_turns(
+    start="{'user': 'USER: ', 'assistant': 'ASSISTANT: '}[message.role]",
+    content="message.content",
+    end="eos_token if message.role == 'assistant' else ' '",
+    answer="'ASSISTANT:'",
+)
 """Vicuna's turns, in which LLaVA-1.5 was trained."""
 
 

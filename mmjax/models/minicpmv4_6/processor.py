@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
-from mmjax.models.grid_family import CHATML_TURNS
 from mmjax.models.minicpmv4_6.host_inputs import MiniCPMV46HostInputs
 from mmjax.models.minicpmv4_6.image_processor import (
     FrameSliceCutter,
     SliceCutter,
     join_patches,
 )
+from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
@@ -30,6 +30,7 @@ from mmjax.processing.prompt_updates.updates import (
 )
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
+_PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 _SUFFIXES = {"image": "", "video": "_videos"}
 """Of HF's names of a modality's tensors."""
 
@@ -41,12 +42,12 @@ class MiniCPMV46DataParser(ImagesOnlyDataParser):
 
 
 class MiniCPMV46ProcessingInfo(FamilyInfo):
-    chat_template = CHATML_TURNS.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    chat_template = write_chatml(write_parts(**_PLACEHOLDERS))
     data_parser = MiniCPMV46DataParser
     host_inputs = MiniCPMV46HostInputs
     limits: ClassVar = {"image": None, "video": None}
     image_processors: ClassVar = {"MiniCPMV4_6": "minicpmv4_6"}
-    placeholders: ClassVar = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    placeholders: ClassVar = _PLACEHOLDERS
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mmjax.config.hf_config import read_config
 from mmjax.connectors.pooling import AttentionPooling
 from mmjax.errors import CheckpointError, check_settings
 from mmjax.layers.embed import Embed
@@ -215,16 +216,11 @@ def _check_widths(hf_config: Any) -> None:
 
 def _read_tower(hf_config: Any) -> ViTConfig:
     vision = hf_config.vision_config
-    return ViTConfig(
-        hidden_size=vision.hidden_size,
-        intermediate_size=vision.intermediate_size,
+    return read_config(
+        ViTConfig,
+        vision,
         num_hidden_layers=max(_read_layers(hf_config)) + 1,
-        num_attention_heads=vision.num_attention_heads,
-        num_channels=vision.num_channels,
         image_size=vision.image_size[0],
-        patch_size=vision.patch_size,
-        layer_norm_eps=vision.layer_norm_eps,
-        hidden_act=vision.hidden_act,
         has_final_norm=False,
         takes_patches=True,
     )

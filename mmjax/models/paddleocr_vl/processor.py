@@ -9,28 +9,15 @@ from typing import ClassVar
 from mmjax.models.family import make_factories
 from mmjax.models.grid_family import GridInfo
 from mmjax.models.paddleocr_vl.host_inputs import PaddleOCRVLHostInputs
+from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.patches import keep_bytes_row_by_row
 
-CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}
-        {{- 'User: ' -}}
-    {%- elif message.role == 'assistant' -%}
-        {{- 'Assistant: ' -}}
-    {%- endif -%}
-    {%- for part in message.content -%}
-        {%- if part.type == 'image' -%}
-            {{- '<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>' -}}
-        {%- else -%}
-            {{- part.text -}}
-        {%- endif -%}
-    {%- endfor -%}
-    {{- eos_token if message.role == 'assistant' else '\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- 'Assistant: ' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_turns(
+    start="{'user': 'User: ', 'assistant': 'Assistant: '}[message.role]",
+    content=write_parts(image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"),
+    end=r"eos_token if message.role == 'assistant' else '\n'",
+    answer="'Assistant: '",
+)
 
 
 class PaddleOCRVLProcessingInfo(GridInfo):

@@ -16,6 +16,7 @@ from mmjax.models.pixtral.host_inputs import (
     check_whole_pictures,
     read_merge_size,
 )
+from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
@@ -56,18 +57,7 @@ CHAT_TEMPLATE = r"""
 """
 """Mistral's turns; the system's text stands in the last one, as `mistral-common` has it."""
 LIGHTON_IMAGE_TOKEN = "<|image_pad|>"
-LIGHTON_CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\n' -}}
-    {%- for part in message.content -%}
-        {{- '<|image_pad|>' if part.type == 'image' else part.text -}}
-    {%- endfor -%}
-    {{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
-"""
+LIGHTON_CHAT_TEMPLATE = write_chatml(write_parts(image=LIGHTON_IMAGE_TOKEN))
 """Qwen3's turns, without an empty thought."""
 _FIXED = frozenset({"patch_size", "do_resize", "do_center_crop", "crop_size", "do_pad", "pad_size"})
 """An image would have other sides than whole patches."""

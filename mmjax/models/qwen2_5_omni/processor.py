@@ -15,6 +15,7 @@ from mmjax.errors import CheckpointError, RequestTypeError, RequestValueError
 from mmjax.models.family import FamilyProcessor, item_fields, make_factories
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
 from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen25OmniHostInputs
+from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
 from mmjax.processing.image_processors.frames import split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_feature_settings
 from mmjax.processing.image_processors.patches import TimedVideoPatcher
@@ -30,30 +31,11 @@ from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.rounding import cdiv
 
-CHAT_TEMPLATE = r"""
-{%- if messages[0].role != 'system' -%}
-    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\n' -}}
-    {%- for part in message.content -%}
-        {%- if part.type == 'image' -%}
-            {{- '<|vision_bos|><|IMAGE|><|vision_eos|>' -}}
-        {%- elif part.type == 'video' -%}
-            {{- '<|vision_bos|><|VIDEO|><|vision_eos|>' -}}
-        {%- elif part.type == 'audio' -%}
-            {{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}
-        {%- else -%}
-            {{- part.text -}}
-        {%- endif -%}
-    {%- endfor -%}
-    {{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
-"""
-"""Of a checkpoint without a chat template."""
+PLACEHOLDERS = {
+    "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+}
 FRAMES_PER_SECOND = 2.0
 """Of videos whose speed nobody says, as in HF."""
 USE_AUDIO = "use_audio_in_video"
@@ -180,25 +162,17 @@ class OmniDataParser(TimedDataParser):
 
 
 class Qwen25OmniProcessingInfo(GridInfo):
-    chat_template = CHAT_TEMPLATE
+    chat_template = write_chatml(write_parts(**PLACEHOLDERS), QWEN_SYSTEM)
     host_inputs = Qwen25OmniHostInputs
     box_unit = "pixels"
     parser = OmniDataParser
     video_patcher = OmniVideoPatcher
-    placeholders: ClassVar = {
-        "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
-        "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
-        "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
-    }
+    placeholders: ClassVar = PLACEHOLDERS
 
     def choose_video_settings(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the default's number of pixels, whatever the files say, as HF's processor does."""
         kept = {k: v for k, v in own.items() if k not in ("size", "min_pixels", "max_pixels")}
         return {**kept, **self.video_defaults}
-
-    @property
-    def audio_rate(self) -> int:
-        return self.log_mel.sampling_rate
 
     @cached_property
     def log_mel(self) -> LogMel:
@@ -338,7 +312,7 @@ class Qwen25OmniProcessor(FamilyProcessor[Qwen25OmniProcessingInfo]):
         is_heard = self.info.hears_videos(hf_processor_mm_kwargs)
         if not is_heard or not isinstance(videos, VideoProcessorItems):
             return mm_items
-        heard = {**mm_items, "video": videos.with_sound(self.info.audio_rate)}
+        heard = {**mm_items, "video": videos.with_sound(self.info.log_mel.sampling_rate)}
         return MultiModalDataItems(heard).with_cancellation(mm_items.cancellation)
 
 

@@ -88,10 +88,6 @@ class Qwen2AudioProcessingInfo(FamilyInfo):
     placeholders: ClassVar = {"audio": PLACEHOLDER}
     embed_token = AUDIO
 
-    @property
-    def audio_rate(self) -> int:
-        return self.log_mel.sampling_rate
-
     def load_hf_processor(self) -> ProcessorOfParts:
         self.check_token(AUDIO, "audio_token_id")
         return ProcessorOfParts(

@@ -14,18 +14,13 @@ from mmjax.models.retrieval.prompts import (
     RetrievalProcessor,
     write_chat_template,
 )
+from mmjax.processing.chat_turns import QWEN_SYSTEM
 from mmjax.processing.image_processors.patches import TimedVideoPatcher
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
-SYSTEM = r"""
-{%- if messages[0].role != 'system' -%}
-    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
-{%- endif -%}
-"""
-
 
 class Qwen2VLProcessingInfo(GridInfo):
-    chat_template = SYSTEM + CHATML_TURNS
+    chat_template = QWEN_SYSTEM + CHATML_TURNS
 
 
 class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):

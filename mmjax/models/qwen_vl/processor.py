@@ -20,6 +20,7 @@ from mmjax.models.qwen_vl.tokenizer import (
     IMG_START,
     load_tokenizer,
 )
+from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
@@ -33,17 +34,7 @@ _AFFINE = make_affine(
 """CLIP's, of red, green and blue (visual.py of the published code)."""
 _PATH = re.compile(r"<img>.*?</img>", re.DOTALL)
 
-CHAT_TEMPLATE = r"""
-{%- if messages[0].role != 'system' -%}
-    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = write_chatml("message.content", QWEN_SYSTEM)
 """ChatML, as `chat` of the published code writes it (qwen_generation_utils.py)."""
 
 

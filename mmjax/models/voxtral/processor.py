@@ -99,12 +99,8 @@ class VoxtralProcessingInfo(FamilyInfo):
     embed_token = AUDIO
 
     @property
-    def audio_rate(self) -> int:
-        return self.log_mel.sampling_rate
-
-    @property
     def transcriber(self) -> VoxtralTranscriber:
-        return VoxtralTranscriber(self.get_tokenizer(), self.audio_rate)
+        return VoxtralTranscriber(self.get_tokenizer(), self.log_mel.sampling_rate)
 
     def load_hf_processor(self) -> ProcessorOfParts:
         self.check_token(AUDIO, "audio_token_id")

@@ -123,10 +123,6 @@ class WhisperProcessingInfo(FamilyInfo):
     def max_encoder_len(self) -> int:
         return self.num_unit_tokens
 
-    @property
-    def audio_rate(self) -> int:
-        return self.log_mel.sampling_rate
-
     def load_hf_processor(self) -> WhisperFeatures:
         return WhisperFeatures(log_mel=self.log_mel)
 

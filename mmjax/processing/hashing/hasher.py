@@ -10,7 +10,7 @@ import hashlib
 import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -39,16 +39,9 @@ _SCALARS = frozenset((str, bytes, bool, int, float))
 """Told apart first: most values are of these very types."""
 
 
-@runtime_checkable
-class _Hash(Protocol):
-    def update(self, data: Chunk, /) -> Any: ...
-    def digest(self) -> bytes: ...
-    def hexdigest(self) -> str: ...
-
-
 # blake3 could use several threads, but loses by that below 8 MiB and wins nothing on a busy
 # machine: requests are hashed in threads of their own.
-_ALGORITHMS: Mapping[str, Callable[..., _Hash]] = {
+_ALGORITHMS: Mapping[str, Callable[..., Any]] = {
     "blake3": blake3,
     "sha256": hashlib.sha256,
     "sha512": hashlib.sha512,
@@ -70,10 +63,10 @@ class _Stream:
 class _HashedStream(_Stream):
     """The stream on its way into a hash; holds no more than its small chunks."""
 
-    def __init__(self, new_hash: Callable[..., _Hash]) -> None:
+    def __init__(self, new_hash: Callable[..., Any]) -> None:
         super().__init__()
         self._new_hash = new_hash
-        self._total: _Hash | None = None
+        self._total: Any = None
 
     def write(self, data: Chunk) -> None:
         """Add a frame; a large chunk by its digest, at once."""
@@ -86,7 +79,7 @@ class _HashedStream(_Stream):
     def hexdigest(self) -> str:
         return self._flush().hexdigest()
 
-    def _flush(self) -> _Hash:
+    def _flush(self) -> Any:
         data = b"".join(self.chunks)
         self.chunks.clear()
         if self._total is None:

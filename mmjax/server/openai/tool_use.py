@@ -14,11 +14,11 @@ from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.frontend.output.reasoning import ReasoningFormat, ReasoningReader
+from mmjax.frontend.output.tool_calls.deltas import CallParser
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
     NamedCallParser,
     ToolCallFormat,
-    ToolCallParser,
     required_call_parser,
 )
 from mmjax.frontend.prompt.chat_template import ChatTemplate
@@ -55,7 +55,7 @@ class ToolUse:
     format: ToolCallFormat | None
     """The format of the calls for "auto"; None: JSON that the sampling enforces."""
 
-    def parser(self) -> ToolCallParser:
+    def parser(self) -> CallParser:
         """Return a parser for one answer."""
         if self.format is not None:
             return self.format.make(self.functions)
@@ -243,7 +243,7 @@ class AnswerReader:
         self._echo = echo
         self._reasoning = reasoning
         self._thoughts: dict[int, ReasoningReader] = {}
-        self._parsers: dict[int, ToolCallParser] = {}
+        self._parsers: dict[int, CallParser] = {}
         self._num_calls: dict[int, int] = {}
         self._begun: set[int] = set()
 

@@ -10,12 +10,15 @@ from mmjax.frontend.output.tool_calls.deltas import SPACES
 MAX_NAME_CHARS = 256
 
 
-class JsonValueScanner:
+class ValueScanner:
     """Finds the end of one JSON value; does not check what stands within."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._is_in_string = False
+    def __init__(self, *, depth: int = 0, quotes: str = '"', brackets: str = "{[}]") -> None:
+        """`depth`: brackets that are open; `brackets`: those that open, then those that close."""
+        middle = len(brackets) // 2
+        self._depth, self._quotes = depth, quotes
+        self._opening, self._closing = brackets[:middle], brackets[middle:]
+        self._quote = ""
         self._is_escaped = False
         self._has_begun = False
         self.is_done = False
@@ -34,29 +37,34 @@ class JsonValueScanner:
 
     def _ends_before(self, character: str) -> bool:
         """Return whether a number or a word ends here: it has no closing mark of its own."""
-        is_bare = self._has_begun and not self._depth and not self._is_in_string
+        is_bare = self._has_begun and not self._depth and not self._quote
         return is_bare and character in ",]}" + SPACES
 
     def _advance(self, character: str) -> None:
-        if self._is_in_string:
+        if self._quote:
             if self._is_escaped:
                 self._is_escaped = False
             elif character == "\\":
                 self._is_escaped = True
-            elif character == '"':
-                self._is_in_string = False
+            elif character == self._quote:
+                self._quote = ""
                 self.is_done = not self._depth
             return
         if character in SPACES:
             return
         self._has_begun = True
-        if character == '"':
-            self._is_in_string = True
-        elif character in "{[":
+        if character in self._quotes:
+            self._quote = character
+        elif character in self._opening:
             self._depth += 1
-        elif character in "}]":
+        elif character in self._closing:
             self._depth -= 1
             self.is_done = self._depth <= 0
+
+
+def call_scanner() -> ValueScanner:
+    """Return what finds the bracket that closes a call as Python writes it, behind the opening."""
+    return ValueScanner(depth=1, quotes="'\"", brackets="([{)]}")
 
 
 class JsonCallScanner:
@@ -70,7 +78,7 @@ class JsonCallScanner:
         self._read_texts: list[str] = []
         self._state = "start"
         self._key = ""
-        self._value = JsonValueScanner()
+        self._value = ValueScanner()
         self._value_texts: list[str] = []
         self._streams_value = False
         self._has_arguments = False
@@ -122,7 +130,7 @@ class JsonCallScanner:
             case "members", "}":
                 self.is_done = True
             case "colon", ":":
-                self._state, self._value, self._value_texts = "value", JsonValueScanner(), []
+                self._state, self._value, self._value_texts = "value", ValueScanner(), []
                 self._streams_value = False
             case _:
                 self.is_wrong = True

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from mmjax.frontend.output.tool_calls.bodies import (
     BodyCallParser,
@@ -20,50 +19,31 @@ from mmjax.frontend.output.tool_calls.bodies import (
 from mmjax.frontend.output.tool_calls.deltas import (
     MAX_HELD_CHARS,
     SPACES,
-    AnswerDelta,
     CallParser,
 )
 from mmjax.frontend.output.tool_calls.json_scanner import (
     MAX_NAME_CHARS,
     JsonCallScanner,
-    JsonValueScanner,
+    ValueScanner,
+    call_scanner,
 )
-from mmjax.frontend.output.tool_calls.python_literals import CallScanner, parse_arguments
+from mmjax.frontend.output.tool_calls.python_literals import parse_arguments
 
 _FENCE = "```"
 _MAX_PYTHON_CHARS = 2**18
 
 
-@runtime_checkable
-class ToolCallParser(Protocol):
-    """Reads one answer."""
-
-    def push(self, text: str) -> AnswerDelta:
-        """Return what `text` adds."""
-        ...
-
-    def finish(self) -> AnswerDelta:
-        """Return what was held back, at the end of the answer."""
-        ...
-
-
-class NamedCallParser:
+class NamedCallParser(CallParser):
     """The whole answer is the arguments of one function, whose name is known: `tool_choice`."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name: str | None = name
 
-    def push(self, text: str) -> AnswerDelta:
-        """Return `text` as arguments."""
-        delta = AnswerDelta()
-        if text:
-            delta.add_call(0, name=self._name, arguments=text)
-            self._name = None
-        return delta
-
-    def finish(self) -> AnswerDelta:
-        """Return nothing."""
-        return AnswerDelta()
+    def _read_rest(self, text: str, place: int) -> int:
+        self._delta.add_call(0, name=self._name, arguments=text[place:])
+        self._name = None
+        return len(text)
 
 
 class JsonCallParser(CallParser):
@@ -91,7 +71,7 @@ class JsonCallParser(CallParser):
         """What was read of a call before its name: text, if it has none."""
         self._is_opening = False
         self._call: JsonCallScanner | None = None
-        self._arguments: JsonValueScanner | None = None
+        self._arguments: ValueScanner | None = None
         self._is_named = False
 
     def _end(self) -> None:
@@ -183,7 +163,7 @@ class JsonCallParser(CallParser):
             self._refuse("")
             return place
         self._begin_call(name)
-        self._arguments = JsonValueScanner()
+        self._arguments = ValueScanner()
         self._read = self._read_arguments
         return opening
 
@@ -231,7 +211,7 @@ class PythonCallParser(CallParser):
         self._opening = ""
         """What was read before the first name."""
         self._name = ""
-        self._scanner: CallScanner | None = None
+        self._scanner: ValueScanner | None = None
         """Of the arguments of a call."""
         self._arguments: list[str] = []
         self._num_chars = 0
@@ -275,7 +255,7 @@ class PythonCallParser(CallParser):
         name, bracket, _ = begun.partition("(")
         if bracket and name.strip(SPACES) in self._tool_names:
             self._name, self._read = name.strip(SPACES), self._read_arguments
-            self._scanner, self._arguments, self._num_chars = CallScanner(), [], 0
+            self._scanner, self._arguments, self._num_chars = call_scanner(), [], 0
             return len(text) - len(begun) + len(name) + 1
         beginnings = (*self._tool_names, self._mark)
         is_open = not bracket and len(rest) <= MAX_HELD_CHARS
@@ -323,7 +303,7 @@ class PythonCallParser(CallParser):
 class ToolCallFormat:
     """A format of tool calls, under vLLM's name for its parser."""
 
-    make: Callable[[Functions], ToolCallParser]
+    make: Callable[[Functions], CallParser]
     """The functions that may be called -> the parser of one answer."""
     keeps_special_tokens: bool = False
     """Whether the marks are special tokens, which must stay in the text."""
@@ -386,6 +366,6 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
 """By vLLM's name of the parser."""
 
 
-def required_call_parser() -> ToolCallParser:
+def required_call_parser() -> CallParser:
     """Return the parser of `tool_choice` "required": the answer is a JSON list of calls."""
     return JsonCallParser(start="[")

@@ -13,40 +13,6 @@ _MAX_DEPTH = 32
 _MAX_NUMBER_CHARS = 40
 
 
-class CallScanner:
-    """Finds the bracket that closes a call; knows texts in quotes, and nothing else of Python."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._quote = ""
-        self._is_escaped = False
-        self.is_done = False
-
-    def push(self, text: str, start: int = 0) -> int:
-        """Read on from `start`, behind the opening bracket; return the index behind the closing."""
-        for place in range(start, len(text)):
-            self._advance(text[place])
-            if self.is_done:
-                return place + 1
-        return len(text)
-
-    def _advance(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif self._quote:
-            if character == "\\":
-                self._is_escaped = True
-            elif character == self._quote:
-                self._quote = ""
-        elif character in "'\"":
-            self._quote = character
-        elif character in "([{":
-            self._depth += 1
-        elif character in ")]}":
-            self.is_done = self._depth == 0
-            self._depth -= 1
-
-
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return the arguments by name; ValueError for anything but names with literals."""
     return LiteralReader(text).arguments()
