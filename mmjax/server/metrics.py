@@ -157,10 +157,6 @@ _TOTALS: Mapping[str, tuple[str, str]] = {
         "Items that were asked for again.",
     ),
     "mmjax:encoder_workers_refused": ("encoder_workers_refused", "Answers that were not taken."),
-    "mmjax:encoder_workers_fallbacks": (
-        "encoder_workers_fallbacks",
-        "Items that the engine encoded, since no worker answered.",
-    ),
     "mmjax:compilations": ("num_compilations", "Programs that a step had to wait for."),
 }
 """Name -> field of figures that only grow, over all engine processes, and what it is."""
