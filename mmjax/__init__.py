@@ -1,6 +1,7 @@
 """mmjax: serve multimodal models with JAX.
 
     from mmjax import LLM, LoRARequest, SamplingParams, StructuredOutputsParams  # to answer
+    from mmjax import PoolingParams  # for vectors
     from mmjax import ScoredModel, save_checkpoint, score  # to train
     from mmjax import MULTIMODAL_REGISTRY, ProcessorFactories, create_processor, register_model
 
@@ -16,6 +17,7 @@ __all__ = [
     "LLM",
     "MULTIMODAL_REGISTRY",
     "LoRARequest",
+    "PoolingParams",
     "ProcessorFactories",
     "SamplingParams",
     "ScoredModel",
@@ -43,6 +45,7 @@ _HOMES = {
     "LLM": "mmjax.llm.llm",
     "LoRARequest": "mmjax.llm.arguments",
     "MULTIMODAL_REGISTRY": _REGISTRY,
+    "PoolingParams": "mmjax.params.pooling_params",
     "ProcessorFactories": _REGISTRY,
     "SamplingParams": "mmjax.params.sampling_params",
     "ScoredModel": "mmjax.training.score",

@@ -60,6 +60,7 @@ def test_it_gives_the_checkpoints_own_answers(alone: Answers, snapshot: Path):
     assert ask(snapshot) == alone
 
 
+@pytest.mark.slow  # 14 s of compiling
 def test_it_is_spread_over_four_devices(alone: Answers, snapshot: Path):
     together = ask(snapshot, tensor_parallel_size=NUM_DEVICES)
     for (ids, logprobs), (other_ids, other_logprobs) in zip(alone, together, strict=True):

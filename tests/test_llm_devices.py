@@ -45,6 +45,7 @@ def expected(tiny_gemma3: Path) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.slow  # 12 s; a mesh of two that are not is in the default run
 def test_one_device_that_is_not_the_first(tiny_gemma3: Path, expected: list[list[int]]) -> None:
     device = jax.local_devices()[2]
     assert answer(tiny_gemma3, devices=[device]) == (expected, {device})

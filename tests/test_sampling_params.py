@@ -57,6 +57,8 @@ WRONG = [
     ("bad_words", [5]),
     ("structured_outputs", {"regex": "a"}),
     ("transcript", {"eos_token_id": 1}),
+    ("alignment", (0, 5)),
+    ("pooling", {"task": "embed"}),
 ]
 
 

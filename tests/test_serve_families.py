@@ -1,9 +1,10 @@
 """Every family answers over HTTP, in two processes, as `mmjax.LLM` does in one.
 
-A start takes most of the time: three families that differ most (packed images, units, an
-encoder-decoder) run by default, the others in the slow run.
+A start takes most of the time: a family of clips runs by default (`test_serve.py` asks one of
+pictures), the others in the slow run.
 """
 
+import base64
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,11 +17,13 @@ from openai import OpenAI
 from mmjax import LLM, SamplingParams
 from tests.families import ALL_FAMILIES, CLIP_FAMILIES
 from tests.families.family import Family
+from tests.families.qwen2_5_omni import QWEN2_5_OMNI
 from tests.kit import draw
 from tests.models.test_clip_laws import audio_part, draw_clip
+from tests.processing.test_audio_file import write_heard_video
 from tests.test_serve import Served, message_about
 
-IN_DEFAULT_RUN = {"llava", "qwen2_audio"}
+IN_DEFAULT_RUN = {"qwen2_audio"}
 WITHOUT_CHATS = {"whisper"}
 """Served by a route of its own: `tests/server/test_transcripts.py`."""
 MAX_TOKENS = 8
@@ -77,7 +80,8 @@ def served(family: Family, tmp_path: Path) -> Iterator[Any]:
         for key, value in family.llm_settings.items()
         for word in (f"--{key.replace('_', '-')}", str(value))
     ]
-    server = Served(str(path), *flags, "--served-model-name", "tiny", "--precompile", "none")
+    flags += ["--served-model-name", "tiny", "--precompile", "none", "--trust-request-mm-kwargs"]
+    server = Served(str(path), *flags)
     try:
         found = server.wait_for(r"mmjax serving tiny at (http://127\.0\.0\.1:\d+)\n")
         assert "started the engine process" in server.output
@@ -107,3 +111,32 @@ def test_a_family_answers_over_http(family: Family, served: Any):
         outputs = llm.chat(conversations, params, use_tqdm=False)
     assert answers == [output.outputs[0].text for output in outputs]
     assert answers[0] != answers[1], "the image's place changes nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [QWEN2_5_OMNI], ids=["qwen2_5_omni"])
+def test_a_video_is_heard_over_http(family: Family, served: Any):
+    """By the request's own `mm_processor_kwargs`: the server's default is to see it alone."""
+    path, address = served
+    url = f"data:video/mp4;base64,{base64.b64encode(write_heard_video()).decode()}"
+    video = {"type": "video_url", "video_url": {"url": url}}
+    messages: Any = [{"role": "user", "content": [video, {"type": "text", "text": "what is it"}]}]
+    fields: dict[str, Any] = {"media_io_kwargs": {"video": {"num_frames": 4}}}
+    heard = {**fields, "mm_processor_kwargs": {"use_audio_in_video": True}}
+    with OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        create: Any = partial(
+            client.chat.completions.create, model="tiny", messages=messages, temperature=0
+        )
+        options = {"ignore_eos": True, "skip_special_tokens": False}
+        answers = [
+            create(max_tokens=MAX_TOKENS, extra_body={**options, **one}) for one in (fields, heard)
+        ]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, **options)
+    settings = {**family.llm_settings, "mm_processor_kwargs": heard["mm_processor_kwargs"]}
+    with LLM(path, use_tqdm_on_load=False, **settings) as llm:
+        (expected,) = llm.chat(messages, params, use_tqdm=False, **fields)
+    silent, whole = answers
+    assert whole.choices[0].message.content == expected.outputs[0].text
+    assert whole.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert whole.usage.prompt_tokens > silent.usage.prompt_tokens
+    assert whole.choices[0].message.content != silent.choices[0].message.content

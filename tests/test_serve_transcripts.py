@@ -1,7 +1,11 @@
 """A clip's transcript over HTTP, in two processes, is `LLM.transcribe`'s in one."""
 
 import io
+import os
+import signal
+import time
 import wave
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ from mmjax import LLM
 from mmjax.processing.transcripts import name_language
 from tests.families.whisper import RATE, WHISPER
 from tests.test_serve import Served
+
+ENGINE = r"started the engine process \(pid (\d+)\)"
 
 
 def write_wav(samples: np.ndarray) -> bytes:
@@ -30,21 +36,40 @@ def test_both_say_the_same(tmp_path: Path):
     samples = (tones * 32768).astype("<i2").astype(np.float32) / 32768
     flags = ("--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--precompile", "none")
     with LLM(path, max_num_seqs=2, max_num_batched_tokens=64) as llm:
-        expected = llm.transcribe(samples)
+        expected = llm.transcribe(samples, has_word_times=True)
     server = Served(str(path), *flags, "--served-model-name", "tiny")
     try:
         found = server.wait_for(r"mmjax serving tiny at (http://127\.0\.0\.1:\d+)\n")
         clip: Any = ("clip.wav", write_wav(samples))
         with OpenAI(base_url=f"{found.group(1)}/v1", api_key="none", max_retries=0) as client:
             create = client.audio.transcriptions.create
-            whole = create(model="tiny", file=clip, response_format="verbose_json")
+            timed: Any = {
+                "model": "tiny",
+                "response_format": "verbose_json",
+                "timestamp_granularities": ["segment", "word"],
+            }
+            whole: Any = create(**timed, file=clip)
             with create(model="tiny", file=clip, stream=True) as events:
                 *_, last = events
+            # Twelve windows, each of two requests: the engine process dies among them.
+            long: Any = ("clip.wav", write_wav(np.tile(samples, 5)[: 12 * RATE]))
+            undisturbed: Any = create(**timed, file=long)
+            with ThreadPoolExecutor(1) as pool:
+                disturbed = pool.submit(create, **timed, file=long)
+                time.sleep(0.3)
+                assert not disturbed.done()
+                os.kill(int(server.wait_for(ENGINE).group(1)), signal.SIGKILL)
+                replayed: Any = disturbed.result()
+                assert replayed.words == undisturbed.words
     finally:
         server.end()
     assert [one.tokens for one in whole.segments or ()] == [
         list(segment.token_ids) for segment in expected.segments
     ]
+    words = [(one.word, one.start, one.end) for one in whole.words or ()]
+    assert words == [tuple(one) for one in expected.find_words()]
+    assert len({start for _, start, _ in words}) > 3
+    assert len(undisturbed.words or ()) > len(words)
     assert whole.language == name_language(expected.language or "")
     assert last.type == "transcript.text.done"
     assert whole.text == last.text == expected.text

@@ -126,7 +126,7 @@ def soaked(seconds: float, *, num_clients: int) -> None:
 
 @pytest.mark.timeout(1800)
 def test_a_server_stays_as_it_is() -> None:
-    soaked(20.0, num_clients=3)
+    soaked(12.0, num_clients=3)
 
 
 @pytest.mark.slow

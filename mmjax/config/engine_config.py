@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mmjax.config.lora_config import LoRAConfig
 from mmjax.config.multimodal_config import MultiModalConfig
+from mmjax.config.pooler_config import PoolerConfig
 from mmjax.config.server_config import ServerConfig
 from mmjax.config.settings import Setting, check_settings, setting, settings_of
 from mmjax.config.speculative_config import SpeculativeConfig
@@ -25,7 +26,11 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Precompile = Literal["all", "smallest", "none"]
 PrefixCachingHashAlgorithm = Literal["sha256", "blake3"]
+Runner = Literal["auto", "generate", "pooling"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+
+_RETRIEVAL = "ForRetrieval"
+"""How architectures end that give vectors alone, one for each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,17 @@ class ModelConfig:
         The table of tokens and the head get 8 bits, and their inputs stay, in each of them. A
         checkpoint that is published quantised stays as it is.""",
         unset="none",
+    )
+    runner: Runner = setting(
+        "auto",
+        """What is served. generate: text; pooling: vectors of prompts (docs/serving.md); auto: what
+        the model was trained for.""",
+    )
+    pooler_config: Mapping[str, Any] = setting(
+        {},
+        "How a prompt becomes a vector, with `runner` pooling.",
+        unset="the last token's state, normalised",
+        expected="""a mapping (JSON object), as in '{"pooling_type": "MEAN"}'""",
     )
     served_model_name: tuple[str, ...] = setting(
         (),
@@ -127,6 +143,46 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.runner == "generate" and self.is_multi_vector:
+            raise ConfigError(
+                f"`runner` is 'generate', but `{self.architecture}` gives vectors, and no text; "
+                "leave `--runner` out"
+            )
+        if self.pooler_config and not self.pools:
+            raise ConfigError(
+                "`pooler_config` is of no use to a server of text; give `--runner pooling`, too"
+            )
+        if self.pooler.dimensions is not None:
+            self.check_dimensions(self.pooler.dimensions)
+
+    @property
+    def pools(self) -> bool:
+        """Whether prompts become vectors; else they are answered by text."""
+        return self.runner == "pooling" or (self.runner == "auto" and self.is_multi_vector)
+
+    @property
+    def is_multi_vector(self) -> bool:
+        """Whether the model was trained to give a vector for each token, and nothing else."""
+        return self.architecture.endswith(_RETRIEVAL)
+
+    @property
+    def pooler(self) -> PoolerConfig:
+        """What requests for vectors do not say."""
+        return PoolerConfig.parse(self.pooler_config)
+
+    def check_dimensions(self, dimensions: int) -> None:
+        """Raise ConfigError unless vectors may be cut to so many numbers, as vLLM decides it."""
+        known = getattr(self.hf_config, "matryoshka_dimensions", None)
+        may_cut = getattr(self.hf_config, "is_matryoshka", False) if known is None else True
+        if not may_cut:
+            raise ConfigError(
+                f"`dimensions` is {dimensions}, but the model was not trained to have its vectors "
+                "cut (config.json has no `is_matryoshka`); leave it out"
+            )
+        width = self.hf_config.get_text_config().hidden_size
+        if (known is not None and dimensions not in known) or dimensions > width:
+            allowed = f"at most {width}" if known is None else f"one of {known}"
+            raise ConfigError(f"`dimensions` is {dimensions}; this model takes {allowed}")
 
     @property
     def public_names(self) -> tuple[str, ...]:

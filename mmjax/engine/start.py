@@ -369,6 +369,11 @@ def _plan_media(config: EngineConfig, model: LoadedModel) -> _MediaPlan:
     largest_seen = max(seen, default=0)
     if module.max_encoder_len:
         _check_offload(config, shares_blocks=False)
+        if config.model.pools:
+            raise ConfigError(
+                f"`runner` is 'pooling', but `{config.model.architecture}` is an encoder-decoder, "
+                "whose decoder reads no prompt; leave `--runner` out"
+            )
         # The items have no positions in the decoder's prompt, which alone has chunks.
         keeps_runs_whole = False
         # A request starts in one step: with the encoder's hidden states, and, of the items in
@@ -381,15 +386,12 @@ def _plan_media(config: EngineConfig, model: LoadedModel) -> _MediaPlan:
         disable_chunked_mm_input=keeps_runs_whole,
         longest_runs={m: n for m, n in largest.items() if m not in host_inputs.cut_modalities},
     )
-    sizes: dict[str, Any] = {"max_units": 0}
-    if encodes and largest_seen:
-        sizes = choose_sizes(host_inputs.encoder_spec, encoder_budget, largest_seen)
-    if encodes:
-        sizes["clips"] = choose_clip_sizes(host_inputs.clip_spec, encoder_budget, longest_clip)
     return _MediaPlan(
         host_inputs=host_inputs,
         has_tower=has_tower,
-        sizes=sizes,
+        sizes=_choose_sizes(host_inputs, encoder_budget, largest_seen, longest_clip)
+        if encodes
+        else {"max_units": 0},
         takes_embeds=takes_embeds,
         sees=sees,
         keeps_runs_whole=keeps_runs_whole,
@@ -399,6 +401,16 @@ def _plan_media(config: EngineConfig, model: LoadedModel) -> _MediaPlan:
         max_encoder_len=module.max_encoder_len,
         num_state_slots=_count_state_slots(config, module, keeps_runs_whole=keeps_runs_whole),
     )
+
+
+def _choose_sizes(
+    host_inputs: HostInputs, encoder_budget: int, largest_seen: int, longest_clip: int
+) -> dict[str, Any]:
+    """Return what `Buckets.create` needs to know of the calls that encode items; 0: of none."""
+    sizes: dict[str, Any] = {"max_units": 0}
+    if largest_seen:
+        sizes = choose_sizes(host_inputs.encoder_spec, encoder_budget, largest_seen)
+    return sizes | {"clips": choose_clip_sizes(host_inputs.clip_spec, encoder_budget, longest_clip)}
 
 
 def _count_state_slots(config: EngineConfig, module: Any, *, keeps_runs_whole: bool) -> int:
@@ -428,7 +440,8 @@ def _count_state_slots(config: EngineConfig, module: Any, *, keeps_runs_whole: b
 
 def _find_speculation(config: EngineConfig, plan: _MediaPlan) -> SpeculativeConfig | None:
     """Return what is guessed ahead; nothing is where recurrent layers cannot take it back."""
-    return None if plan.num_state_slots else config.scheduler.speculation
+    is_possible = not plan.num_state_slots and not config.model.pools
+    return config.scheduler.speculation if is_possible else None
 
 
 def _make_programs(
@@ -445,6 +458,9 @@ def _make_programs(
     speculation = _find_speculation(config, plan)
     keeps_rows = plan.has_tower and config.cache.encoder_cache_dir is not None
     writes = plan.takes_embeds or keeps_rows or bool(config.cache.encoder_workers)
+    heads: Sequence[tuple[int, int]] = ()
+    if plan.has_tower:
+        heads = model.model_class.find_alignment_heads(config.model.path, config.model.hf_config)
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
@@ -452,9 +468,11 @@ def _make_programs(
         max_written=plan.encoder_budget if writes else 0,
         span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,
+        max_aligned=config.model.max_model_len if heads else 0,
         has_adapters=model.adapted is not None,
         num_guessed=0 if speculation is None else speculation.num_speculative_tokens,
         max_num_rows=_max_num_rows(config, placement),
+        pools=config.model.pools,
     )
     return Programs(
         shape,
@@ -473,6 +491,7 @@ def _make_programs(
         keeps_rows=keeps_rows,
         num_state_slots=plan.num_state_slots,
         unread=unread,
+        alignment_heads=heads,
     )
 
 
@@ -572,6 +591,7 @@ def _make_scheduler(
         max_encoder_len=plan.max_encoder_len,
         has_states=bool(plan.num_state_slots),
         item_sizes=encode_sizes(**plan.sizes),
+        aligns=bool(programs.alignment_heads),
     )
     scheduler = Scheduler(
         kv_cache=_make_kv_cache(config, plan, num_blocks, host_pool),

@@ -19,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import (
     AttentionMetadata,
+    DenseAttentionMetadata,
+    DenseCrossMetadata,
     attention,
     cross_attention,
     dense_attention,
@@ -100,6 +102,18 @@ class Attention(nnx.Module):
             cache = write_encoder(key, value, cache, metadata)
         out = cross_attention(self._cut(self.q_proj, x), cache, metadata, scale=self.scale)
         return self._join(out), cache
+
+    def weigh(
+        self, x: Float[Array, "T D"], states: Float[Array, "S D"], heads: Sequence[int]
+    ) -> Float[Array, "_heads T S"]:
+        """Return how much tokens attend to an encoder's states, by some of the heads."""
+        chosen = np.array(heads, np.int32)
+        query, key = (
+            self._cut(project, rows)[:, chosen]
+            for project, rows in ((self.q_proj, x), (self.k_proj, states))
+        )
+        scores = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=jnp.float32)
+        return jax.nn.softmax(scores * self.scale, axis=-1)
 
     def _cut(self, project: Linear, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
         return project(x).reshape(*x.shape[:-1], -1, self.head_dim)
@@ -310,17 +324,49 @@ class DecoderBlock(Block):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Return the residual stream after this block, and its cache."""
+        x, cache = self.attend_back(x, layer_input, cache, metadata)
+        if self.encoder_attn is not None:
+            x, cache = self.attend_across(x, cache, metadata)
+        return self.finish(x), cache
+
+    def attend_back(
+        self,
+        x: Float[Array, "T D"],
+        layer_input: DistanceBias | None,
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
+        """Return the residual stream behind the self-attention, and the cache."""
         norm = self.self_attn_layer_norm
         with jax.named_scope("attn"):
             read = self.before(norm, x)
             out, cache = self.self_attn.attend_back(read, cache, metadata, layer_input)
-            x = self.behind(norm, x + out)
-        if self.encoder_attn is not None:
-            norm = self.encoder_attn_layer_norm
-            with jax.named_scope("cross_attn"):
-                out, cache = self.encoder_attn.attend_across(self.before(norm, x), cache, metadata)
-                x = self.behind(norm, x + out)
-        return self.finish(x), cache
+            return self.behind(norm, x + out), cache
+
+    def attend_across(
+        self,
+        x: Float[Array, "T D"],
+        cache: LayerCache | DenseCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
+        """Return the residual stream behind the cross-attention, and the cache."""
+        norm = self.encoder_attn_layer_norm
+        assert self.encoder_attn is not None, "the block has no cross-attention"
+        with jax.named_scope("cross_attn"):
+            out, cache = self.encoder_attn.attend_across(self.before(norm, x), cache, metadata)
+            return self.behind(norm, x + out), cache
+
+    def align(
+        self, x: Float[Array, "T D"], metadata: DenseAttentionMetadata, heads: Sequence[int]
+    ) -> tuple[Float[Array, "T D"], Float[Array, "_heads T S"]]:
+        """Return the residual stream after this block, and its heads' weights of the states."""
+        assert metadata.cross is not None, "the metadata has no hidden states of the encoder"
+        assert self.encoder_attn is not None, "the block has no cross-attention"
+        x, _ = self.attend_back(x, None, None, metadata)
+        read = self.before(self.encoder_attn_layer_norm, x)
+        weights = self.encoder_attn.weigh(read, metadata.cross.encoder_hidden_states, heads)
+        x, _ = self.attend_across(x, None, metadata)
+        return self.finish(x), weights
 
 
 def _see_all(is_token: Bool[Array, "B S"]) -> Bool[Array, "B S S"]:
@@ -414,12 +460,44 @@ class BartDecoder(Decoder):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
         """Return the hidden states as the head reads them, and the cache (None in, None out)."""
-        hidden = inputs_embeds if self.project_in is None else self.project_in(inputs_embeds)
-        hidden = hidden + self.embed_positions(positions[0])
-        norm = self.layernorm_embedding
-        hidden = hidden if norm is None else norm(hidden)
+        hidden = self._begin(inputs_embeds, positions[0])
         hidden, kv_cache = super().__call__(hidden, positions, kv_cache, metadata)
         return hidden if self.project_out is None else self.project_out(hidden), kv_cache
+
+    def _begin(
+        self, inputs_embeds: Float[Array, "T D"], positions: Int[Array, " T"]
+    ) -> Float[Array, "T D"]:
+        """Return what the first block reads."""
+        hidden = inputs_embeds if self.project_in is None else self.project_in(inputs_embeds)
+        hidden = hidden + self.embed_positions(positions)
+        norm = self.layernorm_embedding
+        return hidden if norm is None else norm(hidden)
+
+    def align(
+        self,
+        token_ids: Int[Array, " T"],
+        states: Float[Array, "S D"],
+        heads: Sequence[tuple[int, int]],
+    ) -> Float[Array, "_heads T S"]:
+        """Return how much the tokens of one text attend to an encoder's states.
+
+        `heads`: pairs of a layer and a head of its cross-attention, in whose order the weights are,
+        float32. Blocks behind the last of the layers are not computed.
+        """
+        places = jnp.arange(len(token_ids), dtype=jnp.int32)
+        metadata = DenseAttentionMetadata(
+            token_index=places[None],
+            mask=(places[None, :] <= places[:, None])[None],
+            cross=DenseCrossMetadata(jnp.ones((1, len(states)), bool), states),
+        )
+        hidden = self._begin(self.embed_input_ids(token_ids), places)
+        found = []
+        for number in range(1 + max(layer for layer, _ in heads)):
+            chosen = [head for layer, head in heads if layer == number]
+            block: Any = self.layers[number]
+            hidden, weights = block.align(hidden, metadata, chosen)
+            found.append(iter(weights))
+        return jnp.stack([next(found[layer]) for layer, _ in heads])
 
 
 # ---- T5 ------------------------------------------------------------------------------------------

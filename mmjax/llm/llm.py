@@ -49,6 +49,7 @@ from mmjax.llm.arguments import (
     priorities_for,
 )
 from mmjax.llm.devices import choose_devices
+from mmjax.llm.pooling import PoolingMethods
 from mmjax.llm.turn import Turn
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
@@ -97,7 +98,7 @@ class _SettingsSignature:
         )
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model with its processor and engine; use it in a `with`, or `close()` it."""
 
     __signature__ = _SettingsSignature()
@@ -349,6 +350,7 @@ class LLM:
         task: Task = "transcribe",
         prompt: str = "",
         has_timestamps: bool = True,
+        has_word_times: bool = False,
         sampling_params: SamplingParams | None = None,
         fallback: TranscriptFallback | None = None,
     ) -> Transcript:
@@ -360,6 +362,8 @@ class LLM:
             task: Or `translate`: into English.
             prompt: A text before the transcript, whose style and words it goes on with.
             has_timestamps: Whether segments have times; those of long clips always do.
+            has_word_times: Whether `find_words` of the transcript returns words with their times;
+                of a checkpoint with `alignment_heads`.
             sampling_params: Of each window; None: greedy.
             fallback: When a window is transcribed again, at a higher temperature; None: never.
 
@@ -377,6 +381,7 @@ class LLM:
             if prompt.strip()
             else (),
             has_timestamps=has_timestamps,
+            has_word_times=has_word_times,
             sampling_params=sampling_params or SamplingParams(temperature=0.0),
             fallback=fallback,
         )
@@ -385,7 +390,8 @@ class LLM:
         for asked in iter(transcription.next_request, None):
             window = cast(PromptType, asked.prompt)
             (output,) = self.generate([window], asked.sampling_params, use_tqdm=False)
-            transcript.add(transcription, output.outputs[0], output.prompt_logprobs)
+            found = (output.outputs[0], output.prompt_logprobs, output.alignment)
+            transcript.add(transcription, *found)
         return transcript
 
     def explain(

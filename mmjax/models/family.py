@@ -70,9 +70,6 @@ class FamilyInfo(BaseProcessingInfo):
     """Modality -> what stands for an item in a text; nothing where updates insert."""
     embed_token: ClassVar[str | None] = None
     """At whose places an item's embeddings go; None: config.json's `image_token_id`."""
-    marks_are_embeds: ClassVar[bool] = False
-    """Whether all tokens of an item take embeddings, those that are no `embed_token` the model's
-    own (`extra_embeds`): they see the item, and are seen, as its embeddings are."""
     reserves_embed_token: ClassVar[bool] = False
     """Whether only updates may write it: a prompt that has it is refused."""
     item_bounds: ClassVar[tuple[str, str] | None] = None
@@ -133,7 +130,11 @@ class FamilyInfo(BaseProcessingInfo):
         return self.get_token_id(self.embed_token)
 
     def get_embed_token_ids(self, modality: str) -> Sequence[int]:
-        """Return all tokens of an item at whose places its embeddings go."""
+        """Return all tokens of an item at whose places its embeddings go.
+
+        Marks may be among them, whose embeddings are the model's own (`extra_embeds`): they see the
+        item, and are seen, as its embeddings are.
+        """
         return [self.get_embed_token_id(modality)]
 
     def get_target(self, modality: str) -> Target:
@@ -478,7 +479,7 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
         @cache  # items of one size share their content
         def write(size: Hashable) -> PromptUpdateDetails:
             tokens = self.info.write_item(modality, size)
-            if self.info.marks_are_embeds or {*tokens} <= {*embed_token_ids}:
+            if {*tokens} <= {*embed_token_ids}:
                 return PromptUpdateDetails(tokens)
             return PromptUpdateDetails.select_token_ids(tokens, embed_token_ids)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -118,6 +119,15 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         """Return how names in the checkpoint's files become names in this module's tree."""
         return ()
 
+    @staticmethod
+    def find_alignment_heads(path: Path, hf_config: Any) -> Sequence[tuple[int, int]]:
+        """Return the cross-attention's heads whose weights tell a token's place in the encoder's.
+
+        Pairs of a layer of the decoder and a head; none: `align` is not called. `path`: the
+        checkpoint's directory.
+        """
+        return ()
+
     @classmethod
     def maxtext_rules(cls, hf_config: Any) -> Sequence[RuleTypes]:
         """Return how MaxText's names become names in this module's tree."""
@@ -138,6 +148,15 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         `1 + num_fed_layers` times as wide where items have features for the decoder's first layers.
         """
         raise NotImplementedError(f"{type(self).__name__} must encode its items")
+
+    def align(
+        self,
+        token_ids: Int[Array, " T"],
+        states: Float[Array, "S D"],
+        heads: Sequence[tuple[int, int]],
+    ) -> Float[Array, "_heads T S"]:
+        """Return how much the tokens of one text attend to an encoder's states, in float32."""
+        raise NotImplementedError(f"{type(self).__name__} has no heads that align")
 
     def encode_prompts(
         self, inputs_embeds: Float[Array, "B S D"], is_token: Bool[Array, "B S"]
@@ -170,6 +189,10 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         metadata = with_gaps(metadata) if self.sees == "all_items" else metadata
         with jax.named_scope("language_model"):
             return self.language_model(inputs_embeds, positions, kv_cache, metadata, **more)
+
+    def project_states(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R _width"]:
+        """Return what becomes vectors of hidden states: themselves, where a model says no more."""
+        return hidden_states
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project hidden states onto the vocabulary, in float32."""
@@ -257,7 +280,9 @@ def _add_adapters(model: Any, sizes: AdapterSizes) -> None:
     shape = {"num_slots": sizes.num_slots, "rank": sizes.rank, "dtype": sizes.dtype}
     for path, module in list(nnx.iter_modules(model)):
         is_text = path[:1] == ("language_model",)
-        if isinstance(module, PackedLinear | Linear | Int8Linear) and (is_text or sizes.has_towers):
+        # What becomes of states is no part of a step, which alone has adapters.
+        has_room = is_text or (sizes.has_towers and path[:1] != ("embedding_proj_layer",))
+        if isinstance(module, PackedLinear | Linear | Int8Linear) and has_room:
             is_packed = isinstance(module, PackedLinear)
             matrix = module.describe_whole() if is_packed else module.weight
             out_features, in_features = matrix.shape

@@ -410,7 +410,8 @@ def _load_hf_config(path: Path) -> Any:
         if isinstance(vision, dict) and vision.get("model_type") == "davit":
             return _build_florence2_config(raw, path)
         found = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        return _take_thinker(found) if raw.get("model_type") == _OMNI else found
+        parts = {_OMNI: _take_thinker, "colpali": _take_vlm, "colqwen2": _take_vlm}
+        return parts.get(found.model_type, lambda whole: whole)(found)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(
             f"`{file}` names the model type `{raw.get('model_type')}`, whose configuration "
@@ -423,6 +424,16 @@ def _take_thinker(hf_config: Any) -> Any:
     thinker = hf_config.thinker_config
     thinker.architectures = ["Qwen2_5OmniThinkerForConditionalGeneration"]
     return thinker
+
+
+def _take_vlm(hf_config: Any) -> Any:
+    """Return the configuration of the model whose states become vectors, and how wide they are."""
+    vlm = hf_config.vlm_config
+    vlm.architectures, vlm.embedding_dim = hf_config.architectures, hf_config.embedding_dim
+    vlm.dtype = getattr(hf_config, "dtype", None) or vlm.dtype
+    # It has no head: nothing is generated.
+    vlm.tie_word_embeddings = True
+    return vlm
 
 
 def _untie_own_head(hf_config: Any, path: Path) -> None:

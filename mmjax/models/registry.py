@@ -73,6 +73,15 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "CohereLabs/command-a-vision-07-2025",
             factories="COHERE2_FACTORIES",
         ),
+        "ColPaliForRetrieval": ModelRow(
+            "paligemma",
+            "vidore/colpali-v1.3-hf",
+            has_one_unit_items=True,
+            factories="COLPALI_FACTORIES",
+        ),
+        "ColQwen2ForRetrieval": ModelRow(
+            "qwen2_vl", "vidore/colqwen2-v1.0-hf", factories="COLQWEN2_FACTORIES"
+        ),
         "DeepseekOcr2ForConditionalGeneration": ModelRow(
             "deepseek_ocr2", "deepseek-ai/DeepSeek-OCR-2"
         ),

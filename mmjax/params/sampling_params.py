@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from mmjax.errors import RequestTypeError, RequestValueError
+from mmjax.params.pooling_params import PoolingParams
 
 MAX_LOGPROBS = 20
 """Maximum of `logprobs` (OpenAI's limit on `top_logprobs`)."""
@@ -129,6 +130,15 @@ class TranscriptRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return (*self.suppressed_token_ids, *self.first_suppressed_token_ids, *named)
 
 
+class AlignmentRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Of which tokens and states an encoder-decoder's alignment is wanted."""
+
+    first_token: int
+    """Of the prompt's tokens the first; those behind it are, too."""
+    num_states: int
+    """Of the encoder's states the first ones."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """vLLM's sampling parameters, as far as mmjax supports them.
 
@@ -176,6 +186,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `generate`; 0: no limit. vLLM has no such field."""
     transcript: TranscriptRules | None = None
     """What an answer that is a transcript may hold; the routes of transcriptions set it."""
+    alignment: AlignmentRange | None = None
+    """How much the prompt's tokens attend to the encoder's states comes with the output; likewise
+    set by those routes."""
+    pooling: PoolingParams | None = None
+    """The request is for vectors, and generates nothing; `LLM.embed` and the like set it."""
 
     def __post_init__(self) -> None:
         for name, to_type in _TYPES.items():
@@ -186,6 +201,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether sampling is greedy."""
         return self.temperature == 0.0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether each token of the prompt gives something, so that all of it is computed."""
+        reads_states = self.pooling is not None and self.pooling.reads_all
+        return reads_states or self.prompt_logprobs is not None
 
     @property
     def is_plain(self) -> bool:
@@ -321,6 +342,18 @@ def _to_transcript(name: str, value: Any) -> TranscriptRules | None:
     return value
 
 
+def _to_alignment(name: str, value: Any) -> AlignmentRange | None:
+    if value is not None and not isinstance(value, AlignmentRange):
+        raise RequestTypeError.about(name, f"is {value!r}; give an AlignmentRange")
+    return value
+
+
+def _to_pooling(name: str, value: Any) -> PoolingParams | None:
+    if value is not None and not isinstance(value, PoolingParams):
+        raise RequestTypeError.about(name, f"is {value!r}; give PoolingParams")
+    return value
+
+
 def _to_integers(name: str, value: Any) -> tuple[int, ...]:
     integers = _to_tuple(name, value, "integers")
     for integer in integers:
@@ -348,6 +381,8 @@ _TYPES_BY_ANNOTATION: dict[Any, Callable[[str, Any], Any]] = {
     Mapping[int, float] | None: _to_biases,
     StructuredOutputsParams | None: _to_structure,
     TranscriptRules | None: _to_transcript,
+    AlignmentRange | None: _to_alignment,
+    PoolingParams | None: _to_pooling,
 }
 _TYPES = {
     name: _TYPES_BY_ANNOTATION[annotation]

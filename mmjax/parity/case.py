@@ -184,11 +184,11 @@ class Parity:
         data = make_pixels(inputs.mm_kwargs.get_data(), colours_last=shape[-1] > 1)
         token_ids = inputs.prompt_token_ids
         data = self.processor.info.reference_inputs(token_ids, data)
-        known = signature(self.reference.forward).parameters
+        known = signature(self.reference.forward).parameters.keys()
         # Of towers for images of one size HF's LLaVA takes none, though its signature has them.
         has_sizes = "image_sizes" in known and isinstance(spec, PackedEncoderSpec)
         tensors = make_reference_inputs(token_ids, data, has_sizes=has_sizes)
-        if "mm_token_type_ids" in known:
+        if "mm_token_type_ids" in known - tensors.keys():
             kinds = tensors["input_ids"] * 0
             for number, modality in enumerate(("image", "video"), 1):
                 for place in inputs.mm_placeholders.get(modality, ()):

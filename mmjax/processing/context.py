@@ -123,6 +123,8 @@ class BaseProcessingInfo(ABC):
 
     It leaves BOS to the tokenizer, as the families' own documentation does.
     """
+    is_chat_template_fixed: bool = False
+    """Whether a checkpoint's own is not read: it is of the model that this one was made of."""
 
     tasks: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """What the model was trained to do -> the text that asks for it, for pages to offer.

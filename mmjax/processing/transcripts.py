@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from mmjax.errors import RequestValueError
 from mmjax.params.sampling_params import SamplingParams
 
@@ -52,6 +54,8 @@ class TranscriptOptions:
     """A text that comes before the transcript, and whose style and words it goes on with."""
     has_timestamps: bool = False
     """Whether segments have times; those of a clip of several windows always do."""
+    has_word_times: bool = False
+    """Whether tokens have times, too."""
     sampling_params: SamplingParams
     """Of all windows."""
     fallback: TranscriptFallback | None = None
@@ -84,6 +88,8 @@ class Segment:
     """Of its window's tokens; None: not asked for."""
     temperature: float
     """At which its window was sampled."""
+    token_ends: Sequence[float] | None = None
+    """When each token ends, in seconds of the clip; None: not asked for."""
 
 
 class Transcription(Protocol):
@@ -98,10 +104,16 @@ class Transcription(Protocol):
         """Return what is to be asked next; None: the clip is transcribed."""
         ...
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Segment]:
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        alignment: np.ndarray | None = None,
+    ) -> list[Segment]:
         """Read the answer to that; return the segments that are final by it.
 
-        `logprobs`: of the tokens, or of the prompt's, where the request asked for them.
+        `logprobs`: of the tokens, or of the prompt's; `alignment`: float32[heads, tokens, states],
+        of the prompt's tokens; where the request asked for them. The latter is seconds of work.
         """
         ...
 

@@ -61,6 +61,13 @@ from mmjax.server.openai.tokenization import (
 )
 from mmjax.server.openai.transcripts.protocol import TranscriptionRequest, TranslationRequest
 from mmjax.server.openai.transcripts.service import TranscriptService
+from mmjax.server.openai.vectors.protocol import (
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from mmjax.server.openai.vectors.service import VectorService
 from mmjax.server.pages import PAGE_FILES, api_page, serve_page
 from mmjax.server.request_log import RequestLog
 
@@ -68,6 +75,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
     *(TranscriptionRequest, TranslationRequest),
     *(CreateBatchRequest, UploadFile),
+    *(EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest),
     *(TokenizeRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest),
     UpdateWeightsRequest,
 )
@@ -114,13 +122,13 @@ def create_app(
         redirect_slashes=False,
         responses=error_responses(),
     )
-    app.state.request_reader = reader
-    app.state.model_name = client.input_processor.model_config.public_name
+    app.state.request_reader, app.state.model_name = reader, generation.model_name
     install_error_handlers(app)
     posts = _Posts(app, reader)
     _add_generation_routes(posts, client, chats, generation)
     _add_responses_routes(app, posts, ResponsesService(chats, generation, config))
     _add_audio_routes(posts, TranscriptService(client, generation, reader))
+    _add_vector_routes(posts, VectorService(client, chat, generation))
     _add_token_routes(posts, TokenizationService(client, chats, generation))
     batches = _add_batch_routes(app, reader, config, Endpoints(client, reader, posts.batched))
     describe(app, _BODIES)
@@ -262,6 +270,14 @@ def _add_responses_routes(app: FastAPI, posts: _Posts, service: ResponsesService
 def _add_audio_routes(posts: _Posts, service: TranscriptService) -> None:
     posts.add_form("/v1/audio/transcriptions", TranscriptionRequest, service.transcriptions)
     posts.add_form("/v1/audio/translations", TranslationRequest, service.translations)
+
+
+def _add_vector_routes(posts: _Posts, service: VectorService) -> None:
+    posts.add("/v1/embeddings", EmbeddingRequest, service.embeddings)
+    posts.add("/pooling", PoolingRequest, service.pooling)
+    for start in ("", "/v1"):
+        posts.add(f"{start}/rerank", RerankRequest, service.rerank)
+        posts.add(f"{start}/score", ScoreRequest, service.score)
 
 
 def _add_token_routes(posts: _Posts, service: TokenizationService) -> None:
@@ -421,7 +437,7 @@ def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:
         max_model_len=model_config.max_model_len,
         capabilities={
             "input_modalities": ["text", *limits],
-            "output_modalities": ["text"],
+            "output_modalities": ["embeddings" if model_config.pools else "text"],
             "limit_mm_per_prompt": limits,
             "chat_template_content_format": chat.template.content_format,
             "tasks": dict(client.input_processor.info.get_tasks()),

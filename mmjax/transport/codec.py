@@ -31,7 +31,7 @@ __all__ = [
     "read_remainder",
 ]
 
-VERSION = 9
+VERSION = 10
 """The first byte of every message; a reader refuses any other."""
 
 Message = EngineMessage | FrontendMessage

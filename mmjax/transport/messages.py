@@ -104,6 +104,27 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """1 for the most probable token of the vocabulary."""
 
 
+class Alignment(msgspec.Struct, frozen=True, kw_only=True):
+    """How much tokens attend to an encoder's states, by the heads that align."""
+
+    weights: bytes
+    """float32, little-endian."""
+    shape: tuple[int, int, int]
+    """Heads, tokens, states."""
+
+
+class Vectors(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt has become, for a request with `pooling`."""
+
+    width: int
+    data: bytes
+    """float32[vectors, width]"""
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or len(self.data) % (4 * self.width):
+            raise ValueError(f"{len(self.data)} bytes are no float32 vectors of {self.width}")
+
+
 class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a step added to one request."""
 
@@ -127,8 +148,12 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_default
     """Likewise of those whose outputs `encoder_workers` gave."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the first token: of each of the prompt's, None for the first, or if it has no logit."""
+    alignment: Alignment | None = None
+    """With the first token, if the request asked for it."""
     weights_version: int = 0
     """Of the weights that the tokens were sampled with; each update's is one more."""
+    vectors: Vectors | None = None
+    """Of a prompt that was to become some, at its end: there are no tokens then."""
 
 
 class StepOutput(msgspec.Struct, tag=True, kw_only=True, frozen=True):

@@ -202,7 +202,8 @@ def test_processes_that_call_together_start_together() -> None:
         EngineCore(config)
 
 
-@pytest.mark.parametrize("kind", ["tiny", pytest.param("default", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a start without a compile cache, in a process of its own
+@pytest.mark.parametrize("kind", ["tiny", "default"])
 def test_compilations_leave_no_memory_behind(kind: str, tmp_path: Path) -> None:
     """Over a whole start with an empty compile cache, with requests meanwhile."""
     command = [sys.executable, "-m", "tests.engine.staged_memory", kind, str(tmp_path)]

@@ -78,8 +78,7 @@ KINDS = {
     "items of tokens": ("chameleon", {}),
 }
 MARKS = {
-    name: () if name in ("in 8 bits", "two devices", "an encoder-decoder") else pytest.mark.slow
-    for name in KINDS
+    name: () if name in ("in 8 bits", "an encoder-decoder") else pytest.mark.slow for name in KINDS
 }
 
 

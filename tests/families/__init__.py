@@ -105,6 +105,19 @@ NEAR = {
 """Rows that are little but others of another row's parts: laws that take seconds a row ask them in
 the slow run alone. `tests/models/test_array_laws.py` compares the arrays of all with HF's."""
 
+LEAST_ALIKE = {
+    "blip2",  # an item is inserted before the prompt
+    "florence2",  # encoder and decoder
+    "gemma4",  # layers that share a cache
+    "internvl gpt_oss",  # sinks, experts
+    "molmo2",  # rows of all items see each other
+    "paligemma",  # the whole prompt sees itself
+    "qwen2_5_vl",  # windows of a tower; rotary positions of three axes
+    "qwen3_vl",  # features for the first decoder layers
+}
+"""What an engine does differently for one family and another: laws that compile an engine's
+programs, or more, ask these in the default run, and all in the slow one."""
+
 
 @cache
 def served_model(name: str) -> TinyModel:

@@ -133,11 +133,14 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
 
 
 def fill(model: Any) -> None:
-    """Fill with random values; scores, which T5 does not scale, as large as others' are."""
+    """Fill with random values; scores, which T5 does not scale, as large as others' are.
+
+    What the decoder takes from the encoder is loud: else its own last token decides every answer.
+    """
     fill_with_unit_norms(model, sharpness=1.4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("relative_attention_bias.weight"):
+            if name.endswith(("relative_attention_bias.weight", "EncDecAttention.o.weight")):
                 parameter *= 3
 
 

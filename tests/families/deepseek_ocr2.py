@@ -142,7 +142,8 @@ TINY = TinyFamily(
     max_model_len=1792,
     fill=fill,
     variants={
-        "plain": Variant({}, 10),
+        # Three images are 1,300 tokens, and a program of their own.
+        "plain": Variant({}, 10, ("text", "image", "two images")),
         "groups of experts": Variant(
             {
                 "text": {

@@ -90,6 +90,8 @@ class Family:
     """What HF calls the pixels of a prompt with a video alone."""
     load_hf_videos: Callable[[], Any] | None = None
     """HF's processor, whose video processor is a stand-in (`hf_videos.py`); None: HF has none."""
+    max_videos: int = 8
+    """In a prompt."""
     video_kwargs: tuple[dict[str, Any], ...] = ({},)
     """Processor kwargs under which dummy videos have the declared maximum."""
     takes_embeds: bool = True

@@ -1,4 +1,4 @@
-"""Tiny GLM-4.1Vs, GLM-4.6Vs and GLM-OCRs: grids, merged by a convolution; videos but of OCR."""
+"""Tiny GLM-4.1Vs, GLM-4.6Vs and GLM-OCRs: grids, merged by a convolution; videos with seconds."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -217,7 +217,7 @@ def make_row(kind: str) -> TinyFamily:
         torch_inputs=torch_inputs,
         word_ids=range(5, 90),
         published_head_dim=128,
-        max_embeds={"image": 15} if kind == "glm_ocr" else {"image": 15, "video": 18},
+        max_embeds={"image": 15, "video": 18},
         fill=fill,
         mend=tell_videos_from_images,
         variants=VARIANTS[kind],
@@ -242,8 +242,9 @@ SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 40_000}}
 VIDEO_SIZE = {"shortest_edge": 6272, "longest_edge": 200_000}
 PROCESSORS: Mapping[str, tuple[Any, str]] = {
     "glm46v": (Glm46VProcessor, "Glm46V"),
-    # Of the published 4.6V, whose config.json is 4.5V's.
+    # Of the published 4.6V, whose config.json is 4.5V's; GLM-OCR names them, too.
     "glm4v_moe": (Glm46VProcessor, "Glm46V"),
+    "glm_ocr": (Glm46VProcessor, "Glm46V"),
 }
 """HF's class, and how names of the files' classes begin; of others, GLM-4.1V's."""
 
@@ -369,12 +370,8 @@ GLM4V_MOE = replace(
         unread=("model.language_model.layers.46.mlp.experts.0.up_proj.weight",),
     ),
 )
-GLM_OCR = replace(
-    like_glm4v(
-        "glm_ocr",
-        "GlmOcrForConditionalGeneration",
-        unread=("model.language_model.layers.16.eh_proj.weight",),
-    ),
-    video="",
-    load_hf_videos=None,
+GLM_OCR = like_glm4v(
+    "glm_ocr",
+    "GlmOcrForConditionalGeneration",
+    unread=("model.language_model.layers.16.eh_proj.weight",),
 )

@@ -4,7 +4,7 @@ HF's image processor needs torchvision: here its own functions run on torch's `i
 """
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,19 +17,24 @@ from transformers import Molmo2ForConditionalGeneration as HFModel
 from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor as HFCutter
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 
-from mmjax.models.molmo2.host_inputs import read_prompt_ids
-from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor
+from mmjax.models.molmo2.host_inputs import MAX_POOLED, read_prompt_ids
+from mmjax.models.molmo2.image_processor import (
+    Molmo2ImageProcessor,
+    Molmo2Sampling,
+    Molmo2VideoProcessor,
+)
 from mmjax.models.molmo2.model import Molmo2ForConditionalGeneration
 from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
+from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import CHATML, Family, HFInputs
+from tests.families.hf_videos import HFVideos, take_functions
 from tests.families.published import Published
 from tests.families.published_names import list_molmo2
-from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant, joined
-from tests.kit import draw
+from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
+from tests.kit import draw, draw_video
 
-SIDE, PATCH, MARGIN, MAX_CROPS, VOCAB = 70, 14, 1, 3, 600
+SIDE, PATCH, MARGIN, MAX_CROPS, VOCAB, NUM_FRAMES = 70, 14, 1, 3, 600, 3
 
 
 def make_cutter(side: int = SIDE) -> Molmo2ImageProcessor:
@@ -90,28 +95,51 @@ def tiny_config(
     )
 
 
+def make_frames(side: int = SIDE) -> Molmo2VideoProcessor:
+    """Return ours of videos, of which three frames are seen."""
+    return Molmo2VideoProcessor(
+        crop_side=side, patch_size=PATCH, sampling=Molmo2Sampling(num_frames=NUM_FRAMES)
+    )
+
+
 def draw_item(config: Any, media: Media) -> DrawnItem:
-    """Return a processed image."""
+    """Return a processed image, or a video of two or three frames."""
+    if media.modality == "video":
+        frames = draw_video(2 + media.seed % 2, 50, 40, media.seed)
+        tensors = make_frames(config.vision_config.image_size[0])([frames])
+        ids = as_tokens(config, tensors["video_rows"])
+        steps = np.split(np.array(ids), tensors["num_frames"][0])
+        ids = [token_id for number, step in enumerate(steps) for token_id in (5 + number, *step)]
+        named = {name: np.asarray(value) for name, value in tensors.items()}
+        return DrawnItem(named, ids[1:], np.array(ids[1:]) >= VOCAB, before=ids[:1])
     picture = draw(*SIZES[media.seed % len(SIZES)], media.seed)
     tensors = make_cutter(config.vision_config.image_size[0])([picture])
-    patch, *marks = read_prompt_ids(config)
-    ids = [patch if row >= 0 else marks[-1 - row] for row in tensors["image_rows"]]
+    ids = as_tokens(config, tensors["image_rows"])
     return DrawnItem({name: np.asarray(value) for name, value in tensors.items()}, ids)
 
 
+def as_tokens(config: Any, rows: np.ndarray) -> list[int]:
+    """Return the tokens at whose places rows of the encoder go."""
+    patch, *marks = read_prompt_ids(config)
+    return [patch if row >= 0 else marks[-1 - row] for row in rows]
+
+
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
-    """Return the sample as HF's processor would give it."""
-    taken = {"pixel_values", "image_token_pooling", "image_grids", "image_num_crops"}
-    data = joined(sample, colours_last=True)
+    """Return the sample as HF's processor would give it; videos as images without tiles."""
     kinds = torch.tensor(sample.is_embed, dtype=torch.long)[None]
-    tensors = {name: value for name, value in data.items() if name in taken}
-    if sample.items:
-        # HF numbers the patches of all images together.
-        counts = [np.prod(item.tensors["pixel_values"].shape[:-1]) for item in sample.items]
-        windows = [len(item.tensors["image_token_pooling"]) for item in sample.items]
-        shift = np.repeat(np.cumsum(counts) - counts, windows)[:, None]
-        pooling = tensors["image_token_pooling"]
-        tensors["image_token_pooling"] = np.where(pooling < 0, pooling, pooling + shift)
+    crops, pooling, grids, first = [], [], [], 0
+    for item in sample.items:
+        data = make_pixels(item.tensors, colours_last=True)
+        is_image = "pixel_values" in data
+        crops.append(data["pixel_values" if is_image else "pixel_values_videos"])
+        windows = data["image_token_pooling" if is_image else "video_token_pooling"]
+        windows = np.where(windows < 0, windows, windows + first)
+        pad = ((0, 0), (0, MAX_POOLED - windows.shape[1]))
+        pooling.append(np.pad(windows, pad, constant_values=-1))
+        grids.append(data["image_grids"] if is_image else [[len(windows), 1, 0, 0]])
+        first += np.prod(crops[-1].shape[:-1])
+    named = {"pixel_values": crops, "image_token_pooling": pooling, "image_grids": grids}
+    tensors = {name: np.concatenate(parts) for name, parts in named.items()} if crops else {}
     return make_reference_inputs(sample.token_ids, tensors) | {"mm_token_type_ids": kinds}
 
 
@@ -126,7 +154,10 @@ TINY = TinyFamily(
     torch_inputs=torch_inputs,
     word_ids=range(5, 590),
     published_head_dim=128,
-    max_embeds={"image": make_cutter().find_largest({})[1]},
+    max_embeds={
+        "image": make_cutter().find_largest({})[1],
+        "video": NUM_FRAMES * make_frames().num_frame_tokens,
+    },
     # Two images, and the text between them.
     longest_run=2 * make_cutter().find_largest({})[1] + 16,
     max_items=2,
@@ -159,7 +190,14 @@ def write_files(path: Path) -> Path:
         **{"overlap_margins": [MARGIN, MARGIN], "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
         **{"do_convert_rgb": True, "resample": 2},
     }
-    return write_directory(path, config, tokenizer, preprocessor_config=preprocessor)
+    video = {"video_processor_type": "Molmo2VideoProcessor", "size": size, "patch_size": PATCH}
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        preprocessor_config=preprocessor,
+        video_preprocessor_config={**video, "pooling_size": [3, 3], "num_frames": NUM_FRAMES},
+    )
 
 
 path = made_once(write_files)
@@ -244,6 +282,56 @@ def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInpu
     return HFInputs(ids, tensors)
 
 
+class HFWithVideos:
+    """HF's processor, whose video processor is made of its own functions."""
+
+    def __init__(self) -> None:
+        backend: Any = WithoutTorchvision()
+        known = backend._preprocess.__globals__
+        shared = ("batch_pixels_to_patches", "arange_for_pooling", "build_resized_image")
+        own = take_functions(
+            "molmo2",
+            *("sample_frames", "_build_video_patches", "_preprocess"),
+            **{name: known[name] for name in shared},
+            **dict.fromkeys(("PILImageResampling", "SizeDict", "TensorType"), Any),
+            BatchFeature=lambda data, tensor_type: data,
+        )
+        backend._build_video_patches = partial(own._build_video_patches, backend)
+        self.settings = SimpleNamespace(num_frames=NUM_FRAMES, max_fps=2)
+        self.videos = HFVideos(
+            None,
+            lambda known: own.sample_frames(self.settings, known).numpy(),
+            lambda _, seen: own._preprocess(
+                backend,
+                [torch.from_numpy(frames).permute(0, 3, 1, 2) for frames in seen],
+                size=SimpleNamespace(height=SIDE, width=SIDE),
+                resample=2,
+                do_rescale=True,
+                rescale_factor=1 / 255,
+                do_normalize=True,
+                image_mean=[0.5] * 3,
+                image_std=[0.5] * 3,
+                patch_size=PATCH,
+                pooling_size=[3, 3],
+            ),
+        )
+
+    def __call__(self, text: list[str], images: Any, videos: Any, **kwargs: Any) -> Any:
+        tensors = self.videos(videos, kwargs["video_metadata"])
+        writer: Any = SimpleNamespace(
+            use_frame_special_tokens=True,
+            video_use_col_tokens=False,
+            video_processor=self.settings,
+        )
+        writer.get_video_string = partial(Molmo2Processor.get_video_string, writer)
+        (prompt,) = text
+        for number in range(len(videos)):
+            written = Molmo2Processor.replace_video_token(writer, tensors, number)
+            prompt = prompt.replace("<|video|>", written, 1)
+        ids, own = call_hf(prompt, images or [], {})
+        return {**own, **tensors, "input_ids": [ids]}
+
+
 MOLMO2 = Family(
     name="molmo2",
     architecture="Molmo2ForConditionalGeneration",
@@ -257,6 +345,10 @@ MOLMO2 = Family(
     call_hf=call_hf,
     embed_token_ids=lambda processor: list(read_prompt_ids(processor.info.get_hf_config())),
     placeholder="<|image|>",
+    video="<|video|>",
+    max_videos=1,
+    load_hf_videos=HFWithVideos,
+    video_kwargs=({}, {"num_frames": 2}, {"do_sample_frames": False}),
     sizes=((90, 70), (37, 201)),  # without halves, which torch rounds as its threads are (below)
     takes_embeds=False,
     extra_kwargs=({}, {"max_crops": 2}),

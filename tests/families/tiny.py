@@ -116,7 +116,7 @@ class TinyFamily:
     resize: Callable[[int, int, int], Mapping[str, Any]] = resize_text
     """Keywords of `make_config` for a decoder of a width, with heads of a width, and so many."""
     variants: Mapping[str, Variant]
-    """The first one gets prompts of every kind."""
+    """The first one gets prompts of every kind, unless it names some."""
     served: Mapping[str, Any]
     """Keywords of `make_reference`: the model that engines serve."""
     draw_item: Callable[[Any, Media], DrawnItem]

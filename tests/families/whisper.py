@@ -167,7 +167,13 @@ FEATURES: Mapping[str, Any] = {
 }
 
 
-def write_files(path: Path, *, is_multilingual: bool = True) -> Path:
+def write_files(
+    path: Path,
+    *,
+    is_multilingual: bool = True,
+    decoder_layers: int = 1,
+    alignment_heads: Sequence[Sequence[int]] | None = ((0, 1), (0, 3)),
+) -> Path:
     """Write a directory of windows of one second, without weights."""
     tokenizer = make_tokenizer((*MARKS, *TIMES), eos=EOS, pad=EOS)
     ids: dict[str, int] = {one: tokenizer.convert_tokens_to_ids(one) for one in (EOS, *MARKS)}
@@ -182,7 +188,7 @@ def write_files(path: Path, *, is_multilingual: bool = True) -> Path:
         num_mel_bins=FEATURES["feature_size"],
         max_source_positions=NUM_POSITIONS,
         encoder_layers=1,
-        decoder_layers=1,
+        decoder_layers=decoder_layers,
     )
     tasks = ("translate", "transcribe")
     languages = {
@@ -197,6 +203,7 @@ def write_files(path: Path, *, is_multilingual: bool = True) -> Path:
         generation_config={
             **start,
             **(languages if is_multilingual else {}),
+            **({} if alignment_heads is None else {"alignment_heads": alignment_heads}),
             "is_multilingual": is_multilingual,
             "max_length": config.max_target_positions,
             "no_timestamps_token_id": ids["<|notimestamps|>"],

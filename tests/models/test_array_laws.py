@@ -30,12 +30,20 @@ MAX_TOKENS = 16
 """So many that requests which begin together grow out of few blocks."""
 NEVER = np.finfo(np.float32).min
 """The logit of a token that is never sampled."""
+FIRST_ALONE = {
+    *NEAR,
+    *("blip2_t5", "deepseek_ocr2", "gemma4", "gemma4_unified", "glm4v", "glm_ocr", "lfm2_vl"),
+    *("minicpmv4_6", "mistral3", "molmo2", "paddleocr_vl", "pixtral", "qwen2_5_omni", "qwen2_5_vl"),
+    *("qwen2_vl", "qwen3_5", "qwen3_vl"),
+}
+"""Of which a variant takes seconds to compile: the slow run has the others. What they vary is
+compared by parts, too, in `tests/towers` and `tests/language`."""
 VARIANTS = [
     pytest.param(
         family,
         name,
         id=f"{family.name}-{name}",
-        marks=pytest.mark.slow if row in NEAR and number else (),
+        marks=pytest.mark.slow if row in FIRST_ALONE and number else (),
     )
     for row, family in TINY_FAMILIES.items()
     for number, name in enumerate(family.variants)
@@ -66,7 +74,7 @@ def test_states_logits_and_tokens_are_hfs(family: TinyFamily, name: str):
     variant = family.variants[name]
     model = TinyModel(family, **variant.settings)
     is_first = name == next(iter(family.variants))
-    prompts = family.prompts if is_first else family.variant_prompts(name)
+    prompts = family.variant_prompts(name) if variant.prompts or not is_first else family.prompts
     for kind, parts in prompts.items():
         # Decoding is the same code in each variant; the slow run has its tokens too.
         num_states = check_prompt(model, parts, num_tokens=32 if is_first else 0)
@@ -123,10 +131,10 @@ def make_workload(name: str) -> tuple[list[Sample], list[list[int]]]:
     return samples, [list(model.paged.generate(sample, MAX_TOKENS)) for sample in samples]
 
 
-LEAST_ALIKE = {"florence2", "qwen2_5_vl"}
-"""In the default run; of one device, `tests/engine/test_schedules.py` has more families there."""
+IN_DEFAULT_RUN = {"florence2", "qwen2_5_vl"}
+"""Of one device, `tests/engine/test_schedules.py` has more families there."""
 NAMES = [
-    pytest.param(name, marks=() if name in LEAST_ALIKE else pytest.mark.slow)
+    pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
     for name in TINY_FAMILIES
 ]
 

@@ -37,7 +37,7 @@ ROWS = [
     if not family.updates_encoder_prompt
 ]
 """Whisper's prompts hold no placeholders: `test_whisper_transcripts.py` has what it says."""
-SLOW_ENGINES = {"voxtral"}
+SLOW_ENGINES = {"gemma4_unified clips", "voxtral"}
 """Items of many sizes have more programs to compile; `test_voxtral_transcripts.py` has a few."""
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -1,8 +1,7 @@
 """A directory as HF reads it: its processor and its `generate` say what mmjax says.
 
-No file of expected answers: HF's classes are asked at test time. By default of the directories that
-tests write, which have no golden ones, and of those that differ most, but for near rows; logits of
-two; of all in the slow run.
+No file of expected answers: HF's classes are asked at test time. By default of the families that
+differ most, logits of two; of all in the slow run.
 """
 
 from functools import cache
@@ -21,7 +20,7 @@ from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference, run_reference
 from mmjax.training.samples import make_sample
-from tests.families import FAMILIES, NEAR
+from tests.families import FAMILIES, LEAST_ALIKE
 from tests.families.family import Family
 from tests.kit import draw
 
@@ -30,10 +29,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 Prompt = tuple[str, list[Image.Image]]
 START = "here are the picture and some crops to help you see better how many red shapes there are "
 """More than a block of the KV cache."""
-IN_DEFAULT_RUN = {
-    *(name for name, family in FAMILIES.items() if family.is_written and name not in NEAR),
-    *("blip2", "chameleon", "fuyu", "internvl", "internvl gpt_oss", "llava", "qwen2_vl"),
-}
+IN_DEFAULT_RUN = {*LEAST_ALIKE, "llava", "qwen3_5"}
+"""Also units beside tokens alone, and states beside the cache."""
 
 
 def find_cases(names: set[str]) -> list[Any]:

@@ -64,6 +64,7 @@ def test_the_engine_answers_as_published(name: str, settings: dict[str, Any]):
     assert core.compilations == 0
 
 
+@pytest.mark.slow  # 13 s of compiling
 def test_four_devices_norm_queries_over_all_heads():
     """The published numbers' weights, cut into eight heads."""
     hf_config = load_model_config(str(GOLDEN_MODELS / "molmo_7b_o")).hf_config

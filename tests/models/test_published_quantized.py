@@ -152,6 +152,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow  # three engines, 24 s
 def test_a_server_answers_alike_from_files_a_snapshot_and_over_devices(
     checkpoint: Path, tmp_path: Path
 ):

@@ -1,5 +1,6 @@
 """Weights in 8 and 4 bits, of every family: their answers, chunked, preempted, cut."""
 
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,8 +23,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunks, preempted": {"max_num_batched_tokens": 7, "is_cramped": True},
     "two devices": {"size": 2},
 }
-IN_DEFAULT_RUN = {"gemma4"}
-"""Its decoder has most kinds of layers; engines of Gemma 3 are in `tests/layers`."""
+IN_DEFAULT_RUN = {("gemma4", "int8-weights"), ("qwen2_vl", "int4")}
+"""Gemma 4's decoder has most kinds of layers; engines of Gemma 3 are in `tests/layers`."""
 
 
 def quantize(model: TinyModel, quantization: Any) -> PagedModel:
@@ -47,10 +48,12 @@ def restore(params: Any, plain: Any) -> Any:
     return unflatten_params(leaves)
 
 
-@pytest.mark.parametrize("quantization", ["int8-weights", "int4"])
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else pytest.mark.slow) for n in TINY_FAMILIES],
+    ("name", "quantization"),
+    [
+        pytest.param(*one, marks=() if one in IN_DEFAULT_RUN else pytest.mark.slow)
+        for one in product(TINY_FAMILIES, ("int8-weights", "int4"))
+    ],
 )
 def test_the_logits_are_those_of_the_rounded_weights(name: str, quantization: str):
     model = served_model(name)

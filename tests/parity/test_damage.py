@@ -25,6 +25,10 @@ from tests.families.family import Family
 from tests.families.florence2 import fill as fill_florence2
 from tests.kit import draw
 
+pytestmark = pytest.mark.filterwarnings(
+    # PaliGemma's processor of HF makes numpy's array of a tensor.
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
 IN_DEFAULT_RUN = {"smolvlm"}
 _BLOCK = re.compile(r"^.*(?:layers?|blocks|encoder_layers)\.\d+(?=\.)")
 

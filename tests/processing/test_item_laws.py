@@ -44,9 +44,10 @@ def test_what_stands_for_an_item_is_known_without_a_checkpoint(name: str):
 @pytest.mark.parametrize("capacity", [0, 150_000, 2**26])
 def test_cold_warm_and_partly_warm_caches_agree_on_videos(family: Family, capacity: int):
     videos = [draw_video(1 + i, 60 + 20 * i, 50, i) for i in range(3)]
-    mm_data = {"video": [videos[0], videos[1], videos[0], videos[2]], "image": [draw(60, 170)]}
-    video = family.video
-    prompt = f"a\n{video}{video}{family.placeholder}\n{video} {video}"
+    several = [videos[0], videos[1], videos[0], videos[2]][: family.max_videos]
+    mm_data = {"video": several, "image": [draw(60, 170)]}
+    video, more = family.video, family.video * (len(several) > 1)
+    prompt = f"a\n{video}{more}{family.placeholder}\n{more} {more}"
     wanted = family.make_processor().apply(prompt, mm_data)
     cache = MultiModalProcessorOnlyCache(capacity)
     processor = family.make_processor(processor_cache=cache)

@@ -1,20 +1,37 @@
 """Molmo 2's crops and points: where its own rules end, and what it refuses."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers.video_utils import VideoMetadata
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestError, RequestValueError
 from mmjax.models.molmo2.answers import parse_points
-from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor, pool_grid, resize_bilinear
+from mmjax.models.molmo2.image_processor import (
+    Molmo2ImageProcessor,
+    Molmo2Sampling,
+    pool_grid,
+    resize_bilinear,
+)
 from mmjax.models.registry import create_processor
 from mmjax.processing.items.items import ImageSize
 from tests.families.directories import edit_json
-from tests.families.molmo2 import MOLMO2, call_hf, cut, make_cutter, write_files
-from tests.kit import draw
+from tests.families.family import call_with_videos
+from tests.families.hf_videos import take_functions
+from tests.families.molmo2 import (
+    MOLMO2,
+    HFWithVideos,
+    call_hf,
+    cut,
+    make_cutter,
+    make_frames,
+    write_files,
+)
+from tests.kit import draw, draw_video
 
 SIZES = [(37, 211), (90, 70), (300, 40), (14, 14), (500, 500), (84, 126), (3, 400)]
 ONE = [ImageSize(width=200, height=100)]
@@ -110,6 +127,42 @@ def test_an_answer_is_parsed_by_the_image_as_it_was_sent(processor: Any):
     assert processor.prepare("point", {}).parse_answer is None
 
 
+@pytest.mark.parametrize("asked", [{}, {"num_frames": 7}, {"num_frames": 30}, {"fps": 0.7}])
+@pytest.mark.parametrize("fps", [0.5, 2.0, 2.5, 29.97])
+@pytest.mark.parametrize("duration", [None, 1.7, 299.5])
+def test_sampled_frames_are_hfs(asked: dict[str, Any], fps: float, duration: float | None):
+    hf = take_functions("molmo2", "sample_frames").sample_frames
+    for total in (1, 2, 9, 47, 64, 65, 333, 5000):
+        metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=duration)
+        wanted = hf(SimpleNamespace(num_frames=64, max_fps=2), metadata, **asked).numpy()
+        known = {"fps": fps, "duration": duration}
+        found, _ = Molmo2Sampling().asked(asked).select(np.arange(total), known)
+        # Its rounding may give a place behind the last frame, at which HF fails.
+        np.testing.assert_array_equal(found, wanted[wanted < total])
+
+
+@pytest.mark.parametrize("known", [{}, {"fps": 5.0}, {"fps": 5.0, "frames_indices": [0, 9, 70]}])
+def test_seconds_are_hfs(processor: Any, known: dict[str, Any]):
+    """Also of frames of which nobody says the speed: two a second."""
+    if "frames_indices" in known:
+        known = {**known, "total_num_frames": 99}
+    video = (draw_video(3, 60, 60), known)
+    inputs = processor.apply("<|video|>what", {"video": [video]})
+    assert (
+        inputs.prompt_token_ids
+        == call_with_videos(HFWithVideos(), "<|video|>what", [], [video]).input_ids
+    )
+    (place,) = inputs.mm_placeholders["video"]
+    # Of so few frames at five a second one is seen.
+    frames = 1 if known == {"fps": 5.0} else 3
+    assert place.get_num_embeds() == frames * make_frames().num_frame_tokens
+
+
+def test_a_second_video_is_refused(processor: Any):
+    with pytest.raises(RequestError, match="video"):
+        processor.apply("<|video|><|video|>", {"video": [draw_video(3, 60, 60)] * 2})
+
+
 @pytest.mark.parametrize("max_crops", [0, -1, True, "3", 1000])
 def test_other_numbers_of_crops_are_refused(processor: Any, max_crops: Any):
     with pytest.raises(RequestValueError, match="max_crops"):
@@ -123,6 +176,9 @@ def test_other_numbers_of_crops_are_refused(processor: Any, max_crops: Any):
         ("preprocessor_config", "patch_size", 7),
         ("preprocessor_config", "resample", 3),
         ("preprocessor_config", "pooling_size", [4, 4]),
+        ("video_preprocessor_config", "pooling_size", [4, 4]),
+        ("video_preprocessor_config", "patch_size", 7),
+        ("config", "frame_start_token_id", 3),
         ("preprocessor_config", "overlap_margins", [3, 2]),
         ("config", "image_patch_id", 3),
         ("config", "vision_config.num_position_embeddings", 24),
@@ -133,6 +189,7 @@ def test_files_that_contradict_each_other_are_refused(
 ):
     path = write_files(tmp_path / "checkpoint")
     edit_json(path / f"{file}.json", {key: value})
-    name = "<im_patch>" if key == "image_patch_id" else key.rpartition(".")[2]
+    tokens = {"image_patch_id": "<im_patch>", "frame_start_token_id": "<frame_start>"}
+    name = tokens.get(key, key.rpartition(".")[2])
     with pytest.raises(CheckpointError, match=name):
         create_processor(str(path)).apply("<|image|>", {"image": [draw(20, 20)]})

@@ -9,6 +9,7 @@ import json
 import re
 import wave
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from mmjax.models.model_source import load_model_config
 from mmjax.server.openai.transcripts import service
 from mmjax.server.openai.transcripts.room import Room
 from tests.families.voxtral import VOXTRAL
-from tests.families.whisper import RATE, WHISPER
+from tests.families.whisper import RATE, WHISPER, write_files
 from tests.server.conftest import MakeServer, Server, servers
 
 ROUTE, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
@@ -233,7 +234,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "hotter": ({"temperature": "1000"}, "less than or equal to 100", "temperature"),
     "words": (
         {"timestamp_granularities[]": "word"},
-        "words have no times here",
+        "has no words' times; ask for verbose_json",
+        "timestamp_granularities",
+    ),
+    "streamed words": (
+        {"timestamp_granularities[]": "word", "stream": "true"},
+        "words are not streamed",
         "timestamp_granularities",
     ),
     "included": ({"include[]": "logprobs"}, "not supported", "include"),
@@ -250,6 +256,19 @@ def test_a_wrong_field_is_named(server: Server, name: str):
     message, named = error_of(post(server, **fields))
     assert text in message
     assert named == param
+
+
+def test_words_without_heads_that_align(tmp_path: Path):
+    path = write_files(tmp_path, alignment_heads=None)
+    without = InputProcessor(load_model_config(str(path), served_model_name="tiny"))
+    fields: dict[str, Any] = {
+        "timestamp_granularities[]": "word",
+        "response_format": "verbose_json",
+    }
+    with servers(without, without) as make:
+        message, param = error_of(post(make(), **fields))
+    assert "has no `alignment_heads`" in message
+    assert param == "timestamp_granularities"
 
 
 def test_a_wrong_model_and_a_wrong_body(server: Server):
@@ -307,6 +326,11 @@ def test_what_it_has_not_is_refused(voxtral: Server):
     assert error_of(post(voxtral, prompt="the star"))[1] == "prompt"
     assert error_of(post(voxtral, language="klingon"))[1] == "language"
     assert error_of(post(voxtral, logprob_threshold="-1"))[1] == "logprob_threshold"
+    words: dict[str, Any] = {
+        "timestamp_granularities[]": "word",
+        "response_format": "verbose_json",
+    }
+    assert error_of(post(voxtral, **words))[1] == "timestamp_granularities"
 
 
 # ---- threats -------------------------------------------------------------------------------------

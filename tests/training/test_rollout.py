@@ -17,6 +17,8 @@ PARITY = 1e-4
 LOUD = {"deepseek_vl2", "florence2", "molmo", "qwen_vl"}
 """Golden models, whose random weights make logits so large that float32 rounds their last bits off:
 they are up to 8e-5 apart."""
+LARGER_STEPS = {"molmo2": {"max_num_batched_tokens": 128}}
+"""Whose two pictures see each other, and so go in one step: of 71 tokens, where others have 64."""
 IN_DEFAULT_RUN = {"gemma3"}
 
 
@@ -30,9 +32,8 @@ IN_DEFAULT_RUN = {"gemma3"}
 def test_the_first_importance_ratio_is_one(name: str):
     family = FAMILIES[name]
     prompts = write_prompts(family)
-    with LLM(
-        family.checkpoint, dtype="float32", use_tqdm_on_load=False, **family.llm_settings
-    ) as llm:
+    settings = {**family.llm_settings, **LARGER_STEPS.get(name, {})}
+    with LLM(family.checkpoint, dtype="float32", use_tqdm_on_load=False, **settings) as llm:
         outputs = llm.generate(prompts, DRAWN, use_tqdm=False, return_mm_inputs=True)
         model = ScoredModel.of(llm)
     answers = [output.outputs[0] for output in outputs]

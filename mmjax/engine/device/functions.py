@@ -184,6 +184,24 @@ def encode_prompts(
     return write_rows(pool, states.reshape(-1, pool.shape[-1]), rows), rows[0]
 
 
+def align(
+    graphdef: Any,
+    gather: Gather,
+    heads: Sequence[tuple[int, int]],
+    *,
+    params: Params,
+    pool: Shaped[Array, "rows D"],
+    token_ids: Int[Array, " T"],
+    state_rows: Int[Array, " S"],
+) -> Float[Array, "_heads T S"]:
+    """Return how much a text's tokens attend to an encoder's states, which are rows of the pool.
+
+    What stands behind the text changes nothing of it.
+    """
+    states = from_storage(pool[state_rows])
+    return gather(bind(graphdef, params).align(token_ids, states, heads), 0)
+
+
 def write_extra(
     graphdef: Any, params: Params, pool: Shaped[Array, "rows D"]
 ) -> Shaped[Array, "rows D"]:
@@ -356,6 +374,18 @@ def sample(
         return _pad_tokens(placement.argmax(logits), layout)
     drawn = sample_full(placement.gather(logits, 1), batch, tables, previous, logprobs_mode)
     return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
+
+
+def pool_rows(
+    graphdef: Any,
+    *,
+    params: Params,
+    hidden: Shaped[Array, "rows D"],
+    rows: Int[Array, " R"],
+) -> Float[Array, "R _width"]:
+    """Return what becomes vectors of some rows, in float32."""
+    states = bind(graphdef, params).project_states(from_storage(hidden[rows]))
+    return states.astype(jnp.float32)
 
 
 def _pad_tokens(token_ids: Int[Array, " R"], layout: Layout) -> Int[Array, " sampled"]:

@@ -28,12 +28,14 @@ from mmjax.engine.device.functions import (
     AdapterArrays,
     ModelShape,
     StepState,
+    align,
     copy_states,
     encode,
     encode_alone,
     encode_prompts,
     gather_blocks,
     load_adapter,
+    pool_rows,
     sample,
     scatter_blocks,
     step,
@@ -73,6 +75,15 @@ class DeviceArrays(NamedTuple):
     """The last sample."""
 
 
+class AlignCall(NamedTuple):
+    """The host's arguments of one call of `align`."""
+
+    token_ids: np.ndarray
+    """int32[T]"""
+    state_rows: np.ndarray
+    """int32[S]: rows of the pool."""
+
+
 class Programs:
     """The jitted functions of one model on one placement, for all buckets."""
 
@@ -95,12 +106,15 @@ class Programs:
         takes_embeds: bool = False,
         keeps_rows: bool = False,
         unread: Collection[str] = (),
+        alignment_heads: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them.
 
         `takes_embeds`: of clients; `keeps_rows`: whether what is encoded is returned, too.
         `unread`: parameters that are not held, of programs that encode and do nothing else.
+        `alignment_heads`: as of `MultiModalModel`.
         """
+        self.alignment_heads = alignment_heads
         self.keeps_rows, self.embed_width = keeps_rows, shape.embed_width
         model = bind(shape.graphdef, params)
         self.buckets, self.adapted = buckets, adapted
@@ -156,7 +170,7 @@ class Programs:
         )
 
     def _jit(self, model: Any, logprobs_mode: LogprobsMode) -> None:
-        graphdef, placement = self._shape.graphdef, self.placement
+        graphdef, placement, keeps = self._shape.graphdef, self.placement, self.keeps_rows
         # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
         kv_cache = self._shard_cache(model.kv_cache_spec)
@@ -166,7 +180,7 @@ class Programs:
         def make_encode(gather: Any) -> Any:
             if self._unread:
                 return partial(encode_alone, graphdef, self._unread, gather)
-            return partial(encode, graphdef, self.adapted, gather, returns_rows=self.keeps_rows)
+            return partial(encode, graphdef, self.adapted, gather, returns_rows=keeps)
 
         self._functions = {
             **{
@@ -178,6 +192,10 @@ class Programs:
             "encode prompts": jit(
                 partial(encode_prompts, graphdef, placement.gather),
                 donate_argnames="pool",
+                out_shardings=whole,
+            ),
+            "align": jit(
+                partial(align, graphdef, placement.gather, self.alignment_heads),
                 out_shardings=whole,
             ),
             "write": jit(write_rows, donate_argnames="pool", out_shardings=whole),
@@ -194,17 +212,22 @@ class Programs:
                 static_argnames=("layout", "num_rows", "is_plain"),
                 out_shardings=whole,
             ),
+            "pool": jit(partial(pool_rows, graphdef), out_shardings=whole),
         }
+        self._jit_others(jit, kv_cache, whole)
+
+    def _jit_others(self, jit: Any, kv_cache: Any, whole: Any) -> None:
+        """Jit what has one program each: allocations, and copies within caches."""
         # No device ever holds all of a sharded array.
         self._allocate = jax.jit(self._zeros, static_argnums=0, out_shardings=self._shardings)
         self._allocate_adapters = jax.jit(
             self._zero_adapters, out_shardings=self._adapter_shardings
         )
         self.write_extra = jit(
-            partial(write_extra, graphdef), donate_argnames="pool", out_shardings=whole
+            partial(write_extra, self._shape.graphdef), donate_argnames="pool", out_shardings=whole
         )
         self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
-        self._block_sharding = placement.heads(self._cache_type.HEAD_AXIS)
+        self._block_sharding = self.placement.heads(self._cache_type.HEAD_AXIS)
         self.gather_blocks = jit(gather_blocks, out_shardings=self._block_sharding)
         self.scatter_blocks = jit(
             scatter_blocks, donate_argnames="kv_cache", out_shardings=(kv_cache, whole)
@@ -340,6 +363,11 @@ class Programs:
         """Return the tables of a sample, on the host, which ask for nothing."""
         return empty_tables(num_rows, self.history_len, self.vocab_size)
 
+    def empty_alignment(self) -> AlignCall:
+        """Return a call of padding."""
+        (size,) = self.buckets.align
+        return AlignCall(np.zeros(size, np.int32), np.zeros(self.max_encoder_len, np.int32))
+
     # ---- programs ------------------------------------------------------------------------------
 
     def make(self, num_blocks: int, keys: Iterable[ProgramKey] | None = None) -> list[Program]:
@@ -362,7 +390,9 @@ class Programs:
             "encode clips": partial(self._describe_encode, "encode clips"),
             "encode prompts": self._describe_encode_prompts,
             "write": self._describe_write,
+            "align": self._describe_align,
             "sample": self._describe_sample,
+            "pool": self._describe_pool,
         }[key.function]
         return Program(_label(key), self._functions[key.function], describe(key.size, arrays))
 
@@ -422,6 +452,14 @@ class Programs:
         embeds = self._describe((size, self._shape.embed_width), self._shape.dtype)
         return {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._describe((size,))}
 
+    def _describe_align(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
+        assert (size,) == self.buckets.align, f"{size=}"
+        inputs = {
+            name: self._describe(one.shape)
+            for name, one in self.empty_alignment()._asdict().items()
+        }
+        return {"params": self.params, "pool": arrays.pool, **inputs}
+
     def _describe_sample(self, bucket: SampleBucket, arrays: DeviceArrays) -> dict[str, Any]:
         tables = self.empty_tables(bucket.num_rows)
         return {
@@ -435,6 +473,10 @@ class Programs:
             "previous": arrays.previous,
             "adapters": self.describe_adapters(),
         }
+
+    def _describe_pool(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
+        hidden = arrays.state.hidden
+        return {"params": self.params, "hidden": hidden, "rows": self._describe((size,))}
 
     def _describe(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)

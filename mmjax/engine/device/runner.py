@@ -21,7 +21,7 @@ from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
 from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import Call, SampleKind
-from mmjax.engine.device.programs import Programs
+from mmjax.engine.device.programs import AlignCall, Programs
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables
 from mmjax.engine.scheduling.buckets import (
     ProgramKey,
@@ -36,11 +36,11 @@ from mmjax.engine.scheduling.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from mmjax.engine.scheduling.request import EncoderItem
+from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.layers.cpu.storage import from_storage
 from mmjax.layers.module import set_param
 from mmjax.system.logger import get_logger
-from mmjax.transport.messages import TokenLogprobs
+from mmjax.transport.messages import Alignment, TokenLogprobs
 from mmjax.weights.adapter import fill_slot
 
 logger = get_logger(__name__)
@@ -56,14 +56,26 @@ class InFlight(NamedTuple):
     encoded: Array | None
     """Ready once its items are encoded; None: it has none."""
     reports: "Sequence[PromptReport]" = ()
+    alignments: "Sequence[AlignmentReport]" = ()
     unsaved: "Sequence[UnsavedRows]" = ()
     """Outputs of its encoder calls that are to be kept on disk."""
     found: Collection[str] = ()
     """What `Request.encoded` calls its items whose rows were found on disk."""
     tables: SampleTables | None = None
     """The tables of a step that is not sampled yet, since some of its masks are awaited."""
+    pooled: "PooledRows | None" = None
+    """Of an engine that samples nothing."""
     late: Collection[str] = ()
     """Requests whose mask did not come in time: what was sampled for them is nobody's token."""
+
+
+class PooledRows(NamedTuple):
+    """States that a step gives for vectors."""
+
+    windows: Sequence[tuple[ScheduledRequest, int]]
+    """Whose they are, and how many rows each has."""
+    calls: Sequence[tuple[Array, int]]
+    """The rows of all, in order, and how many of each array."""
 
 
 class UnsavedRows(NamedTuple):
@@ -91,6 +103,14 @@ class PromptReport(NamedTuple):
     """int32[tokens]: those behind the window's; some may have no logit."""
     drawn: Sequence[SampleOutput]
     """Their rows, in order."""
+
+
+class AlignmentReport(NamedTuple):
+    """How much the tokens of one request's prompt attend to its encoder's states."""
+
+    request: Request
+    weights: Array
+    """float32[heads, tokens, states], with padding."""
 
 
 class ModelRunner:
@@ -235,9 +255,16 @@ class ModelRunner:
             rest,
             self._encoded,
             self._report_prompts(output.requests),
+            alignments=[
+                self._align(scheduled.request)
+                for scheduled in output.requests
+                if scheduled.num_new_states and scheduled.request.sampling_params.alignment
+            ],
             unsaved=() if self._unsaved is None else (self._unsaved,),
             found=self._found,
         )
+        if self.buckets.pools:
+            return in_flight._replace(pooled=self._pool_states(output.requests))
         sampled = in_flight.sampled
         if not sampled:
             return in_flight
@@ -268,7 +295,9 @@ class ModelRunner:
     def read(self, in_flight: InFlight) -> ModelRunnerOutput:
         """Wait for a step, and return its sampled tokens."""
         output: ModelRunnerOutput = {}
-        if in_flight.sampled:
+        if in_flight.pooled is not None:
+            output = _read_pooled(in_flight.pooled)
+        elif in_flight.sampled:
             output = _read(in_flight.sampled, jax.device_get(in_flight.drawn))
         else:
             jax.block_until_ready(in_flight.drawn)
@@ -279,6 +308,10 @@ class ModelRunner:
             request_id = report.scheduled.request.request_id
             (token,) = output.get(request_id, [SampledToken()])
             output[request_id] = [msgspec.structs.replace(token, prompt_logprobs=logprobs)]
+        for request, weights in in_flight.alignments:
+            (token,) = output.get(request.request_id, [SampledToken()])
+            alignment = _cut_alignment(request, jax.device_get(weights))
+            output[request.request_id] = [msgspec.structs.replace(token, alignment=alignment)]
         for unsaved in in_flight.unsaved:
             self._save(unsaved)
         return output
@@ -361,6 +394,20 @@ class ModelRunner:
             yield self._run_reports(size, packed)
             start += number
 
+    def _align(self, request: Request) -> AlignmentReport:
+        """Align a request's prompt with its encoder's states, which are in the pool."""
+        assert request.encoder is not None, "a request without an encoder's states is aligned"
+        call = self._programs.empty_alignment()
+        call.token_ids[: request.num_prompt_tokens] = request.prompt_token_ids
+        call.state_rows[: request.encoder_len] = self.rows.get(request.encoder.identifier)
+        return AlignmentReport(request, self._run_align(call))
+
+    def _run_align(self, call: AlignCall) -> Array:
+        size = len(call.token_ids)
+        self._lead("align", size)
+        on_device = self._placement.put(call._asdict())
+        return self._compiled("align", size, params=self.params, pool=self._pool, **on_device)
+
     def _run_reports(self, num_rows: int, packed: np.ndarray) -> SampleOutput:
         bucket = SampleBucket(num_rows, is_plain=False)
         self._lead("sample", bucket, SampleKind.REPORTS)
@@ -393,6 +440,34 @@ class ModelRunner:
             previous=self._previous,
             adapters=self._adapters,
         )
+
+    def _pool_states(self, requests: Sequence[ScheduledRequest]) -> PooledRows | None:
+        """Compute what becomes vectors of a step's rows; None: of none of them."""
+        windows: list[tuple[ScheduledRequest, int]] = []
+        parts: list[np.ndarray] = []
+        first_row = 0
+        for scheduled in requests:
+            end = scheduled.end
+            start = scheduled.request.find_pooled(scheduled.start, end)
+            if start < end:
+                windows.append((scheduled, end - start))
+                parts.append(np.arange(start, end, dtype=np.int32) + (first_row - scheduled.start))
+            first_row += scheduled.num_tokens
+        if not parts:
+            return None
+        rows, calls, place = np.concatenate(parts), list[tuple[Array, int]](), 0
+        for size, number in split_calls(self._compiled.ready.pool, len(rows)):
+            packed = np.zeros(size, np.int32)
+            packed[:number] = rows[place : place + number]
+            calls.append((self._run_pool(packed), number))
+            place += number
+        return PooledRows(windows, calls)
+
+    def _run_pool(self, rows: np.ndarray) -> Array:
+        self._lead("pool", len(rows))
+        placed = self._placement.put(rows)
+        given = {"params": self.params, "hidden": self._state.hidden, "rows": placed}
+        return self._compiled("pool", len(rows), **given)
 
     def _run_encode(self, call: EncoderCall) -> None:
         self._lead(call.function, call.bucket)
@@ -576,6 +651,10 @@ class ModelRunner:
             self._run_encode_prompts(self._programs.prompt_calls.empty(size))
         elif function == "write":
             self._run_write(self._programs.precomputed.empty(size))
+        elif function == "align":
+            self._run_align(self._programs.empty_alignment())
+        elif function == "pool":
+            jax.block_until_ready(self._run_pool(np.zeros(size, np.int32)))
         elif kind is SampleKind.REPORTS:
             packed = np.zeros(self._programs.sample_layout.size, np.int32)
             self._run_reports(size.num_rows, packed)
@@ -619,6 +698,26 @@ def _read(
             logprobs = _read_row(drawn, row, tokens[row], num_wanted)
         token = SampledToken(tokens[row], logprobs)
         output.setdefault(scheduled.request.request_id, []).append(token)
+    return output
+
+
+def _cut_alignment(request: Request, weights: np.ndarray) -> Alignment:
+    wanted = request.sampling_params.alignment
+    assert wanted is not None, "no alignment was asked for"
+    cut = weights[:, wanted.first_token : request.num_prompt_tokens, : wanted.num_states]
+    heads, tokens, states = cut.shape
+    return Alignment(weights=cut.astype("<f4").tobytes(), shape=(heads, tokens, states))
+
+
+def _read_pooled(pooled: PooledRows) -> ModelRunnerOutput:
+    """Return the states of each request's window."""
+    states = np.concatenate([jax.device_get(array)[:number] for array, number in pooled.calls])
+    output: ModelRunnerOutput = {}
+    start = 0
+    for scheduled, number in pooled.windows:
+        part = states[start : start + number]
+        output[scheduled.request.request_id] = [SampledToken(states=part)]
+        start += number
     return output
 
 

@@ -131,6 +131,8 @@ class AdmissionLimits:
     """Whether the model has recurrent layers."""
     item_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Units, or patches, of the calls that encode items, here or elsewhere, by function."""
+    aligns: bool = False
+    """Whether the model has heads that align a text with an encoder's states."""
 
     def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
         """Raise `RequestValueError` for a prompt that cannot be computed."""
@@ -226,6 +228,7 @@ class AdmissionLimits:
 
     def check_request(self, request: Request) -> None:
         """Raise `RequestValueError` for a request that cannot be served to its end."""
+        self._check_alignment(request)
         if request.num_output_tokens >= max(request.max_tokens, 1):
             raise RequestValueError(
                 f"the request has {request.num_output_tokens} tokens already, and ends after "
@@ -249,6 +252,24 @@ class AdmissionLimits:
                 f"`min_tokens` with {num_held_back} ids that end the text, the model's own among "
                 f"them; at most {limit} can be held back: shorten `stop_token_ids`",
                 param="stop_token_ids",
+            )
+
+    def _check_alignment(self, request: Request) -> None:
+        wanted = request.sampling_params.alignment
+        if wanted is None:
+            return
+        if not self.aligns:
+            raise RequestValueError.about(
+                "alignment",
+                "is asked for, and the model has no heads that align; leave it out",
+            )
+        is_within = 0 <= wanted.first_token < request.num_prompt_tokens
+        if not is_within or not 1 <= wanted.num_states <= request.encoder_len:
+            raise RequestValueError.about(
+                "alignment",
+                f"is of the tokens from {wanted.first_token} on and {wanted.num_states} states; "
+                f"the prompt has {request.num_prompt_tokens} tokens, and its encoder's "
+                f"{request.encoder_len} states",
             )
 
     def _check_vocabulary(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> None:
@@ -362,8 +383,17 @@ class ItemSizes:
                 self._entries[item.identifier] = (num_embeds, count - 1)
 
 
-def check_is_served(message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool) -> None:
+def check_is_served(
+    message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool, pools: bool
+) -> None:
     """Raise RequestError for a request that this engine has no means for."""
+    if (message.sampling_params.pooling is not None) != pools:
+        runner = "pooling" if pools else "generate"
+        raise RequestRuntimeError(
+            f"the request is for {'text' if pools else 'vectors'}, but the engine's `runner` is "
+            f"'{runner}'; P0 refuses such requests",
+            param="pooling",
+        )
     if message.sampling_params.seed is None and not message.sampling_params.is_greedy:
         raise RequestRuntimeError(
             "the request is sampled and brings no `seed`; expected the one that P0 draws where its "

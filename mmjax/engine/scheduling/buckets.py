@@ -80,9 +80,9 @@ class ProgramKey(NamedTuple):
     """One program: a jitted function, and the bucket that it is compiled for."""
 
     function: str
-    """"step", "encode", "encode clips", "encode prompts", "write" or "sample"."""
+    """"step", "encode", "encode clips", "encode prompts", "write", "align", "sample" or "pool"."""
     size: Any
-    """A `StepBucket`, a `SampleBucket`, or a number of units, patches, prompts or rows."""
+    """A `StepBucket`, a `SampleBucket`, or a number of units, patches, prompts, rows or tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +102,14 @@ class Buckets:
     """Precomputed embeddings; empty if the engine takes none."""
     prompts: tuple[int, ...] = ()
     """Prompts of an encoder-decoder model's encoder, all padded to its longest."""
+    align: tuple[int, ...] = ()
+    """Tokens of a text that is aligned with an encoder's states; empty if none is."""
+    pool: tuple[int, ...] = ()
+    """Rows whose states are read, of an engine that samples nothing."""
     has_adapters: bool = False
     """Whether there is each step with adapters, too."""
+    pools: bool = False
+    """Whether states are read, and no tokens sampled."""
 
     @classmethod
     def create(
@@ -117,9 +123,11 @@ class Buckets:
         max_written: int = 0,
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
+        max_aligned: int = 0,
         has_adapters: bool = False,
         num_guessed: int = 0,
         max_num_rows: int = 0,
+        pools: bool = False,
     ) -> "Buckets":
         """Choose few buckets: 16 requests and 2,048 tokens give at most 31 programs.
 
@@ -138,10 +146,12 @@ class Buckets:
             max_encoder_len: Of an encoder-decoder model. Every mixed bucket has room for the
                 encoder hidden states of a few requests: its prompts are short, so that a mixed
                 step is usually a first one.
+            max_aligned: Tokens of the longest text that is aligned with an encoder's states.
             has_adapters: Whether requests may have adapters: twice as many steps.
             num_guessed: Tokens that may be guessed behind a request's own. Each is a row of a
                 decode step, whose sizes then include that of one request with all its guesses.
             max_num_rows: Rows of a step with guesses, at most.
+            pools: Whether states are read, and no tokens sampled.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = round_up(max_num_batched_tokens, TILE_SIZE)
@@ -174,7 +184,10 @@ class Buckets:
             clips=clips,
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
+            align=(max_aligned,) if max_aligned else (),
+            pool=ladder(1, top, 4) if pools else (),
             has_adapters=has_adapters,
+            pools=pools,
         )
 
     @property
@@ -192,7 +205,9 @@ class Buckets:
             **self.encode_sizes,
             "encode prompts": self.prompts,
             "write": self.write,
-            "sample": samples,
+            "align": self.align,
+            "sample": () if self.pools else samples,
+            "pool": self.pool,
         }
         return [ProgramKey(name, size) for name, many in sizes.items() for size in reversed(many)]
 
@@ -264,6 +279,8 @@ class Buckets:
             "clips": self.clips,
             "prompts": self.prompts,
             "write": self.write,
+            "align": self.align,
+            "pool": _ends_first(self.pool) if self.pool else (),
         }
         rounds = [
             [
@@ -320,7 +337,7 @@ class Buckets:
         return replace(found, has_adapters=True) if has_adapters else found
 
 
-_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write")
+_KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write", "align", "pool")
 """The fields of `Buckets` that hold sizes."""
 
 

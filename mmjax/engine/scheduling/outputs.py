@@ -10,7 +10,7 @@ import numpy as np
 from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.cache.kv.kv_cache_manager import BlockCopy
 from mmjax.engine.scheduling.request import EncoderItem, Request
-from mmjax.transport.messages import TokenLogprobs
+from mmjax.transport.messages import Alignment, TokenLogprobs
 from mmjax.weights.adapter import Adapter
 
 
@@ -114,11 +114,16 @@ class SampledToken(msgspec.Struct, frozen=True):
     """The sampled token of one request, with log-probabilities if it asked for them."""
 
     token_id: int = -1
-    """-1: the window did not sample; it reports its prompt's log-probabilities alone."""
+    """-1: the window did not sample; it reports what is known of its prompt alone."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()
     """Log-probabilities of the prompt's tokens that the window's tokens predict."""
+    alignment: Alignment | None = None
+    """Of the request's prompt, with its first window."""
+    states: np.ndarray | None = None
+    """float32[rows, D]: of an engine that pools, in place of all else: of the window's tokens, or
+    of its last one alone (`Request.find_pooled`)."""
 
 
 ModelRunnerOutput = dict[str, list[SampledToken]]
-"""request_id -> the token of each of its windows, if these `sample` or have log-probabilities."""
+"""request_id -> the token of each of its windows, if these `sample` or report of the prompt."""

@@ -24,7 +24,7 @@ from mmjax.models.host_inputs import RotaryPositions, Sees
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.system.request_times import RequestTimes
-from mmjax.transport.messages import TokenLogprobs
+from mmjax.transport.messages import Alignment, TokenLogprobs, Vectors
 
 NUM_MASKED = 32
 """Tokens that `min_tokens` holds back by the batch's own table; further ones are bans, which cost
@@ -165,8 +165,12 @@ class Request:
     """The slot of the snapshot that it begins with."""
     forecast: Forecast | None = None
     """What is guessed of it; None: nothing is."""
+    states: np.ndarray | None = None
+    """float32[rows, D]: what is known of the states that become vectors."""
     started_at = 0.0
     """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
+    alignment: Alignment | None = None
+    """That of its prompt, if it is wanted and known."""
 
     def __init__(
         self,
@@ -385,6 +389,29 @@ class Request:
         if not start:
             self.prompt_logprobs = [None]
         self.prompt_logprobs[start + 1 :] = logprobs
+
+    def find_pooled(self, start: int, end: int) -> int:
+        """Return from which of a window's positions on states become vectors; `end`: from none."""
+        pooling = self.sampling_params.pooling
+        assert pooling is not None, "the engine pools"
+        return start if pooling.reads_all else min(max(start, self.num_prompt_tokens - 1), end)
+
+    def add_states(self, start: int, states: np.ndarray) -> None:
+        """Add those of a window's last tokens; a preempted request gives the same again."""
+        last = self.num_prompt_tokens - 1
+        first = self.find_pooled(start, last)
+        skipped = self.find_pooled(0, last)
+        if self.states is None:
+            self.states = np.zeros((last + 1 - skipped, states.shape[1]), np.float32)
+        self.states[first - skipped : first - skipped + len(states)] = states
+
+    def take_vectors(self) -> Vectors | None:
+        """Return what a prompt of which all is computed has become; None: it was for text."""
+        pooling, states = self.sampling_params.pooling, self.states
+        if pooling is None or states is None:
+            return None
+        vectors, self.states = pooling.pool(states), None
+        return Vectors(width=vectors.shape[1], data=vectors.tobytes())
 
     def place_guess(self, most: int) -> int:
         """Put guessed tokens behind the known ones; return how many, at most `most`.

@@ -65,6 +65,7 @@ class RequestMaker:
             message,
             has_encoder=bool(limits.max_encoder_len),
             has_adapters=self._config.lora.enable_lora,
+            pools=self._config.model.pools,
         )
         check_places(features)
         adapter = None if message.lora_name is None else self._adapters.find(message.lora_name)
@@ -90,8 +91,8 @@ class RequestMaker:
             priority=message.priority if self._has_priorities else 0,
             cache_salt=message.cache_salt,
             lora_request=adapter,
-            # All of the prompt is computed where its log-probabilities are wanted, as in vLLM.
-            block_hasher=self.block_hasher if params.prompt_logprobs is None else None,
+            # All of the prompt is computed where something of each token is wanted, as in vLLM.
+            block_hasher=None if params.reads_prompt else self.block_hasher,
             sees=limits.sees,
             logit_rules=LogitRules(
                 params,

@@ -29,12 +29,11 @@ from mmjax.engine.scheduling.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from mmjax.engine.scheduling.queues import WaitingQueue
+from mmjax.engine.scheduling.queues import WaitingQueue, full_error
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import (
-    CapacityError,
     InternalError,
     MediaIdConflictError,
     RequestError,
@@ -180,7 +179,7 @@ class Scheduler:
                 param="request_id",
             )
         if len(self._requests) >= self._max_num_unfinished_seqs:
-            raise _full(len(self.running), len(self.waiting))
+            raise full_error(len(self.running), len(self.waiting))
         for item in request.media_items:
             known = self.encoder_cache.get_num_embeds(item.identifier)
             if known not in (None, item.num_embeds):
@@ -375,8 +374,11 @@ class Scheduler:
     ) -> RequestOutputDelta | None:
         """Append the sampled tokens that are right, and finish the request if it ends there."""
         request = scheduled.request
+        if tokens[0].states is not None:
+            request.add_states(scheduled.start, tokens[0].states)
         if tokens[0].prompt_logprobs:
             request.add_prompt_logprobs(scheduled.start, tokens[0].prompt_logprobs)
+        request.alignment = tokens[0].alignment or request.alignment
         if not scheduled.samples:
             return None
         holds_blocks = request.status is RequestStatus.RUNNING
@@ -393,7 +395,7 @@ class Scheduler:
             )
         self.num_generation_tokens += len(taken)
         prompt_logprobs = None
-        is_first = request.num_output_tokens == 1
+        is_first = request.num_output_tokens <= 1
         if is_first:
             self.num_prompt_tokens += request.num_prompt_tokens
             request.times.prefill = now - request.started_at - request.times.encode
@@ -410,7 +412,9 @@ class Scheduler:
             encoded_apart=request.encoded_apart if is_first else [],
             found_on_disk=request.found_on_disk if is_first else [],
             prompt_logprobs=prompt_logprobs,
+            alignment=request.alignment if is_first else None,
             weights_version=self.weights_version,
+            vectors=request.take_vectors(),
         )
         if request.is_finished:
             self._finish(request)
@@ -421,8 +425,11 @@ class Scheduler:
     def _append(self, request: Request, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
         """Append the first token, and each that was sampled behind a right guess; return them.
 
-        The guesses stand where the tokens go.
+        The guesses stand where the tokens go. A prompt that becomes vectors is at its end.
         """
+        if tokens[0].states is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            return []
         num_taken = 0
         for token in tokens:
             guessed = request.token_ids[request.num_tokens]
@@ -726,13 +733,6 @@ def _follow(window: ScheduledRequest, num_guessed: int) -> Iterator[ScheduledReq
     """Yield a window for each of the tokens that are guessed behind another."""
     for place in range(window.end, window.end + num_guessed):
         yield msgspec.structs.replace(window, start=place, is_guessed=True)
-
-
-def _full(num_running: int, num_waiting: int) -> CapacityError:
-    # It is not known which of the waiting ones will run in the next step: all count.
-    return CapacityError(
-        f"{num_running} requests run and {num_waiting} wait already; try again later"
-    )
 
 
 def _log_start(request: Request) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
 from mmjax.frontend.output.outputs import (
@@ -153,6 +154,14 @@ class OutputProcessor:
             sequence.parent.prompt_logprobs = [
                 None if entry is None else self._position(entry) for entry in delta.prompt_logprobs
             ]
+        if delta.alignment is not None:
+            weights = np.frombuffer(delta.alignment.weights, "<f4")
+            sequence.parent.alignment = weights.reshape(delta.alignment.shape)
+        if delta.vectors is not None:
+            flat = np.frombuffer(delta.vectors.data, np.float32)
+            sequence.parent.vectors = flat.reshape(-1, delta.vectors.width)
+            sequence.finish_reason = delta.finish_reason
+            return sequence.completion("", [], None)
         new_text, taken = self._take(sequence, delta)
         logprobs = self._logprobs(delta, len(taken))
         sequence.logprobs += logprobs or []
@@ -252,6 +261,8 @@ class RequestState:
     encoding: dict[str, Literal["computed", "disk", "worker"]] = field(default_factory=dict)
     """How P1 came by the outputs of items, by hash; the others were cached, or not needed."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    alignment: np.ndarray | None = None
+    vectors: np.ndarray | None = None
 
     def unfinished(self) -> list["SequenceState"]:
         """Return the sequences that go on."""
@@ -276,6 +287,7 @@ class RequestState:
         return RequestOutput.of(
             self.request,
             prompt_logprobs=prompt_logprobs,
+            alignment=self.alignment,
             outputs=outputs,
             finished=finished,
             num_cached_tokens=num_cached_tokens,
@@ -283,6 +295,7 @@ class RequestState:
             times=self.request.times,
             mm_items=self.request.prepared.mm_items if finished else None,
             multi_modal_inputs=self.request.mm_inputs if finished else None,
+            vectors=self.vectors,
         )
 
     def _item(self, item: RequestItem, num_cached_tokens: int) -> ItemOutput:

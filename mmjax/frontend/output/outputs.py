@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from mmjax.frontend.output.output_html import draw_output
 from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, ProcessingSource
 from mmjax.processing.items.items import MultiModalDataItems
@@ -71,6 +73,9 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per token of the prompt, if they were asked for; None for the first, and for one
     that the model cannot give (an image's). Streaming, in the first output."""
+    alignment: np.ndarray | None = field(default=None, repr=False, compare=False)
+    """float32[heads, tokens, states]: how much the prompt's tokens attend to the encoder's states,
+    if the sampling parameters ask for it."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
@@ -89,6 +94,9 @@ class RequestOutput:
     multi_modal_inputs: MultiModalInputs | None = field(default=None, repr=False, compare=False)
     """With `return_mm_inputs`, the prompt as the engine computed it: token ids, placeholders, and
     the items' tensors (which cannot be written); once it is finished."""
+
+    vectors: np.ndarray | None = field(default=None, repr=False, compare=False)
+    """float32[vectors, D]: of a request for vectors, what its prompt has become."""
 
     @classmethod
     def of(cls, request: ProcessedRequest, **fields: Any) -> "RequestOutput":

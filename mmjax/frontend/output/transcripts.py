@@ -3,16 +3,25 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmjax.frontend.output.outputs import CompletionOutput, Logprob
-from mmjax.processing.transcripts import Segment, Transcriber, Transcription
+from mmjax.processing.transcripts import Segment, Transcriber, Transcription, name_language
 
 Decode = Callable[[Sequence[int]], str]
 _UNFINISHED = "\ufffd"
 """What a decoder gives for bytes that are no whole character."""
+
+
+class Word(NamedTuple):
+    """A word of a transcript."""
+
+    text: str
+    start: float
+    """In seconds of the clip, as `end`."""
+    end: float
 
 
 @dataclass(kw_only=True)
@@ -26,24 +35,27 @@ class Transcript:
     language: str | None = None
     """A code as `en`; None: not known yet, or the model does not say."""
     segments: list[Segment] = field(default_factory=list)
+    tokenizer: Any = None
+    """Of the words."""
 
     @classmethod
     def of(cls, transcriber: Transcriber, tokenizer: Any, samples: np.ndarray) -> "Transcript":
         """Return an empty one; `samples`: float32[time], of the clip."""
         decode = partial(tokenizer.decode, skip_special_tokens=False)
         duration = len(samples) / transcriber.sampling_rate
-        return cls(transcriber=transcriber, decode=decode, duration=duration)
+        return cls(transcriber=transcriber, decode=decode, duration=duration, tokenizer=tokenizer)
 
     def add(
         self,
         transcription: Transcription,
         item: CompletionOutput,
         prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None,
+        alignment: np.ndarray | None = None,
     ) -> list[Segment]:
         """Take in the answer to a transcription's request; return the segments that it ends."""
         found = [one for one in prompt_logprobs or item.logprobs or () if one]
         logprobs = [next(iter(one.values())).logprob for one in found] or None
-        segments = transcription.take(item.token_ids, logprobs)
+        segments = transcription.take(item.token_ids, logprobs, alignment)
         self.segments += segments
         self.language = transcription.language
         return segments
@@ -52,6 +64,37 @@ class Transcript:
     def text(self) -> str:
         """All of it, in one line."""
         return self._decode([one for segment in self.segments for one in segment.token_ids]).strip()
+
+    def find_words(self) -> list[Word]:
+        """Return the words with their times; none where tokens have no times.
+
+        As HF's `_decode_asr`: a token lasts from the end of the one before.
+        """
+        # On use only: it brings an installed torch along.
+        from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
+
+        language = None if self.language is None else name_language(self.language)
+        words: list[Word] = []
+        last = 0.0
+        for segment in self.segments:
+            ends = segment.token_ends or ()
+            starts = [last, *ends][: len(ends)]
+            last = ends[-1] if ends else last
+            spoken = [
+                (token_id, start, end)
+                for token_id, start, end in zip(segment.token_ids, starts, ends, strict=False)
+                if self.transcriber.select_text([token_id])
+            ]
+            if not spoken:
+                continue
+            found = _combine_tokens_into_words(
+                self.tokenizer, [token_id for token_id, _, _ in spoken], language
+            )
+            words += [
+                Word(text.strip(), self.cut(spoken[places[0]][1]), self.cut(spoken[places[-1]][2]))
+                for text, _, places in zip(*found, strict=True)
+            ]
+        return words
 
     def to_srt(self) -> str:
         """Return it as SubRip's subtitles."""

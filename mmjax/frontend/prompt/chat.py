@@ -68,7 +68,10 @@ class ChatParser:
         embedding_fields = info.get_data_parser().embedding_fields
         return cls(
             template=ChatTemplate.from_config(
-                model_config, input_processor.tokenizer, family_source=info.chat_template
+                model_config,
+                input_processor.tokenizer,
+                family_source=info.chat_template,
+                is_fixed=info.is_chat_template_fixed,
             ),
             parts=PartReader(
                 mm=model_config.mm,

@@ -42,16 +42,21 @@ class ChatTemplate:
 
     @staticmethod
     def from_config(
-        model_config: ModelConfig, tokenizer: Any, *, family_source: str | None = None
+        model_config: ModelConfig,
+        tokenizer: Any,
+        *,
+        family_source: str | None = None,
+        is_fixed: bool = False,
     ) -> "ChatTemplate":
         """Return the operator's template, else the checkpoint's, else `family_source`.
 
-        The checkpoint's is the tokenizer's, or in a file of HF's processors.
+        The checkpoint's is the tokenizer's, or in a file of HF's processors; with `is_fixed` it is
+        of another model, and not read.
         """
         source = _read_operators(model_config.chat_template)
-        if source is None:
+        if source is None and not is_fixed:
             source = _default_of(tokenizer.chat_template)
-        source = source or _read_directory(model_config.path)
+            source = source or _read_directory(model_config.path)
         chosen = model_config.chat_template_content_format
         content_format = None if chosen == "auto" else chosen
         if source is None and family_source is not None:

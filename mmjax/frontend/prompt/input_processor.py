@@ -24,6 +24,7 @@ from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.grammars import GrammarReader
+from mmjax.frontend.prompt.pooling import complete_pooling
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.requests.prompts import ParsedPrompt, PromptType, parse_prompt
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
@@ -209,7 +210,7 @@ class InputProcessor:
 
         `cancellation`: asked before each batch is decoded.
         """
-        params = request.sampling_params
+        params = complete_pooling(request.sampling_params, self.model_config)
         parts = parse_prompt(request.prompt)
         self._check_text_length(parts)
         self._check_token_ids(request)

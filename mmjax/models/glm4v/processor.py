@@ -15,7 +15,7 @@ from mmjax.models.glm4v.image_processor import (
     Glm46VVideoPatcher,
     GlmImagePatcher,
 )
-from mmjax.models.grid_family import GridInfo, StampedGridInfo
+from mmjax.models.grid_family import StampedGridInfo
 from mmjax.models.grid_inputs import GridHostInputs
 
 CHAT_TEMPLATE = r"""
@@ -36,34 +36,19 @@ CHAT_TEMPLATE = r"""
     {{- '<|assistant|>\n' -}}
 {%- endif -%}
 """
-_IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
-
-
-class GlmOcrProcessingInfo(GridInfo):
-    chat_template = CHAT_TEMPLATE
-    tasks: ClassVar = {
-        "Read text": "Text Recognition:",
-        "Table": "Table Recognition:",
-        "Formula": "Formula Recognition:",
-    }
-    host_inputs = GridHostInputs
-    image_processors: ClassVar = {"Glm4v": "glm4v"}
-    image_patcher = GlmImagePatcher
-    limits: ClassVar = {"image": None}
-    placeholders: ClassVar = {"image": _IMAGE}
 
 
 class Glm4vProcessingInfo(StampedGridInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = Glm4vHostInputs
     box_unit = "thousandths"
-    image_processors = GlmOcrProcessingInfo.image_processors
+    image_processors: ClassVar = {"Glm4v": "glm4v"}
     image_patcher = GlmImagePatcher
     video_defaults: ClassVar = {
         "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30_000}
     }
     placeholders: ClassVar = {
-        "image": _IMAGE,
+        "image": "<|begin_of_image|><|image|><|end_of_image|>",
         "video": "<|begin_of_video|><|video|><|end_of_video|>",
     }
     marks = ("image_start_token_id", "image_end_token_id")
@@ -97,6 +82,16 @@ class GlmGroundingProcessingInfo(Glm4vProcessingInfo):
 
     tasks: ClassVar = {
         "Boxes": "Help me to locate {the red cup} in the image and give me its bounding boxes."
+    }
+
+
+class GlmOcrProcessingInfo(Glm4vProcessingInfo):
+    host_inputs = GridHostInputs
+    box_unit = None
+    tasks: ClassVar = {
+        "Read text": "Text Recognition:",
+        "Table": "Table Recognition:",
+        "Formula": "Formula Recognition:",
     }
 
 

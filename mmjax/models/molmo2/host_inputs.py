@@ -14,8 +14,9 @@ from mmjax.rounding import cdiv
 
 MAX_POOLED = 9
 """Patches of a window, at most: the published ones have 2 x 2 in images, 3 x 3 in videos."""
-MARKS = ("<low_res_im_start>", "<im_start>", "<im_col>", "<im_end>")
-"""The n-th is the learned embedding -1 - n of `embed_rows`: images are seen with their marks."""
+MARKS = ("<low_res_im_start>", "<im_start>", "<im_col>", "<im_end>", "<frame_start>", "<frame_end>")
+"""The n-th is the learned embedding -1 - n of `embed_rows`: items are seen with their marks."""
+LOW_START, START, COLUMN, END, FRAME_START, FRAME_END = (-1 - n for n in range(len(MARKS)))
 NO_PATCH = -1
 _PACK_BLOCK = 256
 """In a pack items start at multiples of this (`plan_calls`), or of a smaller power of two."""
@@ -27,7 +28,8 @@ def read_prompt_ids(hf_config: Any) -> Sequence[int]:
     # NOTE: HF's config has no name for it; published files do, and it follows the patch.
     column = getattr(hf_config, "image_col_id", None) or patch + 1
     low, start = hf_config.low_res_image_start_token_id, hf_config.image_start_token_id
-    return patch, low, start, column, hf_config.image_end_token_id
+    frame = hf_config.frame_start_token_id, hf_config.frame_end_token_id
+    return patch, low, start, column, hf_config.image_end_token_id, *frame
 
 
 class CropShape(NamedTuple):
@@ -64,8 +66,12 @@ class CropShape(NamedTuple):
 
 
 class Molmo2HostInputs(HostInputs):
-    """A crop's patches behind each other, and the windows of an item in the order of its tokens."""
+    """A crop's patches behind each other, and the windows of an item in the order of its tokens.
 
+    A frame of a video is a crop.
+    """
+
+    cut_modalities = frozenset({"video"})
     num_extra_rows = len(MARKS)
 
     def __init__(self, hf_config: Any) -> None:
@@ -90,9 +96,9 @@ class Molmo2HostInputs(HostInputs):
         its patches, counted from the item's first; `NO_PATCH` where it has no more.
         """
         num_patches, num_rows = self.crop.side**2, self.crop.rows
-        pixels = item["pixel_values"]
+        name = "pixel_values" if "pixel_values" in item else "pixel_values_videos"
+        pixels, windows = item[name], item[f"{find_modality(item)}_token_pooling"]
         crops = pixels.reshape(-1, num_patches, pixels.shape[-1])
-        windows = item["image_token_pooling"]
         rows = windows // num_patches * num_rows + windows % num_patches
         rows = np.where(windows < 0, NO_PATCH, rows)
         (slots,), _ = self.encoder_spec.inputs["pooling"]
@@ -107,4 +113,9 @@ class Molmo2HostInputs(HostInputs):
 
     def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the outputs, and the marks around and among them."""
-        return item["image_rows"]
+        return item[f"{find_modality(item)}_rows"]
+
+
+def find_modality(item: Mapping[str, np.ndarray]) -> str:
+    """Return what an item is, by its tensors."""
+    return "image" if "image_rows" in item else "video"

@@ -1,8 +1,10 @@
-"""Molmo 2's crops: the whole image squeezed into one, and windows over an image of many.
+"""Molmo 2's crops: the whole image squeezed into one, and windows over an image of many; frames.
 
-As `Molmo2ImageProcessor` of transformers, which needs torchvision, in numpy.
+As `Molmo2ImageProcessor` and `Molmo2VideoProcessor` of transformers, which need torchvision, in
+numpy.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +12,20 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.models.molmo2.host_inputs import MARKS, NO_PATCH
+from mmjax.models.molmo2.host_inputs import (
+    COLUMN,
+    END,
+    FRAME_END,
+    FRAME_START,
+    LOW_START,
+    NO_PATCH,
+    START,
+)
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.crops import Grid, OverlappingCrops
+from mmjax.processing.image_processors.frames import FrameSampling, Timing, split_pairs
+from mmjax.processing.image_processors.image import patchify
 from mmjax.processing.items.items import ImageSize
-
-LOW_START, START, COLUMN, END = (-1 - number for number in range(len(MARKS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +60,9 @@ class Molmo2ImageProcessor(OverlappingCrops):
         low_columns = self.use_single_crop_col_tokens
         has_columns = self.image_use_col_tokens if low_columns is None else low_columns
         start = LOW_START if self.use_single_crop_start_token else START
-        first = _write_view(low, 0, start, has_columns=has_columns)
-        second = _write_view(
-            high, low.rows * low.columns, START, has_columns=self.image_use_col_tokens
+        first = write_view(low, 0, (start, END), has_columns=has_columns)
+        second = write_view(
+            high, low.rows * low.columns, (START, END), has_columns=self.image_use_col_tokens
         )
         return np.concatenate([first, second]).astype(np.int32)
 
@@ -126,11 +136,114 @@ class Molmo2ImageProcessor(OverlappingCrops):
         return order[is_read].reshape(size.height // self.patch_size, -1)
 
 
-def _write_view(grid: Grid, first: int, start: int, *, has_columns: bool) -> np.ndarray:
+@dataclass(frozen=True, kw_only=True)
+class Molmo2Sampling(FrameSampling):
+    """So many frames at even steps, of a short video `max_fps` a second."""
+
+    num_frames: int | None = 64
+    max_fps: int | float = 2
+
+    def choose(self, timing: Timing) -> np.ndarray:
+        duration = timing.total / timing.fps if timing.duration is None else timing.duration
+        if self.num_frames is None:
+            assert self.fps is not None, "one of them is always set"
+            wanted = int(duration * self.fps)
+        else:
+            fastest = int(duration * self.max_fps) if timing.fps > self.max_fps else math.inf
+            wanted = min(self.num_frames, fastest)
+        step = timing.total / max(min(wanted, timing.total), 1)
+        places = np.arange(0, timing.total, step).astype(np.float32).astype(np.int64)
+        return places[places < timing.total]  # rounding may give one more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Molmo2VideoProcessor:
+    """Squeezes each frame into a crop; the defaults are HF's."""
+
+    crop_side: int = 378
+    patch_size: int = 14
+    pooling_size: Sequence[int] = (3, 3)
+    image_mean: Sequence[float] = (0.5, 0.5, 0.5)
+    image_std: Sequence[float] = (0.5, 0.5, 0.5)
+    rescale_factor: float = 1 / 255
+    video_use_col_tokens: bool = False
+    """Whether `<im_col>` ends a row of a frame."""
+    use_frame_special_tokens: bool = True
+    """Whether a frame has marks of its own around it, not an image's."""
+    sampling: Molmo2Sampling
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return self.sampling.requested
+
+    @property
+    def num_frame_tokens(self) -> int:
+        """How many embeddings a frame has, marks included."""
+        return len(self.pool_frame()[1])
+
+    @property
+    def frame_room(self) -> int:
+        """How many tokens a frame has at most, with its second: a digit is one."""
+        return self.num_frame_tokens + len(" 99999.9 ")
+
+    def pool_frame(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the windows of a frame, and int[tokens]: its rows, marks included."""
+        side = self.crop_side // self.patch_size
+        windows, grid = pool_grid(np.arange(side**2).reshape(side, side), *self.pooling_size)
+        marks = (FRAME_START, FRAME_END) if self.use_frame_special_tokens else (START, END)
+        return windows, write_view(grid, 0, marks, has_columns=self.video_use_col_tokens)
+
+    def __call__(self, videos: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
+        """Return the frames that are seen, of all videos one behind the other.
+
+        `pixel_values_videos` uint8[frames, patches, values]; as of images `video_token_pooling`,
+        `video_rows` and `video_affine`; float64[frames] `timestamps`; int64[videos] of each:
+        `num_frames`, `num_video_windows`, `num_video_tokens`.
+        """
+        sampling = self.sampling.asked(kwargs)
+        # Frames of which nobody says the speed are as many a second as are seen at most.
+        pairs = [
+            (frames, known if known.get("fps") else {**known, "fps": sampling.max_fps})
+            for frames, known in split_pairs(videos)
+        ]
+        seen = [sampling.select(*pair) for pair in pairs]
+        num_frames = np.array([len(frames) for frames, _ in seen])
+        windows, rows = self.pool_frame()
+        return {
+            "pixel_values_videos": np.stack([self._cut(f) for frames, _ in seen for f in frames]),
+            "video_token_pooling": _repeat(
+                windows, num_frames, (self.crop_side // self.patch_size) ** 2
+            ),
+            "video_rows": _repeat(rows, num_frames, len(windows)),
+            "timestamps": np.concatenate([timing.seconds for _, timing in seen]),
+            "num_frames": num_frames,
+            "num_video_windows": num_frames * len(windows),
+            "num_video_tokens": num_frames * len(rows),
+            "video_affine": make_affine(
+                rescale_factor=self.rescale_factor, mean=self.image_mean, std=self.image_std
+            ),
+        }
+
+    def _cut(self, frame: np.ndarray) -> np.ndarray:
+        pixels = resize_bilinear(frame, self.crop_side, self.crop_side).transpose(2, 0, 1)
+        return patchify(pixels, self.patch_size, self.patch_size)
+
+
+def _repeat(numbers: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
+    """Return int32: the numbers of a frame, of all frames; they count from each video's first."""
+    frames = np.concatenate([np.arange(count) for count in counts])
+    shift = (frames * step).reshape(-1, *[1] * numbers.ndim)
+    repeated = np.where(numbers < 0, numbers, numbers + shift).astype(np.int32)
+    return repeated.reshape(-1, *numbers.shape[1:])
+
+
+def write_view(grid: Grid, first: int, marks: tuple[int, int], *, has_columns: bool) -> np.ndarray:
+    """Return the rows of a grid of outputs from `first` on, between marks."""
+    start, end = marks
     rows = np.arange(grid.rows * grid.columns).reshape(grid) + first
     if has_columns:
         rows = np.pad(rows, ((0, 0), (0, 1)), constant_values=COLUMN)
-    return np.concatenate([[start], rows.reshape(-1), [END]])
+    return np.concatenate([[start], rows.reshape(-1), [end]])
 
 
 def pool_grid(grid: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, Grid]:

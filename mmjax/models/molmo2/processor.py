@@ -2,11 +2,13 @@
 
 Before: `<|image|>what is it`. After: `<bos> <low_res_im_start> (<im_patch>*14 <im_col>)*14
 <im_end> <im_start> (<im_patch>*columns <im_col>)*rows <im_end> what is it`. The marks are
-embeddings of the image, too: they see it, and are seen, in both directions.
+embeddings of the image, too: they see it, and are seen, in both directions. A video's `<|video|>`
+becomes `0.0 <frame_start> <im_patch>*81 <frame_end> 0.5 <frame_start> ...`: seconds as text before
+each frame.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,12 +24,21 @@ from mmjax.models.molmo2.host_inputs import (
     Molmo2HostInputs,
     read_prompt_ids,
 )
-from mmjax.models.molmo2.image_processor import Molmo2ImageProcessor
-from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
+from mmjax.models.molmo2.image_processor import (
+    Molmo2ImageProcessor,
+    Molmo2Sampling,
+    Molmo2VideoProcessor,
+)
+from mmjax.processing.image_processors.parts import (
+    ProcessorOfParts,
+    load_image_settings,
+    load_video_settings,
+)
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
+from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
-IMAGE, PATCH = "<|image|>", "<im_patch>"
+PATCH = "<im_patch>"
 CHAT_TEMPLATE = r"""
 {%- set found = namespace(images=0) -%}
 {%- for message in messages -%}
@@ -37,6 +48,11 @@ CHAT_TEMPLATE = r"""
 {%- endfor -%}
 {%- for number in range(1, found.images + 1) -%}
     {{- ('Image ' ~ number if found.images > 1 else '') ~ '<|image|>' -}}
+{%- endfor -%}
+{%- for message in messages -%}
+    {%- for part in message.content if part.type == 'video' -%}
+        {{- '<|video|>' -}}
+    {%- endfor -%}
 {%- endfor -%}
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\n' -}}
@@ -49,7 +65,7 @@ CHAT_TEMPLATE = r"""
     {{- '<|im_start|>assistant\n' -}}
 {%- endif -%}
 """
-"""The published order, images before all turns; the published one refuses a system's turn."""
+"""The published order, media before all turns; the published one refuses a system's turn."""
 _FIXED_SETTINGS: Mapping[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
@@ -59,6 +75,10 @@ _FIXED_SETTINGS: Mapping[str, Any] = {
 }
 
 
+class Molmo2DataParser(ImagesOnlyDataParser):
+    keeps_metadata = True
+
+
 class Molmo2ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     tasks: ClassVar = {
@@ -66,10 +86,10 @@ class Molmo2ProcessingInfo(FamilyInfo):
         "Point to": "Point to the {boats}.",
         "Count": "How many {boats} are there?",
     }
-    data_parser = ImagesOnlyDataParser
+    data_parser = Molmo2DataParser
     host_inputs = Molmo2HostInputs
-    placeholders: ClassVar = {"image": IMAGE}
-    marks_are_embeds = True
+    limits: ClassVar = {"image": None, "video": 1}
+    placeholders: ClassVar = {"image": "<|image|>", "video": "<|video|>"}
     max_answer_images = math.inf
 
     @cached_property
@@ -80,34 +100,54 @@ class Molmo2ProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: HF's needs torchvision."""
-        settings = load_image_settings(self.ctx.model_config.path)
-        size = settings.get("size", {"height": 378, "width": 378})
-        settings = {**settings, **self.processor_settings, "crop_side": size["height"]}
-        names = settings.keys() & Molmo2ImageProcessor.__dataclass_fields__
-        image_processor = Molmo2ImageProcessor(**{name: settings[name] for name in names})
+        path = self.ctx.model_config.path
         _ = self.encoder_spec  # refuses crops that the tower does not take
-        self._check_settings({**settings, "size": size}, image_processor)
+        own = load_video_settings(path)
+        parts = ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=self._make_part(Molmo2ImageProcessor, load_image_settings(path)),
+            video_processor=self._make_part(
+                Molmo2VideoProcessor, {**own, "sampling": Molmo2Sampling().of_checkpoint(own)}
+            ),
+        )
         ids: dict[str, int] = dict(zip((PATCH, *MARKS), self._prompt_ids, strict=True))
         found = {token: self.get_token_id(token) for token in ids}
         check_settings(found, ids, where="the tokenizer")
-        return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=image_processor)
+        return parts
 
-    def _check_settings(self, found: Mapping[str, Any], cutter: Molmo2ImageProcessor) -> None:
+    def _make_part(
+        self, kind: type[Molmo2ImageProcessor | Molmo2VideoProcessor], settings: Mapping[str, Any]
+    ) -> Any:
+        """Return what cuts images, or frames; `CheckpointError` for what no model takes."""
         vision = self.get_hf_config().vision_config
         side = vision.image_size[0]
+        size = settings.get("size", {"height": 378, "width": 378})
+        settings = {
+            **settings,
+            **self.processor_settings,
+            "size": size,
+            "crop_side": size["height"],
+        }
         wanted = {
             **_FIXED_SETTINGS,
             "size": {"height": side, "width": side},
             "patch_size": vision.patch_size,
         }
-        check_settings(found, wanted, where="the image processor", source="the model takes")
-        rows, columns = cutter.pooling_size
-        if not 1 <= rows * columns <= MAX_POOLED or cutter.window_patches < 1:
+        modality = "image" if kind is Molmo2ImageProcessor else "video"
+        where, source = f"the {modality} processor", "the model takes"
+        check_settings(settings, wanted, where=where, source=source)
+        part = kind(
+            **{name: settings[name] for name in settings.keys() & kind.__dataclass_fields__}
+        )
+        rows, columns = part.pooling_size
+        has_room = not isinstance(part, Molmo2ImageProcessor) or part.window_patches >= 1
+        if not 1 <= rows * columns <= MAX_POOLED or not has_room:
             raise CheckpointError(
-                f"`pooling_size` and `overlap_margins` of the image processor are "
-                f"{list(cutter.pooling_size)} and {list(cutter.overlap_margins)}; mmjax pools up "
-                f"to {MAX_POOLED} patches, and a crop has {cutter.crop_patches} a side"
+                f"`pooling_size` and `overlap_margins` of {where} are {list(part.pooling_size)} "
+                f"and {list(settings.get('overlap_margins', ()))}; mmjax pools up to {MAX_POOLED} "
+                f"patches, and a crop has {side // vision.patch_size} a side"
             )
+        return part
 
     @property
     def _prompt_ids(self) -> Sequence[int]:
@@ -140,40 +180,109 @@ class Molmo2ProcessingInfo(FamilyInfo):
     def get_unit_size(self) -> None:
         """Return nothing: images have any size."""
 
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        side = self.get_hf_processor().video_processor.crop_side
+        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
+
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return the frames of the longest video: those that are seen, or that fit into a step.
+
+        All of them go in one, with their seconds between them.
+        """
+        part: Molmo2VideoProcessor = self.get_hf_processor().video_processor
+        sampling = part.sampling.asked(self.scope_kwargs({}, "videos_kwargs"))
+        most = sampling.num_frames or self.get_media_limits().max_video_frames
+        return max(
+            min((seq_len or self.ctx.model_config.max_model_len) // part.frame_room, most), 1
+        )
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        part: Molmo2VideoProcessor = self.get_hf_processor().video_processor
+        frames = self.get_max_frames(seq_len, mm_counts)
+        most = {"image": self.get_max_image_tokens(), "video": frames * part.num_frame_tokens}
+        return {modality: most[modality] for modality in self.supported_mm_limits}
+
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        several = {
-            "image_num_crops": "pixel_values",
-            "num_windows": "image_token_pooling",
-            "num_tokens": "image_rows",
-        }
-        found = item_fields("image", on_host=[*several, "image_grids"])
-        for count, name in several.items():
-            found |= item_fields("image", units=[name], counts=outputs.get(count, ()))
-        return found
+        several = (
+            ("image", "image_num_crops", ["pixel_values"]),
+            ("image", "num_windows", ["image_token_pooling"]),
+            ("image", "num_tokens", ["image_rows"]),
+            ("video", "num_frames", ["pixel_values_videos"]),
+            ("video", "num_video_windows", ["video_token_pooling"]),
+            ("video", "num_video_tokens", ["video_rows"]),
+        )
+        found = item_fields("image", on_host=["image_grids"])
+        for modality, count, names in several:
+            counts = outputs.get(count, ())
+            found |= item_fields(modality, units=names, counts=counts, on_host=[count])
+        seconds = MultiModalFieldConfig.flat_from_sizes(
+            "video", np.asarray(outputs.get("num_frames", ())), keep_on_cpu=True
+        )
+        return {**found, "timestamps": seconds}
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Number patches over all images of a prompt, as HF's model reads them."""
-        if "image_token_pooling" not in tensors:
-            return tensors
-        pooling, crops = tensors["image_token_pooling"], np.asarray(tensors["image_num_crops"])
-        first = (np.cumsum(crops) - crops) * CropShape.of(self.get_hf_config()).side ** 2
-        shift = np.repeat(first, np.asarray(tensors["num_windows"]))[:, None]
-        return {**tensors, "image_token_pooling": np.where(pooling < 0, pooling, pooling + shift)}
+        """Number patches over all crops of a prompt, as HF's model reads them.
+
+        A video beside images is given as images, of which it has no tiles: HF's takes no other.
+        """
+        found = {**tensors, "mm_token_type_ids": np.isin([token_ids], self._prompt_ids).astype(int)}
+        num_patches = CropShape.of(self.get_hf_config()).side ** 2
+        if "image_rows" in found:
+            crops, windows = (np.asarray(found[n]) for n in ("image_num_crops", "num_windows"))
+            first = np.repeat((np.cumsum(crops) - crops) * num_patches, windows)[:, None]
+            pooling = found["image_token_pooling"]
+            found["image_token_pooling"] = np.where(pooling < 0, pooling, pooling + first)
+        if "video_rows" not in found:
+            return found
+        frames, windows = (np.asarray(found[n]) for n in ("num_frames", "num_video_windows"))
+        grids = np.stack([frames, windows // frames, np.ones_like(frames)], axis=1)
+        if "image_rows" not in found:
+            return {**found, "video_grids": grids}
+        pooling, ours = found["image_token_pooling"], found["video_token_pooling"]
+        pooling = np.pad(
+            pooling, ((0, 0), (0, ours.shape[1] - pooling.shape[1])), constant_values=-1
+        )
+        shifted = np.where(ours < 0, ours, ours + len(found["pixel_values"]) * num_patches)
+        rest = np.pad(grids[:, :2], ((0, 0), (0, 2)))
+        joined = {
+            "pixel_values": [found["pixel_values"], found.pop("pixel_values_videos")],
+            "image_token_pooling": [pooling, shifted],
+            "image_grids": [found["image_grids"], rest],
+        }
+        return {**found, **{name: np.concatenate(parts) for name, parts in joined.items()}}
 
     def get_embed_token_id(self, modality: str) -> int:
         return self._prompt_ids[0]
 
+    def get_embed_token_ids(self, modality: str) -> Sequence[int]:
+        return self._prompt_ids
+
     def get_target(self, modality: str) -> list[int]:
-        return [self.get_token_id(IMAGE)]
+        return [self.get_token_id(self.placeholders[modality])]
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-        return tuple(tensors["image_rows"].tolist())
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        rows = tuple(tensors[f"{modality}_rows"].tolist())
+        return rows if modality == "image" else (tuple(tensors["timestamps"].tolist()), rows)
 
-    def write_item(self, modality: str, size: tuple[int, ...]) -> list[int]:
+    def write_item(self, modality: str, size: Any) -> list[int]:
         patch, *marks = self._prompt_ids
-        return [patch if row >= 0 else marks[-1 - row] for row in size]
+        seconds, rows = ((), size) if modality == "image" else size
+        tokens = [patch if row >= 0 else marks[-1 - row] for row in rows]
+        if modality == "image":
+            return tokens
+        frames: list[int] = []
+        per_frame = len(tokens) // len(seconds)
+        for number, second in enumerate(seconds):
+            time = f"{' ' * (number > 0)}{second:.1f} "
+            frames += as_ids(time, self.get_tokenizer())
+            frames += tokens[number * per_frame : (number + 1) * per_frame]
+        return frames
 
     def parse_answer(
         self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]

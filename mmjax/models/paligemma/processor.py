@@ -13,6 +13,11 @@ from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.family import FamilyInfo, FamilyProcessor, make_factories
 from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.paligemma.answers import parse_objects
+from mmjax.models.retrieval.prompts import (
+    RetrievalInfo,
+    RetrievalProcessor,
+    write_chat_template,
+)
 from mmjax.processing.items.parse import ImageSize
 from mmjax.processing.prompt_updates.updates import as_ids
 
@@ -123,4 +128,17 @@ class PaliGemmaMultiModalProcessor(FamilyProcessor[PaliGemmaProcessingInfo]):
         return super()._tokenize_text(framed, hf_processor_mm_kwargs, kwargs)
 
 
+class ColPaliProcessingInfo(RetrievalInfo, PaliGemmaProcessingInfo):
+    chat_template = write_chat_template(IMAGE_TOKEN)
+    query_prefix = "Question: "
+    visual_prompt = "Describe the image."
+
+    def write_visual_prompt(self) -> str:
+        return f"{IMAGE_TOKEN}{self.get_tokenizer().bos_token}{super().write_visual_prompt()}\n"
+
+    def write_query(self, text: str) -> str:
+        return f"{self.get_tokenizer().bos_token}{super().write_query(text)}"
+
+
 FACTORIES = make_factories(PaliGemmaProcessingInfo, PaliGemmaMultiModalProcessor)
+COLPALI_FACTORIES = make_factories(ColPaliProcessingInfo, RetrievalProcessor)

@@ -9,6 +9,11 @@ from typing import Any, ClassVar
 from mmjax.models.family import make_factories
 from mmjax.models.grid_family import CHATML_TURNS, SECONDS_OF_STEPS, GridInfo, TimedDataParser
 from mmjax.models.qwen2_vl.host_inputs import Qwen25VLHostInputs
+from mmjax.models.retrieval.prompts import (
+    RetrievalInfo,
+    RetrievalProcessor,
+    write_chat_template,
+)
 from mmjax.processing.image_processors.patches import TimedVideoPatcher
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
@@ -43,5 +48,15 @@ class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
         return {**super().get_fields(outputs), **SECONDS_OF_STEPS}
 
 
+class ColQwen2ProcessingInfo(RetrievalInfo, Qwen2VLProcessingInfo):
+    chat_template = write_chat_template(Qwen2VLProcessingInfo.placeholders["image"])
+    query_prefix = "Query: "
+    visual_prompt = (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image."
+        "<|im_end|><|endoftext|>"
+    )
+
+
 FACTORIES = make_factories(Qwen2VLProcessingInfo)
+COLQWEN2_FACTORIES = make_factories(ColQwen2ProcessingInfo, RetrievalProcessor)
 QWEN2_5_FACTORIES = make_factories(Qwen25VLProcessingInfo)

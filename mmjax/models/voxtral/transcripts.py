@@ -40,6 +40,11 @@ class VoxtralTranscriber:
                 "about the clip",
                 param="prompt",
             )
+        if options.has_word_times:
+            raise RequestValueError(
+                "this model tells no times of words; ask for `segment`, or serve a Whisper",
+                param="timestamp_granularities",
+            )
         if options.fallback is not None:
             raise RequestValueError(
                 "this model transcribes all of a clip at once, and no window of it again; leave "
@@ -101,7 +106,12 @@ class VoxtralTranscription:
         asked, self._request = self._request, None
         return asked
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Segment]:
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        alignment: np.ndarray | None = None,
+    ) -> list[Segment]:
         """Return the answer as one segment."""
         samples, rate = self._clip
         average = sum(logprobs) / len(logprobs) if logprobs else None

@@ -1,13 +1,15 @@
 """Whisper (arXiv 2212.04356): its encoder over a clip, and a decoder that attends to all of it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model, text_rules
+from mmjax.models.whisper.alignment import read_alignment_heads
 from mmjax.models.whisper.host_inputs import WhisperHostInputs
 from mmjax.towers.whisper import WhisperEncoder, WhisperEncoderConfig
 from mmjax.weights.rules import Rule, RuleTypes
@@ -41,6 +43,22 @@ class WhisperForConditionalGeneration(MultiModalModel):
         """Return the encoder's states of clips, to which the decoder attends."""
         with jax.named_scope("encoder"):
             return self.encoder(input_features)
+
+    @staticmethod
+    def find_alignment_heads(path: Path, hf_config: Any) -> Sequence[tuple[int, int]]:
+        """Read those of generation_config.json."""
+        return read_alignment_heads(path, hf_config)
+
+    def align(
+        self,
+        token_ids: Int[Array, " T"],
+        states: Float[Array, "S D"],
+        heads: Sequence[tuple[int, int]],
+    ) -> Float[Array, "_heads T S"]:
+        """Return how much the tokens of one transcript attend to its clip's states."""
+        with jax.named_scope("align"):
+            decoder: Any = self.language_model
+            return decoder.align(token_ids, states, heads)
 
     def encode_prompts(
         self, inputs_embeds: Float[Array, "B S D"], is_token: Bool[Array, "B S"]

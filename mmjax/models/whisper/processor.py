@@ -20,6 +20,7 @@ from mmjax.models.family import (
     item_fields,
     make_factories,
 )
+from mmjax.models.whisper.alignment import read_alignment_heads
 from mmjax.models.whisper.host_inputs import WhisperHostInputs
 from mmjax.models.whisper.transcripts import WhisperTokens, WhisperTranscriber
 from mmjax.processing.image_processors.parts import KnownKwargs
@@ -111,8 +112,12 @@ class WhisperProcessingInfo(FamilyInfo):
     @cached_property
     def _transcriber(self) -> WhisperTranscriber:
         config = self.get_hf_config()
-        tokens = WhisperTokens.read(self.ctx.model_config.path, config)
-        return WhisperTranscriber(self.log_mel, tokens, config.max_target_positions)
+        path = self.ctx.model_config.path
+        tokens, heads = WhisperTokens.read(path, config), read_alignment_heads(path, config)
+        width = config.median_filter_width if heads else None
+        return WhisperTranscriber(
+            self.log_mel, tokens, config.max_target_positions, filter_width=width
+        )
 
     @property
     def max_encoder_len(self) -> int:

@@ -5,19 +5,20 @@ The next window begins at the last timestamp that ended a segment, so that no wo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.model_source import read_generation_config
+from mmjax.models.whisper.alignment import find_ends
 from mmjax.models.whisper.attempts import Attempts
 from mmjax.models.whisper.host_inputs import FRAMES_PER_STATE
-from mmjax.params.sampling_params import SamplingParams, TranscriptRules
+from mmjax.params.sampling_params import AlignmentRange, SamplingParams, TranscriptRules
 from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.transcripts import (
     Segment,
@@ -25,6 +26,9 @@ from mmjax.processing.transcripts import (
     TranscriptRequest,
     find_language_code,
 )
+
+_LEAST_ALIGNED = 2
+"""Tokens of a window that is aligned: the last is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +91,16 @@ class WhisperTokens:
 class WhisperTranscriber:
     """Begins transcriptions of one checkpoint."""
 
-    def __init__(self, log_mel: LogMel, tokens: WhisperTokens, max_positions: int) -> None:
-        """`max_positions`: of the decoder."""
+    def __init__(
+        self,
+        log_mel: LogMel,
+        tokens: WhisperTokens,
+        max_positions: int,
+        *,
+        filter_width: int | None,
+    ) -> None:
+        """`max_positions`: of the decoder; `filter_width`: as of `find_ends`, None: no heads."""
+        self._filter_width = filter_width
         self._log_mel = log_mel
         self._tokens = tokens
         self._max_positions = max_positions
@@ -121,9 +133,19 @@ class WhisperTranscriber:
                 "before which the token of silence is; leave `no_speech_threshold` out",
                 param="no_speech_threshold",
             )
+        if options.has_word_times and self._filter_width is None:
+            raise RequestValueError(
+                "this checkpoint's generation_config.json has no `alignment_heads`, by which words "
+                "get times; ask for `segment`, or put the file of its publisher's newer version "
+                "in its place",
+                param="timestamp_granularities",
+            )
+        num_sounding = -(-len(samples) // self._log_mel.hop_length)
         samples = samples if is_long else self._log_mel.pad(samples)
         return WhisperTranscription(
             self._log_mel(samples),
+            num_sounding=num_sounding,
+            filter_width=self._filter_width,
             log_mel=self._log_mel,
             tokens=tokens,
             options=options,
@@ -177,8 +199,18 @@ class WhisperTranscription:
         prompt: Sequence[int],
         language: str | None,
         has_timestamps: bool,
+        num_sounding: int,
+        filter_width: int | None,
     ) -> None:
-        """`features`: float32[C, frames], of the whole clip; `prompt`: before each window's."""
+        """`features`: float32[C, frames], of the whole clip; `prompt`: before each window's.
+
+        `num_sounding`: frames that are no silence behind the clip; `filter_width`: as of
+        `WhisperTranscriber`.
+        """
+        self._num_sounding = min(num_sounding, features.shape[1])
+        self._filter_width = filter_width
+        self._unaligned: _Unaligned | None = None
+        """A window whose tokens have no times yet."""
         self.language = language if tokens.lang_to_id else "en"
         self._features = features
         self._log_mel = log_mel
@@ -213,6 +245,8 @@ class WhisperTranscription:
                 temperature=0.0, max_tokens=1, detokenize=False, prompt_logprobs=0
             )
             return self._ask([*self._prompt, start, silence], params, is_text=False)
+        if self._unaligned is not None:
+            return self._ask_alignment(self._unaligned)
         if self._seek >= self._features.shape[1]:
             return None
         prompt = [*self._prompt, *self._begin()]
@@ -229,8 +263,16 @@ class WhisperTranscription:
         is_text = not self._has_timestamps and self._options.fallback is None
         return self._ask(prompt, params, is_text=is_text)
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Segment]:
-        """Read a window's tokens, as HF's `_retrieve_segment`."""
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        alignment: np.ndarray | None = None,
+    ) -> list[Segment]:
+        """Read a window's tokens, as HF's `_retrieve_segment`, or what aligns them."""
+        if self._unaligned is not None:
+            assert alignment is not None, "no alignment came"
+            return self._add_times(alignment)
         if self._is_detecting:
             found = next(k for k, v in self._tokens.lang_to_id.items() if v == token_ids[0])
             self.language, self._is_detecting = found.strip("<|>"), False
@@ -263,9 +305,43 @@ class WhisperTranscription:
             )
             for start, end, part in parts
         ]
+        start = self._seek
         # Without progress the same window would be asked for ever.
         self._seek += reached or num_frames
-        return segments
+        if not self._options.has_word_times:
+            return segments
+        self._unaligned = _Unaligned(segments, token_ids, start)
+        return self._add_times(None) if len(token_ids) < _LEAST_ALIGNED else []
+
+    def _ask_alignment(self, window: "_Unaligned") -> TranscriptRequest:
+        """Have all tokens of a window read at once, but the last: nothing comes behind it."""
+        prompt = [*self._prompt, *self._begin()]
+        num_states = min(self._num_sounding - window.seek, self._log_mel.num_frames)
+        # A last window may be shorter than a state: all of it is then that state.
+        wanted = AlignmentRange(
+            first_token=len(prompt), num_states=max(num_states // FRAMES_PER_STATE, 1)
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, alignment=wanted)
+        tokens = [*prompt, *window.token_ids[:-1]]
+        return self._ask(tokens, params, is_text=False, seek=window.seek)
+
+    def _add_times(self, alignment: np.ndarray | None) -> list[Segment]:
+        """Return a window's segments with the times of their tokens; None: it has one at most."""
+        assert self._unaligned is not None
+        assert self._filter_width is not None
+        (segments, token_ids, seek), self._unaligned = self._unaligned, None
+        ends = np.zeros(len(token_ids))
+        if alignment is not None:
+            states = find_ends(alignment, width=self._filter_width)
+            # The last token ends where the one before does.
+            ends = np.append(states, states[-1]) * FRAMES_PER_STATE * self._seconds_per_frame
+        ends = (ends + seek * self._seconds_per_frame).tolist()
+        timed, first = [], 0
+        for segment in segments:
+            end = first + len(segment.token_ids)
+            timed.append(replace(segment, token_ends=ends[first:end]))
+            first = end
+        return timed
 
     @property
     def _seconds_per_frame(self) -> float:
@@ -286,15 +362,32 @@ class WhisperTranscription:
         return None if most is None or not self._has_timestamps else self._times_from + most
 
     def _ask(
-        self, prompt: list[int], params: SamplingParams, *, is_text: bool
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        is_text: bool,
+        seek: int | None = None,
     ) -> TranscriptRequest:
-        features = self._features[:, self._seek : self._seek + self._log_mel.num_frames]
+        """`seek`: the window's first frame, in place of the next one's."""
+        start = self._seek if seek is None else seek
+        features = self._features[:, start : start + self._log_mel.num_frames]
         data = {"audio": {"input_features": np.ascontiguousarray(features)}}
         return TranscriptRequest(
             prompt={"prompt_token_ids": prompt, "multi_modal_data": data},
             sampling_params=params,
             is_text=is_text,
         )
+
+
+class _Unaligned(NamedTuple):
+    """A window whose tokens are known, and not when they are said."""
+
+    segments: Sequence[Segment]
+    token_ids: Sequence[int]
+    """All that were generated, with the end."""
+    seek: int
+    """The window's first frame."""
 
 
 class _Window:

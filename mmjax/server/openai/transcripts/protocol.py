@@ -65,6 +65,11 @@ class TranslationRequest(Strict):
         """Whether verbose_json has them."""
         return True
 
+    @property
+    def has_words(self) -> bool:
+        """Whether it has words with their times."""
+        return False
+
     def check_supported(self) -> None:
         """Refuse what is not made."""
         self.to_fallback()
@@ -104,10 +109,12 @@ class TranscriptionRequest(TranslationRequest):
 
     def check_supported(self) -> None:
         super().check_supported()
-        if "word" in self.timestamp_granularities:
+        if self.has_words and self.response_format != "verbose_json":
+            streamed = "; words are not streamed" if self.stream else ""
             raise RequestValueError.about(
                 "timestamp_granularities",
-                "has `word`, and words have no times here; ask for `segment`",
+                f"has `word`, and `response_format` {self.response_format} has no words' times; "
+                f"ask for verbose_json, or leave `word` out{streamed}",
             )
         if self.include:
             raise RequestValueError.about("include", "is not supported yet; leave it out")
@@ -115,6 +122,10 @@ class TranscriptionRequest(TranslationRequest):
     @property
     def has_segments(self) -> bool:
         return "segment" in self.timestamp_granularities
+
+    @property
+    def has_words(self) -> bool:
+        return "word" in self.timestamp_granularities
 
 
 def read_form(form: Form) -> tuple[dict[str, Any], bytes]:
@@ -158,6 +169,14 @@ class SegmentObject(msgspec.Struct, frozen=True, kw_only=True):
     compression_ratio: float
 
 
+class WordObject(msgspec.Struct, frozen=True, kw_only=True):
+    """One of `words` of verbose_json."""
+
+    word: str
+    start: float
+    end: float
+
+
 class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer in json, and with more fields in verbose_json."""
 
@@ -166,6 +185,7 @@ class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     duration: float | msgspec.UnsetType = msgspec.UNSET
     text: str
     segments: list[SegmentObject] | msgspec.UnsetType = msgspec.UNSET
+    words: list[WordObject] | msgspec.UnsetType = msgspec.UNSET
     usage: Usage
 
 

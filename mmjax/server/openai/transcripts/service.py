@@ -41,6 +41,7 @@ from mmjax.server.openai.transcripts.protocol import (
     TranscriptObject,
     TranslationRequest,
     Usage,
+    WordObject,
     read_form,
 )
 from mmjax.server.openai.transcripts.room import Room
@@ -135,7 +136,8 @@ class TranscriptService:
 
     async def _answer(self, job: _Job) -> Response:
         await while_connected(job.request, self._finish(job))
-        return _WRITERS[job.body.response_format](job)
+        # Words are found by decoding every token.
+        return await asyncio.to_thread(_WRITERS[job.body.response_format], job)
 
     def _begin(
         self, transcriber: Transcriber, body: TranslationRequest, task: Task, clip: EncodedAudio
@@ -148,6 +150,7 @@ class TranscriptService:
             language=body.language,
             prompt_token_ids=processor.tokenize_pieces([(prompt, True)], False) if prompt else (),
             has_timestamps=body.response_format in WITH_TIMES,
+            has_word_times=body.has_words,
             sampling_params=body.to_sampling_params(SamplingParams(temperature=0.0)),
             fallback=body.to_fallback(),
         )
@@ -176,19 +179,21 @@ class TranscriptService:
             )
             job.streams.extend(streams)
             whole = CompletionOutput(index=0, text="", token_ids=[], logprobs=[])
-            prompt_logprobs = None
+            prompt_logprobs = alignment = None
             outputs = merge(streams)
             try:
                 async for _, output in outputs:
                     (item,) = output.outputs
                     prompt_logprobs = output.prompt_logprobs or prompt_logprobs
+                    alignment = output.alignment
                     whole.token_ids += item.token_ids
                     whole.logprobs = [*(whole.logprobs or ()), *(item.logprobs or ())]
                     if asked.is_text:
                         yield item
             finally:
                 await outputs.aclose()
-            segments = job.transcript.add(job.transcription, whole, prompt_logprobs)
+            add = partial(job.transcript.add, job.transcription, whole, prompt_logprobs)
+            segments = add() if alignment is None else await asyncio.to_thread(add, alignment)
             if not asked.is_text:
                 yield segments
 
@@ -227,6 +232,11 @@ def _write_verbose_json(job: _Job) -> Response:
         _describe(transcript, number, segment) for number, segment in enumerate(transcript.segments)
     ]
     fields: dict[str, Any] = {"segments": segments} if body.has_segments else {}
+    if body.has_words:
+        fields["words"] = [
+            WordObject(word=word.text, start=word.start, end=word.end)
+            for word in transcript.find_words()
+        ]
     if transcript.language is not None:
         fields["language"] = name_language(transcript.language)
     return json_response(

@@ -1,0 +1,58 @@
+"""How a prompt's hidden states become vectors, under vLLM's names."""
+
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+from jaxtyping import Float
+
+from mmjax.errors import RequestValueError
+
+PoolingTask = Literal["embed", "token_embed"]
+PoolingType = Literal["LAST", "MEAN"]
+MAX_DIMENSIONS = 2**16
+_LEAST_NORM = 1e-12
+"""torch's `F.normalize` has the same."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request for vectors asks for; None: as the model and `--pooler-config` say."""
+
+    task: PoolingTask | None = None
+    """embed: one vector for the prompt; token_embed: one for each of its tokens."""
+    dimensions: int | None = None
+    """The first of a vector that are kept, of a model that was trained so."""
+    use_activation: bool | None = None
+    """Whether vectors are divided by their length."""
+    pooling_type: PoolingType | None = None
+    """What becomes one vector: the last token's state, or the mean of all."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("task", PoolingTask), ("pooling_type", PoolingType)):
+            value = getattr(self, name)
+            if value is not None and value not in get_args(known):
+                raise RequestValueError(
+                    f"`{name}` is {value!r}; expected one of {', '.join(get_args(known))}",
+                    param=name,
+                )
+        if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
+            raise RequestValueError(
+                f"`dimensions` is {self.dimensions}; expected 1 to {MAX_DIMENSIONS}",
+                param="dimensions",
+            )
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the states of all tokens are read, and not the last one's alone."""
+        return self.task == "token_embed" or self.pooling_type == "MEAN"
+
+    def pool(self, states: Float[np.ndarray, "T D"]) -> Float[np.ndarray, "_vectors _D"]:
+        """Return the vectors of a prompt, float32, of the states that `reads_all` names."""
+        vectors = states
+        if self.task != "token_embed":
+            vectors = states.mean(axis=0, keepdims=True)
+        vectors = np.ascontiguousarray(vectors[:, : self.dimensions], np.float32)
+        if self.use_activation:
+            norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+            vectors /= np.maximum(norms, np.float32(_LEAST_NORM))
+        return vectors

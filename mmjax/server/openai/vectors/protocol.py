@@ -1,0 +1,139 @@
+"""What /v1/embeddings, /pooling, /rerank and /score take; names are OpenAI's, Jina's and vLLM's."""
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
+
+from mmjax.errors import RequestValueError
+from mmjax.params.pooling_params import MAX_DIMENSIONS, PoolingParams, PoolingTask
+from mmjax.server.openai.protocol import (
+    MAX_MESSAGES,
+    ChatMessage,
+    Content,
+    GenerationRequest,
+    Label,
+    Prompt,
+    RequestLabel,
+    Strict,
+    Text,
+    tag_of,
+)
+
+MAX_DOCUMENTS = 1024
+
+
+class ContentParam(Strict):
+    """A text, or parts as a message has them."""
+
+    content: Content
+
+
+Document = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[ContentParam, Tag("<object>")],
+    Discriminator(
+        tag_of,
+        custom_error_type="text_or_content",
+        custom_error_message="input should be a text or an object with `content`",
+    ),
+]
+Documents = Annotated[list[Document], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
+
+Side = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[ContentParam, Tag("<object>")]
+    | Annotated[Documents, Tag("<list>")],
+    Discriminator(
+        tag_of,
+        custom_error_type="text_or_content_or_list",
+        custom_error_message="input should be a text or an object with `content`, or a list",
+    ),
+]
+
+
+class VectorRequest(Strict):
+    """Fields that all of them have."""
+
+    model: Label | None = None
+    user: Label | None = None
+    request_id: RequestLabel | None = None
+    priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
+    mm_processor_kwargs: (
+        Annotated[dict[Label, Any], Field(max_length=64, fail_fast=True)] | None
+    ) = None
+    timeout: Annotated[StrictFloat, Field(gt=0, le=86400)] | None = None
+    use_activation: StrictBool | None = None
+
+    def to_generation(self) -> GenerationRequest:
+        """Return what the requests to the engine have of other routes."""
+        names = GenerationRequest.model_fields.keys() & {*type(self).model_fields}
+        given = {name: getattr(self, name) for name in names}
+        return GenerationRequest(
+            **{name: value for name, value in given.items() if value is not None}
+        )
+
+    def to_pooling(self) -> PoolingParams:
+        """Return what becomes of each prompt."""
+        return PoolingParams(use_activation=self.use_activation)
+
+
+class EmbeddingRequest(VectorRequest):
+    """POST /v1/embeddings."""
+
+    input: Prompt | None = None
+    messages: (
+        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+        | None
+    ) = None
+    """vLLM's, in place of `input`: one prompt, with pictures."""
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[StrictInt, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return those of `input`, one by one; none where there are `messages`."""
+        if (self.input is None) == (self.messages is None):
+            raise RequestValueError.about(
+                "input", "or `messages` is what becomes vectors; give one, and not both"
+            )
+        if self.input is None:
+            return []
+        if isinstance(self.input, str):
+            return [self.input]
+        if not self.input:
+            raise RequestValueError.about("input", "is empty; give at least one")
+        is_one = isinstance(self.input[0], int)
+        return [cast(list[int], self.input)] if is_one else cast(list[Any], self.input)
+
+    def to_pooling(self) -> PoolingParams:
+        return PoolingParams(
+            task="embed", dimensions=self.dimensions, use_activation=self.use_activation
+        )
+
+
+class PoolingRequest(EmbeddingRequest):
+    """POST /pooling."""
+
+    task: PoolingTask | None = None
+
+    def to_pooling(self) -> PoolingParams:
+        return PoolingParams(
+            task=self.task, dimensions=self.dimensions, use_activation=self.use_activation
+        )
+
+
+class RerankRequest(VectorRequest):
+    """POST /rerank."""
+
+    query: Document
+    documents: Documents
+    top_n: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
+    """How many are told, the best ones; 0: all."""
+    return_documents: StrictBool = True
+
+
+class ScoreRequest(VectorRequest):
+    """POST /score: one to one, or the first to each of many."""
+
+    text_1: Side
+    text_2: Side

@@ -1,0 +1,161 @@
+"""/v1/embeddings, /pooling, /rerank and /score: prompts in, vectors or scores out."""
+
+import base64
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mmjax.errors import RequestValueError
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.output.pooled import score_vectors, vectors_of
+from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.pooling import check_runner, find_task, pooling_request
+from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import PromptSource
+from mmjax.server.openai.continuation import created_at
+from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.generation import GenerationService, new_ids, with_extras
+from mmjax.server.openai.protocol import GenerationRequest
+from mmjax.server.openai.streaming import collect, media_headers
+from mmjax.server.openai.vectors.protocol import (
+    ContentParam,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    VectorRequest,
+)
+
+
+class VectorService:
+    """Serves them, where the engine's `runner` is pooling."""
+
+    def __init__(
+        self, client: AsyncEngineClient, chat: ChatParser, generation: GenerationService
+    ) -> None:
+        self._model_config = client.input_processor.model_config
+        self._chat = chat
+        self._generation = generation
+
+    async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
+        """Serve POST /v1/embeddings."""
+        given = body.prompts() or [body.messages]
+        answer_id, outputs, headers = await self._run(request, body, "embd", given)
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encode(body, vectors[0])}
+            for index, vectors in enumerate(map(vectors_of, outputs))
+        ]
+        head = self._head(body, answer_id, outputs)
+        return json_response({**head, "data": data}, headers=headers)
+
+    async def pooling(self, request: Request, body: PoolingRequest) -> Response:
+        """Serve POST /pooling."""
+        given = body.prompts() or [body.messages]
+        answer_id, outputs, headers = await self._run(request, body, "pool", given)
+        is_one = find_task(body.to_pooling(), self._model_config) == "embed"
+        data = []
+        for index, vectors in enumerate(map(vectors_of, outputs)):
+            found = vectors[0] if is_one else vectors
+            one: dict[str, Any] = {"object": "pooling", "index": index}
+            data.append({**one, "data": _encode(body, found), "shape": list(found.shape)})
+        head = self._head(body, answer_id, outputs)
+        return json_response({**head, "data": data}, headers=headers)
+
+    async def rerank(self, request: Request, body: RerankRequest) -> Response:
+        """Serve POST /rerank."""
+        given = [body.query, *body.documents]
+        answer_id, outputs, headers = await self._run(request, body, "rerank", given)
+        query, *documents = map(vectors_of, outputs)
+        scores = [score_vectors(query, document) for document in documents]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results = [
+            {
+                "index": index,
+                "relevance_score": scores[index],
+                **({"document": _show(body.documents[index])} if body.return_documents else {}),
+            }
+            for index in order[: body.top_n or None]
+        ]
+        head = self._head(body, answer_id, outputs)
+        return json_response({**head, "results": results}, headers=headers)
+
+    async def score(self, request: Request, body: ScoreRequest) -> Response:
+        """Serve POST /score."""
+        sides = (body.text_1, body.text_2)
+        first, second = (list(side) if isinstance(side, list) else [side] for side in sides)
+        if len(first) not in (1, len(second)):
+            raise RequestValueError.about(
+                "text_1", f"has {len(first)}, and `text_2` {len(second)}; give one, or as many"
+            )
+        given = [*first, *second]
+        answer_id, outputs, headers = await self._run(request, body, "score", given)
+        vectors = [vectors_of(output) for output in outputs]
+        queries, documents = vectors[: len(first)], vectors[len(first) :]
+        pairs = zip(queries * (len(documents) // len(queries)), documents, strict=True)
+        data = [
+            {"object": "score", "index": index, "score": score_vectors(*pair)}
+            for index, pair in enumerate(pairs)
+        ]
+        head = self._head(body, answer_id, outputs)
+        return json_response({**head, "data": data}, headers=headers)
+
+    async def _run(
+        self, request: Request, body: VectorRequest, prefix: str, given: Sequence[Any]
+    ) -> tuple[str, list[RequestOutput], Any]:
+        """Return the answer's id, what became of each prompt, and the answer's headers."""
+        check_runner(self._model_config, pools=True)
+        generation = body.to_generation()
+        self._generation.check(request, generation)
+        request_id, answer_id = new_ids(prefix, generation)
+        sources: list[PromptSource] = [partial(self._make_prompt, one, generation) for one in given]
+        params = pooling_request(body.to_pooling())
+        streams = await self._generation.submit(
+            request, generation, request_id, sources, params, continues_prompt=False
+        )
+        found: dict[int, RequestOutput] = {}
+        await collect(request, streams, found.__setitem__)
+        outputs = [found[number] for number in range(len(streams))]
+        return answer_id, outputs, media_headers(streams)
+
+    def _make_prompt(self, given: Any, generation: GenerationRequest) -> PromptDict:
+        """Return the prompt of a text, of token ids, of parts or of messages; in a thread."""
+        if isinstance(given, str):
+            made: PromptDict = {"prompt": given}
+        elif isinstance(given, ContentParam):
+            message = {"role": "user", "content": given.model_dump()["content"]}
+            made = self._chat.parse([message])
+        elif isinstance(given[0], int):
+            made = {"prompt_token_ids": given}
+        else:
+            messages = [message.model_dump(exclude_none=True) for message in given]
+            made = self._chat.parse(messages)
+        return with_extras(made, generation)
+
+    def _head(
+        self, body: VectorRequest, answer_id: str, outputs: Sequence[RequestOutput]
+    ) -> dict[str, Any]:
+        number = sum(len(output.prompt_token_ids) for output in outputs)
+        return {
+            "id": answer_id,
+            "object": "list",
+            "created": created_at(),
+            "model": self._generation.answer_name(body.model),
+            "usage": {"prompt_tokens": number, "completion_tokens": 0, "total_tokens": number},
+        }
+
+
+def _encode(body: EmbeddingRequest, vectors: np.ndarray) -> Any:
+    if body.encoding_format == "base64":
+        return base64.b64encode(vectors.astype("<f4").tobytes()).decode()
+    return vectors.tolist()
+
+
+def _show(document: str | ContentParam) -> dict[str, Any]:
+    if isinstance(document, str):
+        return {"text": document}
+    return {"multi_modal": document.model_dump()["content"]}
