@@ -165,6 +165,13 @@ class EngineUnavailableError(RequestError):
     code = "engine_unavailable"
 
 
+class EncoderUnavailableError(RequestError):
+    """No `encoder_workers` process encodes an item."""
+
+    status = 503
+    code = "encoder_unavailable"
+
+
 class RequestQuarantinedError(RequestError):
     """The request, or one just like it, ended the engine process more than once."""
 

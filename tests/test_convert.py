@@ -82,7 +82,7 @@ def test_of_a_damaged_one_the_checkpoint_is_loaded(
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
-    monkeypatch.setattr("mmjax.engine.start.logger.propagate", True)
+    monkeypatch.setattr("mmjax.engine.model.logger.propagate", True)
     assert ask(damaged) == alone
     assert f"until then the weights of `{checkpoint}` are loaded" in caplog.text
     metadata = damaged / "mmjax_snapshot.json"

@@ -119,4 +119,4 @@ def test_a_class_of_the_started_script_is_refused_before_the_engine_loads(checkp
     assert "define the class at the top level of a module" in done.stderr
     assert "Traceback" not in done.stderr
     assert "loading weights" not in done.stderr
-    assert "[P1 mmjax.engine.start]" not in done.stderr
+    assert "[P1 mmjax.engine.model]" not in done.stderr

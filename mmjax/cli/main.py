@@ -25,6 +25,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("mmjax.serve", "serve a model over OpenAI's HTTP API"),
     "run-batch": Command("mmjax.cli.run_batch", "answer a file of requests into another file"),
+    "encode-worker": Command("mmjax.cli.encode_worker", "encode media for engines elsewhere"),
     "chat": Command("mmjax.cli.chat", "talk to a model about pictures, in the terminal"),
     "bench": Command("mmjax.cli.bench", "measure a server: TTFT, TPOT, requests per second"),
     "models": Command("mmjax.cli.models", "list what is served; say whether a model fits here"),
@@ -69,5 +70,5 @@ def run() -> NoReturn:
 
 
 def _usage() -> str:
-    rows = "\n".join(f"  {name:<11}{one.help}" for name, one in COMMANDS.items())
+    rows = "\n".join(f"  {name:<15}{one.help}" for name, one in COMMANDS.items())
     return _USAGE.format(commands=rows, version=__version__)

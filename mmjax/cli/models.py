@@ -199,7 +199,7 @@ def _check_weights(config: Any, model_class: Any, published: Any) -> None:
 def _choose_dtype(hf_config: Any) -> str:
     import jax
 
-    from mmjax.engine.start import resolve_dtype
+    from mmjax.engine.model import resolve_dtype
     from mmjax.layers.cpu.product import has_bfloat16
     from mmjax.models.model_source import stored_dtype
 

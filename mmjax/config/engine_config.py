@@ -302,6 +302,28 @@ class CacheConfig:
     encoder_cache_dir_gb: float = setting(
         16.0, "Size of the files in `encoder_cache_dir` in GiB.", above=0
     )
+    encoder_workers: tuple[str, ...] = setting(
+        (),
+        """Addresses of `mmjax encode-worker` processes that encode items in place of this engine,
+        which then loads no encoder: unix:///PATH or tcp://HOST:PORT (docs/scaling.md).""",
+        unset="none; the engine encodes",
+        is_valid=bool,
+        expected="addresses such as unix:///run/mmjax/encoder",
+    )
+    encoder_workers_key: Path | None = setting(
+        None,
+        """File with the key of `encoder_workers` at other hosts, as
+        `mmjax encode-worker --make-key` makes it.""",
+        unset="none; only addresses of this host are taken",
+    )
+    encoder_workers_timeout: float = setting(
+        60.0, "Seconds after which an item that no worker has encoded fails its request.", above=0
+    )
+    keep_encoder: bool = setting(
+        False,
+        "Whether an engine with `encoder_workers` loads its encoders, too, and encodes while no "
+        "worker answers.",
+    )
     enable_prefix_caching: bool = setting(
         True, "Whether requests with a common prefix share its KV cache."
     )
@@ -332,6 +354,11 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.encoder_workers and self.encoder_cache_dir is not None:
+            raise ConfigError(
+                "`encoder_cache_dir` and `encoder_workers` are both set; outputs are kept where "
+                "they are computed: give `--encoder-cache-dir` to `mmjax encode-worker`"
+            )
         if self.kv_offload_dir is not None and not self.kv_offload_gb:
             raise ConfigError(
                 f"`kv_offload_dir` is {str(self.kv_offload_dir)!r}, but `kv_offload_gb` is 0, and "
@@ -456,6 +483,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.cache.encoder_workers and self.lora.enable_tower_connector_lora:
+            raise ConfigError(
+                "`enable_tower_connector_lora` and `encoder_workers` are both set, but workers "
+                "have no adapters; leave one of them out"
+            )
         taken = [name for name, _ in self.lora.modules if name in self.model.public_names]
         if taken:
             raise ConfigError(

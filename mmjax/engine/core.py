@@ -95,6 +95,7 @@ class EngineCore:
         self._adapters = parts.adapters
         self._adapter_reader = parts.adapter_reader
         self._weights = parts.weights
+        self._workers = parts.workers
         self.weights_version = 0
         """Of the present weights: how often they were changed since the start."""
         self.is_sleeping = False
@@ -126,7 +127,6 @@ class EngineCore:
         self._requests = RequestMaker(
             config,
             limits=parts.limits,
-            buckets=parts.programs.buckets,
             host_inputs=parts.programs.host_inputs,
             precomputed=parts.programs.precomputed,
             adapters=parts.adapters,
@@ -273,6 +273,7 @@ class EngineCore:
             if before is None:
                 if self._in_flight is None and not (
                     self._scheduler.kv_cache.wait_read(_PROGRAM_WAIT_S)
+                    or self._wait_rows()
                     or self._grammars.wait(_PROGRAM_WAIT_S)
                     or self._adapters.wait(_PROGRAM_WAIT_S)
                 ):
@@ -281,6 +282,10 @@ class EngineCore:
                     self._programs.check()
                 return []
             return self._read(before)
+
+    def _wait_rows(self) -> bool:
+        awaited = self._scheduler.awaited
+        return awaited is not None and awaited.wait(_PROGRAM_WAIT_S)
 
     def _read_first(self, before: _Dispatched) -> list[RequestOutputDelta]:
         """Read the step on the device, and dispatch the next one only then.
@@ -391,6 +396,8 @@ class EngineCore:
             logger.exception("the last KV blocks could not be written to `kv_offload_dir`")
         self._grammars.close()
         self._adapters.close()
+        if self._workers is not None:
+            self._workers.close()
         self._programs.close(wait=wait)
         self._runner.end()
         self._runner.forget_stored_rows()
@@ -604,6 +611,7 @@ class EngineCore:
             encoder_disk_queries=disk.hits + disk.misses,
             encoder_disk_read_bytes=disk.bytes_read,
             encoder_disk_written_bytes=disk.bytes_written,
+            **({} if self._workers is None else self._workers.stats()),
             encoder_cache_usage=self.encoder_usage(),
             num_preemptions=self.num_preemptions,
             num_drafts=0 if guessed is None else guessed.num_drafts,

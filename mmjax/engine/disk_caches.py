@@ -3,11 +3,13 @@
 Of one model's weights, code and devices alone: another one's files are never found.
 """
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from blake3 import blake3
+from jaxtyping import Array
 
 from mmjax.cache.disk_store import DiskStore
 from mmjax.cache.fingerprint import (
@@ -66,6 +68,34 @@ def open_stored_rows(
     )
 
 
+class EncoderIdentity(NamedTuple):
+    """Whose rows an encoder's are."""
+
+    parts: Mapping[str, str]
+    """All that their bits depend on, by what it is."""
+    params: frozenset[str]
+    """The names of the parameters that it reads."""
+
+
+def describe_encoder(
+    config: EngineConfig, model_class: Any, programs: Programs, digest: str
+) -> dict[str, str]:
+    """Return what rows that another process encodes must be of; `digest`: of the parameters.
+
+    Not the number of devices: engines that share an encoder may have different ones.
+    """
+    placement = programs.placement
+    cpu = describe_cpu() if placement.platform == "cpu" else []
+    return {
+        "version of mmjax": fingerprint().hex(),
+        "model": f"{digest_class(model_class)} {fingerprint(str(config.model.hf_config)).hex()}",
+        "weights": digest,
+        "dtype": np.dtype(programs.dtype).name,
+        "device": f"{placement.local_devices[0].device_kind} {fingerprint(cpu).hex()}",
+        "version of JAX": ", ".join(describe_libraries("jax", "jaxlib")),
+    }
+
+
 def _describe_engine(config: EngineConfig, model_class: Any, programs: Programs) -> list[Any]:
     """Return what the bits of all that a model computes depend on, beside its parameters."""
     placement = programs.placement
@@ -81,12 +111,17 @@ def _describe_engine(config: EngineConfig, model_class: Any, programs: Programs)
 
 
 def _digest_params(params: Params) -> str:
+    return digest_leaves(flatten_params(params).items())
+
+
+def digest_leaves(leaves: Iterable[tuple[str, Array]]) -> str:
     """Return a digest of parameters' values: no file's name or time can stand for others."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    for name, leaf in sorted(flatten_params(params).items()):
+    found = []
+    for name, leaf in leaves:
         # A copy, since an array keeps what it was read into on the host.
         is_on_host = next(iter(leaf.devices())).platform == "cpu"
         array = np.ascontiguousarray(np.asarray(leaf if is_on_host else jnp.copy(leaf)))
-        hasher.update(repr((name, array.dtype.name, array.shape)).encode())
+        hasher = blake3(max_threads=blake3.AUTO)
         hasher.update(array.reshape(-1).view(np.uint8).data)
-    return hasher.hexdigest()
+        found.append((name, array.dtype.name, array.shape, hasher.hexdigest()))
+    return blake3(repr(sorted(found)).encode()).hexdigest()

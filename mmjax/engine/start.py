@@ -1,70 +1,72 @@
 """Start an engine from a configuration: weights, memory, programs."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
+from mmjax.cache.awaited_rows import AwaitedRows
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.block_reader import BlockReader
 from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import StateSlots
-from mmjax.config.engine_config import EngineConfig, ModelConfig
+from mmjax.cache.stored_rows import StoredRows
+from mmjax.config.engine_config import EngineConfig
 from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_clip_sizes, choose_sizes, largest_items
-from mmjax.engine.device.functions import AdaptedModel, ModelShape
+from mmjax.engine.device.functions import ModelShape
 from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.memory import count_host_slots, count_staged, fit_kv_cache
-from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
+from mmjax.engine.device.mesh import Placement, join_processes, shard_bytes
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.threads import DeviceThreads, open_devices
-from mmjax.engine.disk_caches import open_block_store, open_stored_rows
+from mmjax.engine.disk_caches import (
+    EncoderIdentity,
+    describe_encoder,
+    digest_leaves,
+    open_block_store,
+    open_stored_rows,
+)
+from mmjax.engine.encoder_workers import EncoderWorkers
+from mmjax.engine.model import (
+    LoadedModel,
+    describe_model,
+    iter_encoder,
+    iter_own_params,
+    load_model,
+)
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
-from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
+from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, encode_sizes
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.weights import EngineWeights, WeightsSource
-from mmjax.errors import CheckpointError, ConfigError, SnapshotDamagedError
+from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
-from mmjax.layers.cpu.library import report_kernels
-from mmjax.layers.cpu.product import MAX_FEW_ROWS, has_bfloat16
+from mmjax.layers.cpu.product import MAX_FEW_ROWS
 from mmjax.layers.module import (
     Params,
     bind,
-    build_abstract,
     flatten_params,
     unflatten_params,
 )
-from mmjax.layers.quantization import Layouts, quantize_params
 from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec, Sees
-from mmjax.models.interface import AdapterSizes, build_model, left_out_names
-from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
-from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv
-from mmjax.system.allocator import use_large_pages
 from mmjax.system.logger import get_logger, reporting
 from mmjax.weights.adapter import AdapterReader
-from mmjax.weights.dummy import make_dummy_params
-from mmjax.weights.files.method import read_method
-from mmjax.weights.files.safetensors import is_snapshot
-from mmjax.weights.layouts import read_layouts
-from mmjax.weights.load import iter_params
 from mmjax.weights.sharding import Device
-from mmjax.weights.snapshot import load_snapshot
 
 logger = get_logger(__name__)
 
@@ -83,19 +85,21 @@ class EngineParts(NamedTuple):
     device_threads: DeviceThreads
     seconds: dict[str, float]
     """Seconds that the start took, by phase."""
+    workers: EncoderWorkers | None
+    """None: the engine encodes itself."""
 
 
-class _Model(NamedTuple):
-    """A model that is loaded."""
+class EncoderParts(NamedTuple):
+    """The parts of an encoder that is started without the rest of its model."""
 
-    model_class: Any
-    graphdef: Any
-    params: dict[Any, Any]
-    placement: Placement
-    adapted: AdaptedModel | None
-    """None without `enable_lora`."""
-    left_out: tuple[str, ...]
-    """Attributes that are not loaded, since no media are allowed."""
+    programs: Programs
+    runner: ModelRunner
+    identity: EncoderIdentity
+    stored_rows: StoredRows | None
+    budget: int
+    """Embeddings that are encoded at once."""
+    sizes: Mapping[str, Sequence[int]]
+    """Units, or patches, of the calls, by function."""
 
 
 class _MediaPlan(NamedTuple):
@@ -103,15 +107,13 @@ class _MediaPlan(NamedTuple):
 
     host_inputs: HostInputs
     has_tower: bool
+    sizes: Mapping[str, Any]
+    """Of the calls that encode items, here or elsewhere, as `Buckets.create` takes them."""
     takes_embeds: bool
     sees: Sees
     """What a prompt's tokens see, of what they may have."""
     keeps_runs_whole: bool
     largest_item: int
-    longest_clip: int
-    """Embeddings of the longest clip, where an encoder of its own takes it; else 0."""
-    largest_seen: int
-    """Embeddings of the largest of the other items."""
     """Embeddings that are encoded at once, at most; 0: none are."""
     encoder_budget: int
     """Embeddings that a step may encode."""
@@ -149,7 +151,8 @@ def start_engine(
     with timed("open_devices", "opening the devices"):
         device_threads = open_devices()
     with timed("load_weights", "loading the weights"):
-        model = _load_model(config, model_class, params, devices)
+        encoder = _identify_encoder(config, model_class, params, devices)
+        model = load_model(config, model_class, params, devices)
     plan = _plan_media(config, model)
     programs = _make_programs(config, model, plan)
     with timed("measure"):
@@ -157,13 +160,13 @@ def start_engine(
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks)
     with timed("allocate", "allocating the caches"):
         pool = _make_host_pool(config, model, programs)
-        limits, scheduler = _make_scheduler(config, plan, programs, num_blocks, pool)
+        workers = _open_workers(config, programs, encoder)
+        limits, scheduler = _make_scheduler(config, plan, programs, num_blocks, pool, workers)
         options: dict[str, Any] = {"has_spans": plan.sees != "past", "host_pool": pool}
         runner = ModelRunner(programs, compiled, model.params, num_blocks=num_blocks, **options)
         runner.stored_rows = open_stored_rows(config, model.model_class, programs, model.params)
-    weights = EngineWeights(programs, runner, _make_weights_source(config, model, programs))
-    reader = _make_adapter_reader(config, model, lambda: runner.params)
-    adapters = _open_adapters(config, reader)
+    weights = EngineWeights(programs, runner, _make_source(config, model, programs, encoder))
+    adapters, reader = _open_adapters(config, model, lambda: runner.params)
     model = None  # The runner alone holds the parameters from here on.
     if config.lora.modules:
         with timed("load_adapters", "loading the adapters"):
@@ -184,170 +187,118 @@ def start_engine(
         ", ".join(f"{name} {elapsed:.1f} s" for name, elapsed in seconds.items()),
     )
     made = (programs, compiled, limits, scheduler, runner, adapters, reader, weights)
-    return EngineParts(*made, device_threads, seconds)
+    return EngineParts(*made, device_threads, seconds, workers)
 
 
-# ---- the model -----------------------------------------------------------------------------------
+# ---- encoders apart ------------------------------------------------------------------------------
 
 
-def _load_model(
+def start_encoder(
+    config: EngineConfig, *, model_class: Any = None, params: Params | None = None
+) -> EncoderParts:
+    """Load what encodes items, and nothing else; compile its programs. Keywords as above."""
+    _check_config(config)
+    enable_persistent_cache(config.compilation_cache_dir)
+    open_devices()
+    model = describe_model(config, model_class, None)
+    plan = _plan_media(config, model)
+    read = _make_programs(config, model, plan).find_encoder_params()
+    if not read:
+        raise ConfigError(
+            f"`{model.model_class.__name__}` encodes nothing here; allow media with "
+            "`--limit-mm-per-prompt`, or serve it without `mmjax encode-worker`"
+        )
+    held = dict(iter_encoder(config, model, params, read))
+    digest = digest_leaves(held.items())
+    abstract = flatten_params(model.params)
+    unread = abstract.keys() - held.keys()
+    mixed = {name: held.get(name, leaf) for name, leaf in abstract.items()}
+    model = model._replace(params=unflatten_params(mixed))
+    programs = _make_programs(config, model, plan, unread)
+    keys = [key for key in programs.buckets.keys if key.function in programs.buckets.encode_sizes]
+    compiled = CompiledPrograms(
+        programs.buckets,
+        partial(programs.make, 1),
+        keys,
+        len(keys),
+        num_threads=config.compile_threads,
+        use_tqdm=config.use_tqdm,
+    )
+    tree = unflatten_params(held)
+    runner = ModelRunner(programs, compiled, tree, num_blocks=1, has_spans=plan.sees != "past")
+    compiled.compile_first()
+    runner.warm_up(keys)
+    parts = describe_encoder(config, model.model_class, programs, digest)
+    return EncoderParts(
+        programs,
+        runner,
+        EncoderIdentity(parts, read),
+        open_stored_rows(config, model.model_class, programs, tree),
+        min(plan.encoder_budget, plan.num_encoder_rows),
+        programs.buckets.encode_sizes,
+    )
+
+
+def _identify_encoder(
     config: EngineConfig,
     model_class: Any,
     params: Params | None,
     devices: Sequence[Device] | None,
-) -> _Model:
-    """Return the model with its sharded parameters; `params` None: those of the checkpoint."""
-    model_class = model_class or load_model_class(
-        config.model.architecture, config.model.model_class
-    )
-    platform = (devices or jax.local_devices())[0].platform
-    if platform == "cpu":
-        report_kernels()
-    dtype = resolve_dtype(
-        config.model.dtype,
-        platform,
-        stored_dtype(config.model.hf_config),
-        cpu_has_bfloat16=has_bfloat16(),
-    )
-    quantization = config.model.quantization or _find_layouts(config.model, model_class)
-    parts = (model_class, config.model.hf_config, config.model.mm, quantization)
-    graphdef, abstract = build_abstract(build_model, *parts, dtype=dtype)
-    model = bind(graphdef, abstract)
-    adapted = _make_room(config, model, parts, dtype)
-    left_out = tuple(left_out_names(model, config.model.mm))
-    if left_out:
-        logger.info("no media are allowed: left out are %s", ", ".join(left_out))
-    placement = make_placement(
-        config.parallel, num_kv_heads=model.kv_cache_spec.num_kv_heads, devices=devices
-    )
-    if params is None and config.model.load_format == "dummy":
-        params = make_dummy_params(abstract, mesh=placement.home, left_out=left_out)
-    elif params is None:
-        params = _read(config, model_class, abstract, placement, left_out)
-    elif config.model.quantization is not None:
-        params = quantize_params(params, abstract)
-    given = {name: part for name, part in params.items() if name not in left_out}
-    placed = placement.place_params(given)
-    if placement.platform == "cpu":
-        _use_large_pages(placed)
-    return _Model(model_class, graphdef, placed, placement, adapted, left_out)
+) -> EncoderIdentity | None:
+    """Return what a worker's encoder must be; its weights are read, and dropped one by one.
 
-
-def _use_large_pages(params: Params) -> None:
-    for leaf in jax.tree.leaves(params):
-        for shard in leaf.addressable_shards:
-            use_large_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
-
-
-def _find_layouts(config: ModelConfig, model_class: Any) -> Layouts | None:
-    """Return how the checkpoint has its weights quantised; None: it has not."""
-    return read_layouts(config.path, config.hf_config, model_class.rules(config.hf_config))
-
-
-def _make_room(config: EngineConfig, model: Any, parts: Any, dtype: Any) -> AdaptedModel | None:
-    """Return the model with room for adapters; None without `enable_lora`."""
-    lora, model_class = config.lora, parts[0]
-    if not lora.enable_lora:
+    None: there are no workers.
+    """
+    if not config.cache.encoder_workers:
         return None
-    if model.max_encoder_len:
-        raise ConfigError(
-            f"`enable_lora` is set, but `{model_class.__name__}` is an encoder-decoder "
-            "model, whose adapters mmjax does not serve; leave it out"
-        )
-    own = dtype if lora.lora_dtype == "auto" else jnp.dtype(lora.lora_dtype)
-    has_towers = lora.enable_tower_connector_lora
-    sizes = AdapterSizes(lora.max_loras, lora.max_lora_rank, own, has_towers)
-    graphdef, abstract = build_abstract(build_model, *parts, sizes, dtype=dtype)
-    return AdaptedModel.of(graphdef, abstract, has_towers=has_towers)
+    alone = replace(config, cache=replace(config.cache, encoder_workers=()))
+    model = describe_model(alone, model_class, devices)
+    programs = _make_programs(alone, model, _plan_media(alone, model))
+    read = programs.find_encoder_params()
+    digest = digest_leaves(iter_encoder(alone, model, params, read))
+    return EncoderIdentity(describe_encoder(alone, model.model_class, programs, digest), read)
 
 
-def _read(
-    config: EngineConfig,
-    model_class: Any,
-    abstract: Params,
-    placement: Placement,
-    left_out: Sequence[str],
-) -> Params:
-    """Read the checkpoint's weights."""
-    path, mesh = config.model.path, placement.home
-    if is_snapshot(path):
-        try:
-            return load_snapshot(
-                path, abstract, mesh=mesh, left_out=left_out, agree=placement.agree
-            )
-        except SnapshotDamagedError as error:
-            path = _find_source(error, config.model.download_dir)
-    leaves = _iter_params(config, model_class, left_out, mesh, abstract, path)
-    return unflatten_params(dict(leaves))
-
-
-def _iter_params(
-    config: EngineConfig,
-    model_class: Any,
-    left_out: Sequence[str],
-    mesh: Mesh | Device,
-    abstract: Params,
-    path: Path,
-) -> Iterator[tuple[str, jax.Array]]:
-    """Yield the parameters of a directory as HF has them."""
-    return iter_params(
-        path,
-        abstract,
-        model_class.rules(config.model.hf_config),
-        mesh=mesh,
-        left_out=left_out,
-        method=read_method(config.model.hf_config),
-        use_tqdm=config.use_tqdm,
+def _open_workers(
+    config: EngineConfig, programs: Programs, encoder: EncoderIdentity | None
+) -> EncoderWorkers | None:
+    if encoder is None:
+        return None
+    cache = config.cache
+    return EncoderWorkers(
+        cache.encoder_workers,
+        encoder.parts,
+        key_file=cache.encoder_workers_key,
+        timeout_s=cache.encoder_workers_timeout,
+        has_own=cache.keep_encoder,
+        width=programs.embed_width,
+        dtype=np.dtype(programs.dtype),
+        max_rows=programs.num_encoder_rows,
     )
 
 
-def _make_weights_source(config: EngineConfig, model: _Model, programs: Programs) -> WeightsSource:
+def _make_source(
+    config: EngineConfig,
+    model: LoadedModel,
+    programs: Programs,
+    encoder: EncoderIdentity | None,
+) -> WeightsSource:
     """Return where an engine's weights may come from later."""
     model_class, left_out, mesh = model.model_class, model.left_out, model.placement.home
     return WeightsSource(
         rules=model_class.rules(config.model.hf_config),
         left_out=left_out,
-        read=partial(_iter_params, config, model_class, left_out, mesh, programs.params),
+        read=partial(iter_own_params, config, model_class, left_out, mesh, programs.params),
         path=config.model.path,
+        encoded_apart=encoder and encoder.params,
     )
-
-
-def _find_source(damage: SnapshotDamagedError, download_dir: Path | None) -> Path:
-    """Return the directory that a damaged snapshot was made of; raise `damage` if it is gone."""
-    model = None if damage.source == DEFAULT_MODEL else damage.source
-    try:
-        source = resolve_model(model, revision=damage.revision, download_dir=download_dir)
-    except CheckpointError as error:
-        raise damage from error
-    logger.error("%s; until then the weights of `%s` are loaded", damage, damage.source)
-    return source
-
-
-def resolve_dtype(name: str, platform: str, stored: str | None, *, cpu_has_bfloat16: bool) -> Any:
-    """Return the dtype of weights and caches.
-
-    "auto" is bfloat16 on accelerators. On a CPU it is bfloat16 where the weights are stored in 16
-    bits and the CPU multiplies bfloat16 itself, which is then faster (docs/performance.md); else
-    float32. `stored`: as `stored_dtype` returns it.
-    """
-    if name == "auto":
-        is_half = stored in ("bfloat16", "float16")
-        name = "bfloat16" if platform != "cpu" or (is_half and cpu_has_bfloat16) else "float32"
-        logger.info(
-            "dtype auto: %s, on %s%s with weights stored in %s",
-            name,
-            platform,
-            "" if platform != "cpu" else f" {'with' if cpu_has_bfloat16 else 'without'} bfloat16",
-            stored or "no named dtype",
-        )
-    return jnp.dtype(name)
 
 
 # ---- adapters ------------------------------------------------------------------------------------
 
 
 def _make_adapter_reader(
-    config: EngineConfig, model: _Model, get_params: Callable[[], Params]
+    config: EngineConfig, model: LoadedModel, get_params: Callable[[], Params]
 ) -> AdapterReader:
     """Return what reads adapters; `get_params` returns the present parameters."""
 
@@ -368,10 +319,13 @@ def _make_adapter_reader(
     )
 
 
-def _open_adapters(config: EngineConfig, reader: AdapterReader) -> Adapters:
-    """Return the adapters, of which none is loaded."""
-    lora = config.lora
-    return Adapters(reader.read, max_cpu_loras=lora.max_cpu_loras or 2 * lora.max_loras)
+def _open_adapters(
+    config: EngineConfig, model: LoadedModel, get_params: Callable[[], Params]
+) -> tuple[Adapters, AdapterReader]:
+    """Return the adapters, of which none is loaded, and what reads them."""
+    lora, reader = config.lora, _make_adapter_reader(config, model, get_params)
+    max_cpu_loras = lora.max_cpu_loras or 2 * lora.max_loras
+    return Adapters(reader.read, max_cpu_loras=max_cpu_loras), reader
 
 
 def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
@@ -387,12 +341,13 @@ def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
 # ---- sizes, memory and programs ------------------------------------------------------------------
 
 
-def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
+def _plan_media(config: EngineConfig, model: LoadedModel) -> _MediaPlan:
     schedule, module = config.scheduler, bind(model.graphdef, model.params)
     _check_offload(config, has_states=bool(module.kv_cache_spec.states))
     host_inputs: HostInputs = model.model_class.host_inputs(config.model.hf_config)
     has_tower, takes_embeds = not model.left_out, config.model.mm.enable_mm_embeds
-    has_items = has_tower or takes_embeds or module.sees == "prompt"
+    encodes = has_tower or bool(config.cache.encoder_workers)
+    has_items = encodes or takes_embeds or module.sees == "prompt"
     sees: Sees = module.sees if has_items else "past"
     keeps_runs_whole = sees != "past" or schedule.disable_chunked_mm_input
     if sees == "prompt":
@@ -404,7 +359,7 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     elif sees != "past" and not schedule.disable_chunked_mm_input:
         logger.info("a picture's embeddings go in one step: they see each other both ways")
     largest: Mapping[str, int] = {}
-    if has_tower or takes_embeds:
+    if encodes or takes_embeds:
         largest = largest_items(
             host_inputs.encoder_spec, config.max_embeds_per_item, config.model.max_model_len
         )
@@ -434,17 +389,28 @@ def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
     return _MediaPlan(
         host_inputs=host_inputs,
         has_tower=has_tower,
+        sizes=_choose_sizes(host_inputs, encoder_budget, largest_seen, longest_clip)
+        if encodes
+        else {"max_units": 0},
         takes_embeds=takes_embeds,
         sees=sees,
         keeps_runs_whole=keeps_runs_whole,
         largest_item=largest_item,
-        longest_clip=longest_clip,
-        largest_seen=largest_seen,
         encoder_budget=encoder_budget,
         num_encoder_rows=max(1, encoder_rows),
         max_encoder_len=module.max_encoder_len,
         num_state_slots=_count_state_slots(config, module, keeps_runs_whole=keeps_runs_whole),
     )
+
+
+def _choose_sizes(
+    host_inputs: HostInputs, encoder_budget: int, largest_seen: int, longest_clip: int
+) -> dict[str, Any]:
+    """Return what `Buckets.create` needs to know of the calls that encode items; 0: of none."""
+    sizes: dict[str, Any] = {"max_units": 0}
+    if largest_seen:
+        sizes = choose_sizes(host_inputs.encoder_spec, encoder_budget, largest_seen)
+    return sizes | {"clips": choose_clip_sizes(host_inputs.clip_spec, encoder_budget, longest_clip)}
 
 
 def _count_state_slots(config: EngineConfig, module: Any, *, keeps_runs_whole: bool) -> int:
@@ -478,7 +444,9 @@ def _find_speculation(config: EngineConfig, plan: _MediaPlan) -> SpeculativeConf
     return config.scheduler.speculation if is_possible else None
 
 
-def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Programs:
+def _make_programs(
+    config: EngineConfig, model: LoadedModel, plan: _MediaPlan, unread: Collection[str] = ()
+) -> Programs:
     schedule, placement = config.scheduler, model.placement
     shape = ModelShape.of(model.graphdef, model.params)
     cache_type = choose_cache_type(
@@ -487,23 +455,17 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         shape.dtype,
         num_shards=placement.num_kv_shards,
     )
-    spec, budget = plan.host_inputs.encoder_spec, plan.encoder_budget
-    sizes: dict[str, Any] = {"max_units": 0}
-    if plan.has_tower and plan.largest_seen:
-        sizes = choose_sizes(spec, budget, plan.largest_seen)
-    if plan.has_tower:
-        clip_spec = plan.host_inputs.clip_spec
-        sizes["clips"] = choose_clip_sizes(clip_spec, budget, plan.longest_clip)
     speculation = _find_speculation(config, plan)
     keeps_rows = plan.has_tower and config.cache.encoder_cache_dir is not None
+    writes = plan.takes_embeds or keeps_rows or bool(config.cache.encoder_workers)
     heads: Sequence[tuple[int, int]] = ()
     if plan.has_tower:
         heads = model.model_class.find_alignment_heads(config.model.path, config.model.hf_config)
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        **sizes,
-        max_written=budget if plan.takes_embeds or keeps_rows else 0,
+        **(plan.sizes if plan.has_tower else {"max_units": 0}),
+        max_written=plan.encoder_budget if writes else 0,
         span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,
         max_aligned=config.model.max_model_len if heads else 0,
@@ -528,6 +490,7 @@ def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Pro
         takes_embeds=plan.takes_embeds,
         keeps_rows=keeps_rows,
         num_state_slots=plan.num_state_slots,
+        unread=unread,
         alignment_heads=heads,
     )
 
@@ -571,7 +534,9 @@ def _order_programs(
     return compiled, warm_up_keys if is_alone else order[:num_first]
 
 
-def _make_host_pool(config: EngineConfig, model: _Model, programs: Programs) -> HostPool | None:
+def _make_host_pool(
+    config: EngineConfig, model: LoadedModel, programs: Programs
+) -> HostPool | None:
     """Return what keeps evicted KV blocks; None: nothing does."""
     num_slots = count_host_slots(config, programs)
     if not num_slots:
@@ -607,6 +572,7 @@ def _make_scheduler(
     programs: Programs,
     num_blocks: int,
     host_pool: HostPool | None,
+    workers: EncoderWorkers | None,
 ) -> tuple[AdmissionLimits, Scheduler]:
     schedule, cache = config.scheduler, config.cache
     max_model_len, spec = config.model.max_model_len, plan.host_inputs.encoder_spec
@@ -624,6 +590,7 @@ def _make_scheduler(
         sees=plan.sees,
         max_encoder_len=plan.max_encoder_len,
         has_states=bool(plan.num_state_slots),
+        item_sizes=encode_sizes(**plan.sizes),
         aligns=bool(programs.alignment_heads),
     )
     scheduler = Scheduler(
@@ -644,6 +611,9 @@ def _make_scheduler(
         speculation=None if speculation is None else Speculation(speculation),
         max_num_rows=min(_max_num_rows(config, programs.placement), programs.buckets.max_num_rows),
         state_slots=StateSlots(plan.num_state_slots) if plan.num_state_slots else None,
+        awaited=None
+        if workers is None
+        else AwaitedRows(workers.fetch, max_requests=2 * schedule.max_num_seqs),
     )
     return limits, scheduler
 
@@ -690,6 +660,11 @@ def _check_config(config: EngineConfig) -> None:
         raise ConfigError(
             f"`encoder_cache_dir` is set with {config.parallel.num_processes} processes, of which "
             "none has all of an encoder's weights to name its outputs by; leave it out"
+        )
+    if config.cache.encoder_workers and config.parallel.num_processes > 1:
+        raise ConfigError(
+            f"`encoder_workers` is set with {config.parallel.num_processes} processes, of which "
+            "only the first would have their outputs; leave it out"
         )
     max_model_len = config.model.max_model_len
     if not schedule.enable_chunked_prefill and schedule.max_num_batched_tokens < max_model_len:

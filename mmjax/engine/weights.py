@@ -1,6 +1,6 @@
 """The weights of a running engine: replaced whole or in part, dropped, and read again."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -30,6 +30,8 @@ class WeightsSource(NamedTuple):
     read: ReadParams
     path: Path
     """The checkpoint that the engine was started with."""
+    encoded_apart: Collection[str] | None = None
+    """The parameters that workers encode with, which stay as they are; None: none do."""
 
 
 class EngineWeights:
@@ -62,14 +64,28 @@ class EngineWeights:
 
     def match(self, params: Mapping[Any, Any], *, prefix: str = "") -> list[Replacement]:
         """Return what takes the place of which parameters; CheckpointError if it cannot."""
-        return match_update(
+        ignored: list[str] = []
+        found = match_update(
             params,
             self._expected,
             self._source.rules,
             prefix=prefix,
             left_out=self._source.left_out,
             current=flatten_params(self._runner.params),
+            ignore=ignored.append,
         )
+        if self._source.encoded_apart is not None:
+            names = [
+                *ignored,
+                *(one.name for one in found if one.name in self._source.encoded_apart),
+            ]
+            if names:
+                raise CheckpointError(
+                    f"{len(names)} of the given weights are those that `encoder_workers` encode "
+                    f"with, such as `{names[0]}`; give the others alone, or start workers and "
+                    "engine again with the new ones"
+                )
+        return found
 
     def replace(self, replacements: Sequence[Replacement], *, donate: bool) -> bool:
         """Put arrays that were matched into their places; return whether encoders changed."""
@@ -85,6 +101,11 @@ class EngineWeights:
         CheckpointError for files that do not fit.
         """
         path = path or self._path
+        if self._source.encoded_apart is not None and path != self._source.path:
+            raise CheckpointError(
+                f"`{path}` has weights of encoders, too, and `encoder_workers` encode with those "
+                f"of `{self._source.path}`; start workers and engine again with the new ones"
+            )
         if is_snapshot(path):
             raise CheckpointError(
                 f"`{path}` is a snapshot, which is loaded at the start alone; give a directory of "

@@ -5,7 +5,7 @@ A module is never initialised. `build_abstract` returns its graphdef and its par
 Python takes milliseconds a step.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -92,6 +92,11 @@ def unflatten_params(leaves: Mapping[str, Any]) -> dict[Any, Any]:
     for name, leaf in leaves.items():
         set_param(tree, name, leaf)
     return tree
+
+
+def is_left_out(name: str, left_out: Collection[str]) -> bool:
+    """Return whether a parameter, or the attribute of the model that it is in, is left out."""
+    return name.partition(".")[0] in left_out or name in left_out
 
 
 def set_param(tree: dict[Any, Any], name: str, leaf: Any) -> None:

@@ -227,12 +227,15 @@ def join_embeds(embeds: MultiModalEmbeddings | Any) -> Float[Array, "... D"]:
     return jnp.concatenate([one.reshape(-1, one.shape[-1]) for one in embeds])
 
 
-def left_out_names(model: Any, mm: MultiModalConfig) -> tuple[str, ...]:
+def left_out_names(model: Any, mm: MultiModalConfig, *, has_towers: bool = True) -> tuple[str, ...]:
     """Return the attributes of the towers, where every limit is 0 and no prompt needs them.
 
-    Precomputed embeddings need no tower.
+    Precomputed embeddings need no tower. Without `has_towers` another process has them, but for
+    learned vectors, which `extra_embeds` may read.
     """
     names = tuple(getattr(model, "tower_names", ()))
+    if not has_towers:
+        return tuple(one for one in names if not isinstance(getattr(model, one), nnx.Variable))
     return () if names and any(map(mm.limit, model.modalities)) else names
 
 
@@ -254,13 +257,15 @@ def build_model(
     adapters: AdapterSizes | None = None,
     *,
     dtype: Any,
+    has_towers: bool = True,
 ) -> Any:
     """Build a model's structure, without its towers where, by `mm`, no prompt needs them.
 
-    `quantization`: what is made of float weights, or how a checkpoint has them.
+    `has_towers`: as `left_out_names`. `quantization`: what is made of float weights, or how a
+    checkpoint has them.
     """
     model = model_class(hf_config, dtype=dtype)
-    for name in () if mm is None else left_out_names(model, mm):
+    for name in () if mm is None else left_out_names(model, mm, has_towers=has_towers):
         setattr(model, name, None)
     if isinstance(quantization, str):
         quantize_language_model(model, quantization)

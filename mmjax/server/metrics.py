@@ -103,6 +103,7 @@ _LAST_GAUGES: Mapping[str, tuple[str, str]] = {
         "encoder_cache_usage",
         "Share of the encoder cache in use, from 0 to 1.",
     ),
+    "mmjax:encoder_workers_alive": ("encoder_workers_alive", "Workers that encode for it now."),
     "mmjax:programs_left": ("num_programs_left", "Programs that are not compiled yet."),
 }
 """Name -> field of the last heartbeat, and what it is."""
@@ -145,6 +146,17 @@ _TOTALS: Mapping[str, tuple[str, str]] = {
     "mmjax:encoder_disk_hits": ("encoder_disk_hits", "Items whose embeddings were found there."),
     "mmjax:encoder_disk_read_bytes": ("encoder_disk_read_bytes", "Bytes of these."),
     "mmjax:encoder_disk_written_bytes": ("encoder_disk_written_bytes", "Bytes written there."),
+    "mmjax:encoder_workers_items": (
+        "encoder_workers_items",
+        "Items whose embeddings workers gave.",
+    ),
+    "mmjax:encoder_workers_bytes": ("encoder_workers_bytes", "Bytes of these."),
+    "mmjax:encoder_workers_wait_seconds": ("encoder_workers_wait_s", "The items' waits for them."),
+    "mmjax:encoder_workers_retries": (
+        "encoder_workers_retries",
+        "Items that were asked for again.",
+    ),
+    "mmjax:encoder_workers_refused": ("encoder_workers_refused", "Answers that were not taken."),
     "mmjax:compilations": ("num_compilations", "Programs that a step had to wait for."),
 }
 """Name -> field of figures that only grow, over all engine processes, and what it is."""

@@ -19,7 +19,7 @@ from mmjax.engine.device.functions import (
     encode_prompts,
     write_extra,
 )
-from mmjax.engine.start import resolve_dtype
+from mmjax.engine.model import resolve_dtype
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import DenseAttentionMetadata, DenseCrossMetadata
 from mmjax.layers.cpu.product import has_bfloat16

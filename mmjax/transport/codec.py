@@ -6,7 +6,7 @@ decoded.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ VERSION = 10
 """The first byte of every message; a reader refuses any other."""
 
 Message = EngineMessage | FrontendMessage
+T = TypeVar("T")
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message, dec_hook=unpack)
@@ -42,8 +43,13 @@ _DECODER = msgspec.msgpack.Decoder(Message, dec_hook=unpack)
 
 def encode(message: Message) -> list[Buffer]:
     """Return the frames of `message`; the array frames share memory with the arrays."""
+    return pack_frames(message, has_arrays=isinstance(message, EngineCoreRequest))
+
+
+def pack_frames(message: msgspec.Struct, *, has_arrays: bool) -> list[Buffer]:
+    """Return the frames of any message."""
     arrays, encoder = ArrayFrames(), _ENCODER
-    if isinstance(message, EngineCoreRequest):
+    if has_arrays:
         encoder = msgspec.msgpack.Encoder(enc_hook=arrays.pack)
     try:
         header = encoder.encode(message)
@@ -79,6 +85,15 @@ def read_remainder(frames: Sequence[Buffer]) -> Remainder | None:
 
 def decode(frames: Sequence[Buffer]) -> Message:
     """Return the message; WireError, and no other error, on malformed frames."""
+    message = unpack_frames(frames, _DECODER)
+    if isinstance(message, EngineCoreRequest):
+        for feature in message.mm_features:
+            check_position(feature.mm_position)
+    return message
+
+
+def unpack_frames(frames: Sequence[Buffer], decoder: "msgspec.msgpack.Decoder[T]") -> T:
+    """Return a message of the types that `decoder` knows; WireError on malformed frames."""
     if not frames or not len(frames[0]):
         raise WireError("the message is empty; expected a version byte and a header")
     header = memoryview(frames[0]).cast("B")
@@ -86,12 +101,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
         raise WireError(f"the message has version {header[0]}; expected {VERSION}")
     token = RECEIVED.set(frames)
     try:
-        message = _DECODER.decode(header[1:])
+        return decoder.decode(header[1:])
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(f"the message cannot be decoded: {error}") from error
     finally:
         RECEIVED.reset(token)
-    if isinstance(message, EngineCoreRequest):
-        for feature in message.mm_features:
-            check_position(feature.mm_position)
-    return message

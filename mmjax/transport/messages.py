@@ -144,6 +144,8 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_default
     were cached, or not needed."""
     found_on_disk: list[str] = []
     """Likewise of those whose outputs were read from `encoder_cache_dir`."""
+    encoded_apart: list[str] = []
+    """Likewise of those whose outputs `encoder_workers` gave."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the first token: of each of the prompt's, None for the first, or if it has no logit."""
     alignment: Alignment | None = None
@@ -309,6 +311,19 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     encoder_disk_queries: int = 0
     encoder_disk_read_bytes: int = 0
     encoder_disk_written_bytes: int = 0
+    encoder_workers_items: int = 0
+    """Items whose outputs workers gave."""
+    encoder_workers_bytes: int = 0
+    """Of these."""
+    encoder_workers_wait_s: float = 0.0
+    """Seconds from asking to having, added over these."""
+    encoder_workers_retries: int = 0
+    """Items that were asked for once more, since a worker was lost or slow."""
+    encoder_workers_refused: int = 0
+    """Answers of workers that were not what was asked for."""
+    encoder_workers_fallbacks: int = 0
+    """Items that this engine encoded, since no worker answered."""
+    encoder_workers_alive: int = 0
     encoder_cache_usage: float = 0.0
     """Referenced share of the encoder cache, between 0 and 1."""
     num_preemptions: int = 0

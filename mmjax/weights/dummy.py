@@ -1,7 +1,7 @@
 """Random parameters of the right shapes, for an engine whose weights come later."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import Array
 
 from mmjax.layers.cpu.groups import ORDER, SCALE, ZERO
-from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.layers.module import Params, flatten_params, is_left_out, unflatten_params
 from mmjax.weights.sharding import Device, param_sharding
 
 _LARGEST = 1e-3
@@ -20,7 +20,7 @@ _LARGEST = 1e-3
 
 
 def make_dummy_params(
-    abstract_params: Params, *, mesh: Mesh | Device | None = None, left_out: Sequence[str] = ()
+    abstract_params: Params, *, mesh: Mesh | Device | None = None, left_out: Collection[str] = ()
 ) -> dict[Any, Any]:
     """Return random arrays of the tree's shapes and dtypes, sharded as `load_params` has them.
 
@@ -28,7 +28,7 @@ def make_dummy_params(
     """
     leaves = {}
     for name, leaf in flatten_params(abstract_params).items():
-        if name.partition(".")[0] in left_out:
+        if is_left_out(name, left_out):
             continue
         sharding = param_sharding(name, leaf.shape, mesh)
         draw = _make(_kind_of(name, leaf.dtype), tuple(leaf.shape), jnp.dtype(leaf.dtype), sharding)

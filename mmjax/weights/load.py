@@ -4,7 +4,7 @@ Validates before reading: one error lists all missing, unexpected and misshapen 
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.groups import ORDER, SCALE, ZERO
-from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.layers.module import Params, flatten_params, is_left_out, unflatten_params
 from mmjax.layers.quantization import INT4, find_quantized, quantize
 from mmjax.system.allocator import return_pages_of_files
 from mmjax.system.logger import get_logger
@@ -83,7 +83,7 @@ def iter_params(
     rules: Sequence[RuleTypes],
     *,
     mesh: Mesh | Device | None = None,
-    left_out: Sequence[str] = (),
+    left_out: Collection[str] = (),
     method: Method | None = None,
     use_tqdm: bool = True,
 ) -> Iterator[tuple[str, jax.Array]]:
@@ -99,7 +99,8 @@ def iter_params(
         rules: From names in the files to dotted names in the tree.
         mesh: Where to shard over, axes "data" and "model"; or the device that holds all, None: the
             first.
-        left_out: Attributes of the model that are not computed: their tensors are not read.
+        left_out: Attributes, or parameters, of the model that are not computed: their tensors are
+            not read.
         method: How the files have matrices quantised (`read_method`); None: they have none.
         use_tqdm: Whether progress is shown, in bytes.
 
@@ -165,7 +166,7 @@ def match_tensors(
     rules: Sequence[RuleTypes],
     *,
     source: str,
-    left_out: Sequence[str] = (),
+    left_out: Collection[str] = (),
 ) -> dict[str, StoredTensor]:
     """Return `{name in the tree: tensor}`, in the files' order; CheckpointError if they differ.
 
@@ -178,7 +179,7 @@ def match_tensors(
     joined: dict[str, int] = {}
     heads: list[StoredTensor] = []
     for name, tensor, place in _map_tensors(_as_kept(tensors, expected, rules)):
-        if name.partition(".")[0] in left_out:
+        if is_left_out(name, left_out):
             continue
         if place is not None and name in expected:
             stacks.setdefault(name, {})[place.index] = tensor

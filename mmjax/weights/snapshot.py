@@ -4,7 +4,7 @@ A snapshot can be restored onto another mesh than it was saved from, or none, an
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from mmjax.errors import CheckpointError, SnapshotDamagedError
 from mmjax.layers.cpu.groups import Layout
-from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.layers.module import Params, flatten_params, is_left_out, unflatten_params
 from mmjax.layers.quantization import Layouts, find_quantized
 from mmjax.weights.files.safetensors import SNAPSHOT_FILE
 from mmjax.weights.load import TensorProblems
@@ -82,7 +82,7 @@ def load_snapshot(
     abstract_params: Params,
     *,
     mesh: Mesh | Device | None = None,
-    left_out: Sequence[str] = (),
+    left_out: Collection[str] = (),
     agree: Callable[[bool], bool] = bool,
 ) -> dict[Any, Any]:
     """Restore a snapshot into a tree, sharded over `mesh`, in the tree's dtypes.
@@ -102,7 +102,7 @@ def load_snapshot(
     path = Path(path).absolute()
     metadata, shapes, digests = _read(path)
     _check_files(path, metadata, digests, agree)
-    shapes = {n: shape for n, shape in shapes.items() if n.partition(".")[0] not in left_out}
+    shapes = {n: shape for n, shape in shapes.items() if not is_left_out(n, left_out)}
     expected = flatten_params(abstract_params)
     _check_quantization(path, shapes, expected)
     _check(path, metadata, shapes, expected)

@@ -4,7 +4,7 @@ Validates before placing: one error lists all unexpected, missing and misshapen 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ def match_update(
     prefix: str = "",
     left_out: Sequence[str] = (),
     current: Mapping[str, jax.Array] | None = None,
+    ignore: Callable[[str], None] = lambda name: None,
 ) -> list[Replacement]:
     """Return what takes the place of which parameters; CheckpointError if any does not fit.
 
@@ -87,6 +88,7 @@ def match_update(
         prefix: What each name has before it, such as `language_model`.
         left_out: Attributes of the model that are not computed: what is given for them is ignored.
         current: The present parameters, for a head that must equal a table that is not given.
+        ignore: Called with the name of each that is ignored.
     """
     arrays = flatten_given(params, prefix)
     problems = TensorProblems()
@@ -97,6 +99,7 @@ def match_update(
     heads: list[Given] = []
     for name, given in _map_names(arrays, expected, rules):
         if name.partition(".")[0] in left_out:
+            ignore(given.name)
             continue
         if isinstance(given.change, Place) and name in expected:
             stacks.setdefault(name, {})[given.change.index] = given

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mmjax.engine.core import EngineCore
+from mmjax.engine.model import resolve_dtype
 from mmjax.engine.scheduling.admission import resolve_features
-from mmjax.engine.start import resolve_dtype
 from mmjax.errors import (
     ConfigError,
     MultiModalCacheMissError,

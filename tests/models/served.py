@@ -6,6 +6,7 @@ from hashlib import sha256
 from typing import Any
 
 from mmjax.config.engine_config import (
+    EngineConfig,
     LoRAConfig,
     MultiModalConfig,
     ParallelConfig,
@@ -32,9 +33,16 @@ def start_engine(model: TinyModel, **settings: Any) -> EngineCore:
 
 
 def start_model(
+    model_class: Any, hf_config: Any, params: Any, *, max_embeds: Mapping[str, int], **settings: Any
+) -> EngineCore:
+    """Start an engine; `settings` as of `make_config`."""
+    config = make_config(model_class, hf_config, max_embeds=max_embeds, **settings)
+    return EngineCore(config, model_class=model_class, params=params)
+
+
+def make_config(
     model_class: Any,
     hf_config: Any,
-    params: Any,
     *,
     max_embeds: Mapping[str, int],
     num_blocks: int | None = None,
@@ -43,8 +51,8 @@ def start_model(
     lora: LoRAConfig | None = None,
     quantization: Quantization | None = None,
     **settings: Any,
-) -> EngineCore:
-    """Start an engine of three requests at a time, with room for the largest item.
+) -> EngineConfig:
+    """Return what an engine is of three requests at a time, with room for the largest item.
 
     `size` is `tensor_parallel_size`; None blocks are enough for all.
     """
@@ -69,9 +77,7 @@ def start_model(
         lora=lora or LoRAConfig(),
         max_embeds_per_item=dict(max_embeds),
     )
-    if mm is not None:
-        config = config.with_mm(mm)
-    return EngineCore(config, model_class=model_class, params=params)
+    return config if mm is None else config.with_mm(mm)
 
 
 def count_least_blocks(model: TinyModel, max_model_len: int, block_size: int = 8) -> int:

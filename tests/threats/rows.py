@@ -72,4 +72,7 @@ ROWS = (
     "adapter-paths",
     "adapter-files",
     "disk-files",
+    # encoders apart
+    "encoder-worker-lies",
+    "encoder-worker-access",
 )

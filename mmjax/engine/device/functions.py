@@ -145,6 +145,20 @@ def encode(
     return pool, to_storage(flat, pool.dtype) if returns_rows else dst_rows[0]
 
 
+def encode_alone(
+    graphdef: Any,
+    unread: Mapping[str, jax.ShapeDtypeStruct],
+    gather: Gather,
+    *,
+    params: Params,
+    **arguments: Any,
+) -> tuple[Array, Array]:
+    """Return what `encode` returns, where only the parameters are held that it reads."""
+    leaves = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in unread.items()}
+    whole = unflatten_params({**flatten_params(params), **leaves})
+    return encode(graphdef, None, gather, params=whole, returns_rows=True, **arguments)
+
+
 def encode_prompts(
     graphdef: Any,
     gather: Gather,

@@ -5,7 +5,7 @@ memory is known, before anything is allocated.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from mmjax.engine.device.functions import (
     align,
     copy_states,
     encode,
+    encode_alone,
     encode_prompts,
     gather_blocks,
     load_adapter,
@@ -55,7 +56,7 @@ from mmjax.layers.attention.kv_cache import (
 from mmjax.layers.cpu.product import is_small
 from mmjax.layers.cpu.storage import storage_dtype
 from mmjax.layers.linear import Linear
-from mmjax.layers.module import Params, bind, flatten_params
+from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
 from mmjax.layers.quantization import PackedLinear
 from mmjax.models.host_inputs import HostInputs
 from mmjax.rounding import cdiv
@@ -104,11 +105,13 @@ class Programs:
         num_state_slots: int = 0,
         takes_embeds: bool = False,
         keeps_rows: bool = False,
+        unread: Collection[str] = (),
         alignment_heads: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them.
 
         `takes_embeds`: of clients; `keeps_rows`: whether what is encoded is returned, too.
+        `unread`: parameters that are not held, of programs that encode and do nothing else.
         `alignment_heads`: as of `MultiModalModel`.
         """
         self.alignment_heads = alignment_heads
@@ -116,8 +119,8 @@ class Programs:
         model = bind(shape.graphdef, params)
         self.buckets, self.adapted = buckets, adapted
         self.host_inputs, self.num_encoder_rows = host_inputs, num_encoder_rows
-        self.num_extra_rows = host_inputs.num_extra_rows
-        num_rows = num_encoder_rows + host_inputs.num_extra_rows
+        self.num_extra_rows = 0 if unread else host_inputs.num_extra_rows
+        num_rows = num_encoder_rows + self.num_extra_rows
         self.encoders = Encoders(
             host_inputs,
             placement,
@@ -139,8 +142,10 @@ class Programs:
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
         self._shape, self.placement = shape, placement
-        self.params = jax.tree.map(_describe_param, params)
-        """Shapes, dtypes and shardings of the parameters."""
+        described = flatten_params(jax.tree.map(_describe_param, params))
+        self._unread = {name: described.pop(name) for name in unread}
+        self.params = unflatten_params(described)
+        """Shapes, dtypes and shardings of the parameters that are held."""
         self._plan_caches(model.kv_cache_spec, cache_type)
         self._jit(model, logprobs_mode)
 
@@ -172,12 +177,15 @@ class Programs:
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
         jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
 
+        def make_encode(gather: Any) -> Any:
+            if self._unread:
+                return partial(encode_alone, graphdef, self._unread, gather)
+            return partial(encode, graphdef, self.adapted, gather, returns_rows=keeps)
+
         self._functions = {
             **{
                 function: jit(
-                    partial(encode, graphdef, self.adapted, calls.gather, returns_rows=keeps),
-                    donate_argnames="pool",
-                    out_shardings=whole,
+                    make_encode(calls.gather), donate_argnames="pool", out_shardings=whole
                 )
                 for function, calls in self.encoders.by_function.items()
             },
@@ -393,6 +401,8 @@ class Programs:
 
         Those that `encode` reads: of a model whose items are tokens' embeddings, the table, too.
         """
+        if self._unread:
+            return frozenset(flatten_params(self.params))
         sizes = self.buckets.encode_sizes
         found = (self._find_read(name, many[0]) for name, many in sizes.items() if many)
         return frozenset[str]().union(*found)

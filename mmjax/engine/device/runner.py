@@ -86,6 +86,14 @@ class UnsavedRows(NamedTuple):
     calls: Sequence[tuple[np.ndarray, Array]]
     """Of each call the rows that it wrote, int32[outputs], and what it wrote, [outputs, D]."""
 
+    def read(self) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Yield by the keys what was written for each, `[rows, D]`, when it is."""
+        written = np.concatenate([dst_rows for dst_rows, _ in self.calls])
+        rows = np.concatenate([np.asarray(array) for _, array in self.calls])
+        order = np.argsort(written, kind="stable")
+        for key, held in self.places.items():
+            yield key, rows[order[np.searchsorted(written, held, sorter=order)]]
+
 
 class PromptReport(NamedTuple):
     """Log-probabilities of tokens of one request's prompt."""
@@ -499,15 +507,10 @@ class ModelRunner:
         written = [item for item in new if item.embeds is not None]
         encoded, found, keys = self._load(encoded)
         written += found
-        places |= {item.identifier: self.rows.held(item.identifier) for item in found}
+        places |= {item.identifier: self.rows.held(item.identifier) for item in written}
         if encoded:
             rows = [places[item.identifier] for item in encoded]
-            calls: list[tuple[np.ndarray, Array]] = []
-            for call in encoders.fill(encoded, rows, ready.encode_sizes):
-                self._run_encode(call)
-                if keys and self._encoded is not None:
-                    self._encoded.copy_to_host_async()
-                    calls.append((call.dst_rows, self._encoded))
+            calls = self._run_encoders(encoded, rows, returns=bool(keys))
             held = {key: self.rows.held(identifier) for key, identifier in keys.items()}
             self._unsaved = UnsavedRows(held, calls) if keys else None
         if written:
@@ -518,6 +521,27 @@ class ModelRunner:
         prompt_calls = self._programs.prompt_calls
         for prompt_call in prompt_calls.fill(states, self.rows.get, ready.prompts):
             self._run_encode_prompts(prompt_call)
+
+    def _run_encoders(
+        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], *, returns: bool
+    ) -> list[tuple[np.ndarray, Array]]:
+        """Encode items into rows of the pool; return `UnsavedRows.calls` where they are kept."""
+        calls: list[tuple[np.ndarray, Array]] = []
+        for call in self._encoders.fill(items, rows, self._compiled.ready.encode_sizes):
+            self._run_encode(call)
+            if returns and self._encoded is not None:
+                self._encoded.copy_to_host_async()
+                calls.append((call.dst_rows, self._encoded))
+        return calls
+
+    def encode_apart(self, items: Mapping[bytes, EncoderItem]) -> dict[bytes, np.ndarray]:
+        """Encode items outside of any step; return the rows of each, which leave the pool."""
+        rows = [self._encoders.allocate(item, self.rows) for item in items.values()]
+        calls = self._run_encoders(list(items.values()), rows, returns=True)
+        held = {key: self.rows.held(item.identifier) for key, item in items.items()}
+        for item in items.values():
+            self.rows.free(item.identifier)
+        return dict(UnsavedRows(held, calls).read())
 
     # ---- encoder outputs on disk ---------------------------------------------------------------
 
@@ -563,11 +587,8 @@ class ModelRunner:
         """Have what was encoded in a step, which is done, written to disk."""
         if self.stored_rows is None:
             return
-        written = np.concatenate([dst_rows for dst_rows, _ in unsaved.calls])
-        rows = np.concatenate([np.asarray(array) for _, array in unsaved.calls])
-        order = np.argsort(written, kind="stable")
-        for key, held in unsaved.places.items():
-            self.stored_rows.save(key, rows[order[np.searchsorted(written, held, sorter=order)]])
+        for key, rows in unsaved.read():
+            self.stored_rows.save(key, rows)
 
     # ---- several processes ---------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ A request that passes can always be computed to its end, if alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def check_places(features: Sequence[MultiModalFeatureSpec]) -> None:
 
 
 def check_shapes(
-    feature: MultiModalFeatureSpec,
+    identifier: str,
     arrays: Mapping[str, np.ndarray],
     spec: EncoderSpec | PackedEncoderSpec,
 ) -> int:
@@ -83,14 +83,14 @@ def check_shapes(
     for name, (shape, _) in spec.inputs.items():
         if arrays[name].ndim == 0 or arrays[name].shape[1:] != tuple(shape):
             raise RequestRuntimeError(
-                f"`{name}` of item {feature.identifier} has shape {arrays[name].shape}; "
+                f"`{name}` of item {identifier} has shape {arrays[name].shape}; "
                 f"each {unit} must have shape {tuple(shape)}",
                 param="multi_modal_data",
             )
         counts.add(len(arrays[name]))
     if len(counts) > 1:
         raise RequestRuntimeError(
-            f"the inputs of item {feature.identifier} have {sorted(counts)} {unit} rows; all must "
+            f"the inputs of item {identifier} have {sorted(counts)} {unit} rows; all must "
             "have as many",
             param="multi_modal_data",
         )
@@ -99,7 +99,7 @@ def check_shapes(
     num_outputs, rest = divmod(counts.pop(), spec.patches_per_token)
     if rest:
         raise RequestRuntimeError(
-            f"item {feature.identifier} has patches that do not fill an embedding, which takes "
+            f"item {identifier} has patches that do not fill an embedding, which takes "
             f"{spec.patches_per_token}",
             param="multi_modal_data",
         )
@@ -129,6 +129,8 @@ class AdmissionLimits:
     """Hidden states of an encoder-decoder model's longest encoder input; 0: decoder only."""
     has_states: bool = False
     """Whether the model has recurrent layers."""
+    item_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Units, or patches, of the calls that encode items, here or elsewhere, by function."""
     aligns: bool = False
     """Whether the model has heads that align a text with an encoder's states."""
 

@@ -180,7 +180,7 @@ class Buckets:
             decode=tuple(StepBucket(size, size, 1, all(span_variants)) for size in decode),
             mixed=tuple(mixed),
             sample=sample,
-            encode=unit_sizes(max_units) if max_units else patches,
+            encode=encode_sizes(max_units, patches)["encode"],
             clips=clips,
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
@@ -339,6 +339,13 @@ class Buckets:
 
 _KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write", "align", "pool")
 """The fields of `Buckets` that hold sizes."""
+
+
+def encode_sizes(
+    max_units: int, patches: tuple[int, ...] = (), clips: tuple[int, ...] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the encoders' calls, by function, of what `Buckets.create` takes."""
+    return {"encode": unit_sizes(max_units) if max_units else patches, "encode clips": clips}
 
 
 def unit_sizes(max_units: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 
 from mmjax.engine.scheduling.request import Request
+from mmjax.errors import CapacityError
 
 
 class WaitingQueue:
@@ -74,3 +75,11 @@ class Deadlines:
                 del self._of[request_id]
                 expired.append(request_id)
         return expired
+
+
+def full_error(num_running: int, num_waiting: int) -> CapacityError:
+    """Return the error of a request that the queue has no room for."""
+    # It is not known which of the waiting ones will run in the next step: all count.
+    return CapacityError(
+        f"{num_running} requests run and {num_waiting} wait already; try again later"
+    )

@@ -63,7 +63,8 @@ class EncoderItem:
     """int32[num_embeds]: which of the encoder's rows the embeddings are (`HostInputs.embed_rows`);
     None: all, in order."""
     embeds: np.ndarray | None = None
-    """[num_embeds, D]: precomputed embeddings; the item is then not encoded."""
+    """[num_embeds, D]: precomputed embeddings; the item is then not encoded. With `rows`: those of
+    the encoder's rows that these name, in the encoder's order."""
     is_causal: bool = False
     """Whether its embeddings see nothing behind them, whatever the model's items see."""
     adapter_slot: int = NO_SLOT
@@ -80,6 +81,11 @@ class EncoderItem:
     def end(self) -> int:
         """Position after the placeholder."""
         return self.mm_position.offset + self.mm_position.length
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a tower gives its embeddings."""
+        return self.embeds is None and self.prompt is None
 
     @property
     def num_embeds(self) -> int:
@@ -204,8 +210,8 @@ class Request:
         self.token_ids[: self.num_tokens] = (*prompt_token_ids, *output_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.times, self.status = RequestTimes(), RequestStatus.WAITING
-        self.encoded, self.found_on_disk = list[str](), list[str]()
-        """Identifiers of the items that were encoded for it, and that were read from disk."""
+        self.encoded, self.found_on_disk, self.encoded_apart = [], list[str](), list[str]()
+        """Identifiers of the items that were encoded for it, read from disk, encoded by workers."""
         self.stop_reason: int | None = None
         """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0

@@ -17,7 +17,6 @@ from mmjax.engine.scheduling.admission import (
     check_places,
     check_shapes,
 )
-from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, EncoderPrompt, Request
 from mmjax.errors import RequestRuntimeError, RequestValueError
@@ -37,14 +36,12 @@ class RequestMaker:
         config: EngineConfig,
         *,
         limits: AdmissionLimits,
-        buckets: Buckets,
         host_inputs: HostInputs,
         precomputed: Any,
         adapters: Adapters,
     ) -> None:
         self._config = config
         self.limits = limits
-        self._buckets = buckets
         self._host_inputs = host_inputs
         self._precomputed = precomputed
         self._adapters = adapters
@@ -191,7 +188,8 @@ class RequestMaker:
         embeds = self._precomputed.find(feature)
         if embeds is not None:
             return self._precomputed.make_item(feature, embeds)
-        if not any(self._buckets.encode_sizes.values()):
+        item_sizes = self.limits.item_sizes
+        if not any(item_sizes.values()):
             raise RequestValueError(
                 f"item {feature.identifier} asks for embeddings of a tower, which this engine was "
                 "started without; allow media with `--limit-mm-per-prompt`",
@@ -210,14 +208,14 @@ class RequestMaker:
                 param="multi_modal_data",
             ) from error
         specs = host_inputs.find_specs(arrays)
-        num_outputs = sum(check_shapes(feature, arrays, spec) for spec in specs)
+        num_outputs = sum(check_shapes(feature.identifier, arrays, spec) for spec in specs)
         for spec in specs:
             # A step has no more embeddings than a call of packs, whatever else encodes a part.
             if isinstance(spec, PackedEncoderSpec):
-                is_heard = spec is host_inputs.clip_spec
-                sizes = self._buckets.clips if is_heard else self._buckets.encode
+                function = "encode clips" if spec is host_inputs.clip_spec else "encode"
                 num_patches = num_outputs * spec.patches_per_token
-                _check_patches(feature.identifier, num_patches, max(sizes, default=0))
+                largest = max(item_sizes[function], default=0)
+                _check_patches(feature.identifier, num_patches, largest)
         num_embeds = feature.mm_position.get_num_embeds()
         if num_embeds != (num_outputs if rows is None else len(rows)):
             raise RequestRuntimeError(

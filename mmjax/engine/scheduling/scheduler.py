@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from mmjax.cache.adapter_slots import NO_SLOT, AdapterSlots
+from mmjax.cache.awaited_rows import AwaitedRows
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import NO_STATE, StateSlots
@@ -28,12 +29,11 @@ from mmjax.engine.scheduling.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from mmjax.engine.scheduling.queues import WaitingQueue
+from mmjax.engine.scheduling.queues import WaitingQueue, full_error
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import (
-    CapacityError,
     InternalError,
     MediaIdConflictError,
     RequestError,
@@ -102,13 +102,15 @@ class Scheduler:
         speculation: Speculation | None = None,
         max_num_rows: int = 0,
         state_slots: StateSlots | None = None,
+        awaited: AwaitedRows | None = None,
     ) -> None:
         """`patches_per_token`: of an encoder that takes packs of patches; 0: it takes units.
 
         `packs_clips`: whether another takes packs of clips.
         `max_num_rows`: of a step with guesses, of which `speculation` decides; None: without any.
-        `state_slots` None: the model has no recurrent layers.
+        `state_slots` None: no recurrent layers. `awaited` None: the engine encodes all itself.
         """
+        self.awaited = awaited
         self.state_slots = state_slots
         self.adapter_slots = AdapterSlots(max_loras)
         self.kv_cache = kv_cache
@@ -129,6 +131,7 @@ class Scheduler:
             keeps_runs_whole=keeps_runs_whole,
             state_slots=state_slots,
             keeps_snapshots=enable_chunked_prefill,
+            awaited=awaited,
         )
         self._enable_chunked_prefill = enable_chunked_prefill
         self.num_prompt_tokens = self.num_generation_tokens = self.num_step_tokens = 0
@@ -176,7 +179,7 @@ class Scheduler:
                 param="request_id",
             )
         if len(self._requests) >= self._max_num_unfinished_seqs:
-            raise _full(len(self.running), len(self.waiting))
+            raise full_error(len(self.running), len(self.waiting))
         for item in request.media_items:
             known = self.encoder_cache.get_num_embeds(item.identifier)
             if known not in (None, item.num_embeds):
@@ -205,7 +208,7 @@ class Scheduler:
 
     def find_failed(self) -> list[tuple[str, RequestError]]:
         """Return the requests that cannot go on, and why."""
-        failed = list(self._failed.items())
+        failed = [*self._failed.items(), *self._windows.find_failed()]
         for request_id, request in self._requests.items():
             adapter = request.lora_request
             if adapter is not None and adapter.error is not None:
@@ -406,6 +409,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
             times=request.times if is_first else None,
             encoded=request.encoded if is_first else [],
+            encoded_apart=request.encoded_apart if is_first else [],
             found_on_disk=request.found_on_disk if is_first else [],
             prompt_logprobs=prompt_logprobs,
             alignment=request.alignment if is_first else None,
@@ -464,6 +468,7 @@ class Scheduler:
         self._release(request)
         self.kv_cache.forget_request(request.request_id)
         self.waiting.forget(request)
+        self._windows.forget(request)
         self._item_sizes.remove(request.media_items)
         if request.encoder is not None:
             # No other request has an encoder's hidden states.
@@ -590,7 +595,8 @@ class Scheduler:
                 request, plan.tokens_left - reserve, plan.embeds_left
             )
             if num_tokens == 0:
-                self._deferred.add(request.request_id)
+                if not self._windows.is_waiting(request):  # else others go on, too
+                    self._deferred.add(request.request_id)
             elif self._make_room(plan, request, num_tokens, queue):
                 self._commit(plan, request, num_tokens, items)
         # The rest got no token, since deferred requests took them.
@@ -656,6 +662,7 @@ class Scheduler:
             has_slot
             and self._may_run(request)
             and self.kv_cache.is_read(request.request_id, request.block_hashes, request.num_tokens)
+            and self._windows.has_rows(request)
         )
 
     def _take_slots(self, plan: _Plan, request: Request) -> None:
@@ -679,9 +686,10 @@ class Scheduler:
         for item in items:
             self.encoder_cache.allocate(request.request_id, item.identifier, item.num_embeds)
             plan.embeds_left -= item.num_embeds
-            slot = request.adapter_slot
-            plan.items.append(item if slot == NO_SLOT else replace(item, adapter_slot=slot))
-            request.encoded.append(item.mm_hash or item.identifier)
+            slot, given = request.adapter_slot, self._windows.take(item)
+            plan.items.append(given if slot == NO_SLOT else replace(given, adapter_slot=slot))
+            named = request.encoded if given is item else request.encoded_apart
+            named.append(item.mm_hash or item.identifier)
 
     def _keep_state(self, plan: _Plan, request: Request, end: int) -> None:
         """Keep a snapshot behind a window that ends where one is wanted."""
@@ -725,13 +733,6 @@ def _follow(window: ScheduledRequest, num_guessed: int) -> Iterator[ScheduledReq
     """Yield a window for each of the tokens that are guessed behind another."""
     for place in range(window.end, window.end + num_guessed):
         yield msgspec.structs.replace(window, start=place, is_guessed=True)
-
-
-def _full(num_running: int, num_waiting: int) -> CapacityError:
-    # It is not known which of the waiting ones will run in the next step: all count.
-    return CapacityError(
-        f"{num_running} requests run and {num_waiting} wait already; try again later"
-    )
 
 
 def _log_start(request: Request) -> None:

@@ -3,10 +3,14 @@
 Knows nothing of other requests, or of the token budget that they share.
 """
 
+from dataclasses import replace
+
+from mmjax.cache.awaited_rows import AwaitedRows
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import StateSlots
 from mmjax.engine.scheduling.request import EncoderItem, Request
+from mmjax.errors import RequestError
 
 
 class WindowFitter:
@@ -20,13 +24,54 @@ class WindowFitter:
         keeps_runs_whole: bool,
         state_slots: StateSlots | None = None,
         keeps_snapshots: bool = False,
+        awaited: AwaitedRows | None = None,
     ) -> None:
-        """`state_slots` None: the model has no recurrent layers."""
+        """`state_slots` None: the model has no recurrent layers. `awaited`: as `Scheduler`."""
+        self._awaited = awaited
         self._state_slots = state_slots
         self._keeps_snapshots = keeps_snapshots
         self._kv_cache = kv_cache
         self._encoder_cache = encoder_cache
         self._keeps_runs_whole = keeps_runs_whole
+
+    def has_rows(self, request: Request) -> bool:
+        """Return whether workers have given what a request needs to start; else ask for it."""
+        if self._awaited is None or not request.media_items:
+            return True
+        if self.is_waiting(request):
+            return False
+        start = 0
+        if request.encoder is None:
+            start = self._kv_cache.count_cached_tokens(request.block_hashes, request.num_tokens)
+        needed = [
+            item
+            for item in request.media_items
+            if item.is_encoded
+            and item.has_embeds_from(start)
+            and item.identifier not in self._encoder_cache.cached
+        ]
+        may_ask = self._awaited.may_ask(request.request_id)
+        return may_ask and self._awaited.are_here(request.request_id, needed)
+
+    def is_waiting(self, request: Request) -> bool:
+        """Return whether a request waits for what a worker encodes."""
+        return self._awaited is not None and self._awaited.is_waiting(request.request_id)
+
+    def find_failed(self) -> list[tuple[str, RequestError]]:
+        """Return the requests whose items no worker has encoded, and why."""
+        return [] if self._awaited is None else self._awaited.find_failed()
+
+    def forget(self, request: Request) -> None:
+        """Drop what was encoded for a request that has ended."""
+        if self._awaited is not None:
+            self._awaited.forget(request.request_id)
+
+    def take(self, item: EncoderItem) -> EncoderItem:
+        """Return an item that is to be encoded, with its rows where a worker has given them."""
+        rows = None
+        if self._awaited is not None and item.is_encoded:
+            rows = self._awaited.take(item.identifier)
+        return item if rows is None else replace(item, embeds=rows)
 
     def start(self, request: Request, states_left: int) -> bool:
         """Give the request the cached blocks of its prefix, and blocks for cross-attention.
@@ -80,9 +125,8 @@ class WindowFitter:
                 continue
             if self._encoder_cache.check_and_update_cache(request.request_id, item.identifier):
                 continue
-            if not self._encoder_cache.can_allocate(
-                item.num_embeds, embeds_left - num_new_embeds, num_new_embeds
-            ):
+            left = embeds_left - num_new_embeds
+            if not self._may_encode(request.request_id, item, left, num_new_embeds):
                 end = self._cut(request, start, item.start)
                 if request.spans.first_ahead is not None:
                     # All items go at once: requests that each held some might wait for each other.
@@ -109,11 +153,20 @@ class WindowFitter:
             if item.identifier in new or cache.check_and_update_cache(request_id, item.identifier):
                 continue
             left = embeds_left - num_new_embeds
-            if not cache.can_allocate(item.num_embeds, left, num_new_embeds):
+            if not self._may_encode(request_id, item, left, num_new_embeds):
                 return None
             new[item.identifier] = item
             num_new_embeds += item.num_embeds
         return list(new.values())
+
+    def _may_encode(
+        self, request_id: str, item: EncoderItem, embeds_left: int, num_new_embeds: int
+    ) -> bool:
+        """Return whether an item's output is here, or can be computed, and has room."""
+        awaited = self._awaited if item.is_encoded else None
+        if awaited is not None and not awaited.are_here(request_id, [item]):
+            return False
+        return self._encoder_cache.can_allocate(item.num_embeds, embeds_left, num_new_embeds)
 
     def _cut(self, request: Request, start: int, end: int) -> int:
         """Return the last position in [start, end] where a window from `start` may end."""

@@ -258,7 +258,7 @@ class RequestState:
 
     request: ProcessedRequest
     sequences: list["SequenceState"] = field(default_factory=list)
-    encoding: dict[str, Literal["computed", "disk"]] = field(default_factory=dict)
+    encoding: dict[str, Literal["computed", "disk", "worker"]] = field(default_factory=dict)
     """How P1 came by the outputs of items, by hash; the others were cached, or not needed."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     alignment: np.ndarray | None = None
@@ -276,6 +276,7 @@ class RequestState:
             times.add_engine(delta.times)
         self.encoding |= dict.fromkeys(delta.encoded, "computed")
         self.encoding |= dict.fromkeys(delta.found_on_disk, "disk")
+        self.encoding |= dict.fromkeys(delta.encoded_apart, "worker")
 
     def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         num_cached_tokens = max(item.num_cached_tokens for item in self.sequences)

@@ -57,7 +57,7 @@ class ItemOutput(PlacedItem, frozen=True, kw_only=True):
 
     processing: ProcessingSource
     """Where its tensors came from."""
-    encoding: Literal["prefix_cache", "encoder_cache", "disk", "computed"]
+    encoding: Literal["prefix_cache", "encoder_cache", "disk", "worker", "computed"]
     """Where its embeddings came from; none were needed with the prefix cache."""
 
 

@@ -20,6 +20,7 @@ const SOURCES = {
   encoder_cache: "encoder cache",
   processor_cache: "processor cache",
   disk: "disk",
+  worker: "worker",
   computed: "computed",
   hidden: "not told",
 };
