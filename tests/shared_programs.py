@@ -87,6 +87,8 @@ def install() -> None:
             self.placement.home,
             self._is_small(self.placement, model, is_tower=False),
             self.keeps_rows,
+            tuple(self.alignment_heads),
+            bool(self._unread),
             logprobs_mode,
             *jax.tree.leaves(self._shardings),
         )

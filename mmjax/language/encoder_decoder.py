@@ -462,7 +462,7 @@ class BartDecoder(Decoder):
         return hidden if self.project_out is None else self.project_out(hidden), kv_cache
 
     def _begin(
-        self, inputs_embeds: Float[Array, "T D"], positions: Int[Array, " T"]
+        self, inputs_embeds: Float[Array, "T _embed"], positions: Int[Array, " T"]
     ) -> Float[Array, "T D"]:
         """Return what the first block reads."""
         hidden = inputs_embeds if self.project_in is None else self.project_in(inputs_embeds)

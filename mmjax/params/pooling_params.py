@@ -3,16 +3,12 @@
 from typing import Literal, get_args
 
 import msgspec
-import numpy as np
-from jaxtyping import Float
 
 from mmjax.errors import RequestValueError
 
 PoolingTask = Literal["embed", "token_embed"]
 PoolingType = Literal["LAST", "MEAN"]
 MAX_DIMENSIONS = 2**16
-_LEAST_NORM = 1e-12
-"""torch's `F.normalize` has the same."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,14 +41,3 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def reads_all(self) -> bool:
         """Whether the states of all tokens are read, and not the last one's alone."""
         return self.task == "token_embed" or self.pooling_type == "MEAN"
-
-    def pool(self, states: Float[np.ndarray, "T D"]) -> Float[np.ndarray, "_vectors _D"]:
-        """Return the vectors of a prompt, float32, of the states that `reads_all` names."""
-        vectors = states
-        if self.task != "token_embed":
-            vectors = states.mean(axis=0, keepdims=True)
-        vectors = np.ascontiguousarray(vectors[:, : self.dimensions], np.float32)
-        if self.use_activation:
-            norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
-            vectors /= np.maximum(norms, np.float32(_LEAST_NORM))
-        return vectors

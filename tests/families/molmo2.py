@@ -337,6 +337,7 @@ MOLMO2 = Family(
     architecture="Molmo2ForConditionalGeneration",
     tiny=TINY,
     is_written=True,
+    needless_files=frozenset({"video_preprocessor_config.json"}),
     path=path,
     write=write,
     published=Published(list_shapes=list_molmo2),

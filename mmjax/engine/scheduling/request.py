@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from jaxtyping import Float
 
 from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.cache.kv.block_hash import (
@@ -21,6 +22,7 @@ from mmjax.engine.scheduling.spans import Spans, find_spans
 from mmjax.engine.scheduling.speculation import Forecast
 from mmjax.layers.recurrent.chunks import find_chunk_ends, find_snapshot_places
 from mmjax.models.host_inputs import RotaryPositions, Sees
+from mmjax.params.pooling_params import PoolingParams
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.system.request_times import RequestTimes
@@ -29,6 +31,8 @@ from mmjax.transport.messages import Alignment, TokenLogprobs, Vectors
 NUM_MASKED = 32
 """Tokens that `min_tokens` holds back by the batch's own table; further ones are bans, which cost
 their requests a larger one."""
+_LEAST_NORM = 1e-12
+"""Of a vector that is divided by its length, as of torch's `F.normalize`."""
 
 
 class RequestStatus(enum.Enum):
@@ -410,7 +414,7 @@ class Request:
         pooling, states = self.sampling_params.pooling, self.states
         if pooling is None or states is None:
             return None
-        vectors, self.states = pooling.pool(states), None
+        vectors, self.states = _pool(pooling, states), None
         return Vectors(width=vectors.shape[1], data=vectors.tobytes())
 
     def place_guess(self, most: int) -> int:
@@ -481,3 +485,17 @@ class Request:
         if start >= self.items_end:
             return []
         return [item for item in self.items if item.start < end and item.end > start]
+
+
+def _pool(
+    pooling: PoolingParams, states: Float[np.ndarray, "T D"]
+) -> Float[np.ndarray, "_vectors _D"]:
+    """Return the vectors of a prompt, float32, of the states that `reads_all` names."""
+    vectors = states
+    if pooling.task != "token_embed":
+        vectors = states.mean(axis=0, keepdims=True)
+    vectors = np.ascontiguousarray(vectors[:, : pooling.dimensions], np.float32)
+    if pooling.use_activation:
+        norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+        vectors /= np.maximum(norms, np.float32(_LEAST_NORM))
+    return vectors

@@ -178,10 +178,28 @@ class ResponseFormat(Strict):
     json_schema: Object | None = None
 
 
-class GenerationRequest(Strict):
-    """Fields that chat and completions share."""
+class PromptRequest(Strict):
+    """Fields of every route that takes prompts."""
 
     model: Label | None = None
+    user: Label | None = None
+    request_id: RequestLabel | None = None
+    """Part of the answer's id, and nothing else: requests are known by ids of the server's."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    mm_processor_kwargs: (
+        Annotated[dict[Label, Any], Field(max_length=64, fail_fast=True)] | None
+    ) = None
+    timeout: Annotated[StrictFloat, Field(gt=0, le=86400)] | None = None
+    """Seconds after which the request ends with 408, or an error event; the server's own limit
+    holds as well."""
+    priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
+    """How many of the last tokens are kept of a prompt without media; -1: as many as fit."""
+
+
+class GenerationRequest(PromptRequest):
+    """Fields that chat and completions share."""
+
     n: Annotated[StrictInt, bounded("n")] = 1
     temperature: Annotated[StrictFloat, bounded("temperature")] | None = None
     top_p: Annotated[StrictFloat, bounded("top_p")] | None = None
@@ -207,14 +225,10 @@ class GenerationRequest(Strict):
     skip_special_tokens: StrictBool = True
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
-    user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     """No effect: a hint for servers with several caches."""
-    request_id: RequestLabel | None = None
-    """Part of the answer's id, and nothing else: requests are known by ids of the server's."""
     session_id: Label | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_token_ids: StrictBool | None = False
     return_metrics: StrictBool | None = False
     """Whether the answer tells its times and caches; vLLM has a flag of the server for it."""
@@ -222,18 +236,9 @@ class GenerationRequest(Strict):
     """Whether logprobs name tokens as `token_id:7`, not by their text."""
     add_special_tokens: StrictBool = False
     response_format: ResponseFormat | None = None
-    mm_processor_kwargs: (
-        Annotated[dict[Label, Any], Field(max_length=64, fail_fast=True)] | None
-    ) = None
     media_io_kwargs: Annotated[dict[Label, Object], Field(max_length=64, fail_fast=True)] | None = (
         None
     )
-    timeout: Annotated[StrictFloat, Field(gt=0, le=86400)] | None = None
-    """Seconds after which the request ends with 408, or an error event; the server's own limit
-    holds as well."""
-    priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
-    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
-    """How many of the last tokens are kept of a prompt without media; -1: as many as fit."""
     # Not supported: only the value without effect is allowed.
     length_penalty: StrictFloat | None = 1.0
     spaces_between_special_tokens: StrictBool = True

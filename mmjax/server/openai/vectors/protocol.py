@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
+from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
 
 from mmjax.errors import RequestValueError
 from mmjax.params.pooling_params import MAX_DIMENSIONS, PoolingParams, PoolingTask
@@ -11,9 +11,8 @@ from mmjax.server.openai.protocol import (
     ChatMessage,
     Content,
     GenerationRequest,
-    Label,
     Prompt,
-    RequestLabel,
+    PromptRequest,
     Strict,
     Text,
     tag_of,
@@ -50,19 +49,9 @@ Side = Annotated[
 ]
 
 
-class VectorRequest(Strict):
+class VectorRequest(PromptRequest):
     """Fields that all of them have."""
 
-    model: Label | None = None
-    user: Label | None = None
-    request_id: RequestLabel | None = None
-    priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
-    mm_processor_kwargs: (
-        Annotated[dict[Label, Any], Field(max_length=64, fail_fast=True)] | None
-    ) = None
-    timeout: Annotated[StrictFloat, Field(gt=0, le=86400)] | None = None
     use_activation: StrictBool | None = None
 
     def to_generation(self) -> GenerationRequest:
