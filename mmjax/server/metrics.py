@@ -152,10 +152,6 @@ _TOTALS: Mapping[str, tuple[str, str]] = {
     ),
     "mmjax:encoder_workers_bytes": ("encoder_workers_bytes", "Bytes of these."),
     "mmjax:encoder_workers_wait_seconds": ("encoder_workers_wait_s", "The items' waits for them."),
-    "mmjax:encoder_workers_retries": (
-        "encoder_workers_retries",
-        "Items that were asked for again.",
-    ),
     "mmjax:encoder_workers_refused": ("encoder_workers_refused", "Answers that were not taken."),
     "mmjax:compilations": ("num_compilations", "Programs that a step had to wait for."),
 }
