@@ -132,6 +132,8 @@ def test_CVE_2026_111392_and_CVE_2026_115912_no_field_takes_a_key_or_a_handle(
 
 
 def test_CVE_2026_105754_no_route_takes_processed_inputs(server: Server) -> None:
-    paths = ["/inference/v1/generate", "/generate", "/v1/generate", "/invocations", "/pooling"]
-    for path in paths:
+    for path in ("/inference/v1/generate", "/generate", "/v1/generate", "/invocations"):
         assert server.http.post(path, json={}).status_code == 404
+    # A route of ours by vLLM's name, of prompts as any other: processed inputs are no field of it.
+    answer = server.http.post("/pooling", json={"input": "x", "mm_features": []})
+    assert error_of(answer)["param"] == "mm_features"
