@@ -144,8 +144,8 @@ def test_sampled_tokens_obey_the_rules_too(llm: LLM):
         assert times == sorted(times)
 
 
-NEARLY_GREEDY = 1e-3
-"""At which HF samples what is most probable."""
+NEARLY_GREEDY = 1e-5
+"""At which both sample what is most probable, whatever their seeds: neither is given one."""
 
 
 class Judged:
