@@ -1,4 +1,7 @@
-"""What every test runs under: the CPU, strict arrays, no network, warnings as errors."""
+"""What every test runs under: the CPU, strict arrays, no network, warnings as errors.
+
+`MMJAX_TEST_PLATFORM=cuda` in the environment runs tests on a GPU (docs/performance.md).
+"""
 
 import gc
 import os
@@ -11,7 +14,7 @@ from pathlib import Path
 # NOTE: before anything imports jax. Set in the environment, so that the processes a test starts
 # (an engine, a server) live under the same rules as the test itself.
 os.environ.update(
-    JAX_PLATFORMS="cpu",
+    JAX_PLATFORMS=os.environ.get("MMJAX_TEST_PLATFORM", "cpu"),
     JAX_NUMPY_DTYPE_PROMOTION="strict",
     JAX_NUMPY_RANK_PROMOTION="raise",
     JAX_DEFAULT_MATMUL_PRECISION="highest",

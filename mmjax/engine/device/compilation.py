@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
@@ -56,6 +57,25 @@ def compiler_options(platform: str) -> dict[str, str]:
         logger.warning("answers may depend on the batch in their last bits: %s", error)
         return {}
     return _ONE_ORDER
+
+
+def with_exact_products(function: Any, platform: str, dtype: Any) -> Any:
+    """Return a function whose products of float32 are not rounded, as torch's are not.
+
+    By default XLA rounds their factors to tensorfloat32 on GPUs, and to bfloat16 on TPUs. There a
+    model in bfloat16 keeps the default: Mosaic refuses its kernels another.
+    """
+    if platform == "cpu" or (platform == "tpu" and dtype != jnp.float32):
+        return function
+
+    @wraps(function)
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return function(*args, **kwargs)
+
+    # Programs are named by it, in profiles and in the compile cache.
+    exact.__name__ = getattr(function, "func", function).__name__
+    return exact
 
 
 def default_num_threads() -> int:

@@ -81,11 +81,11 @@ def _write_entry(
     module_name: str,
     backend: Any,
     executable: Any,
-    host_callbacks: Any,
+    *host_callbacks: Any,
 ) -> None:
     """Write what this process has compiled, whichever it is of several."""
-    # Callbacks are addresses of this process.
-    if compile_time_secs < jax.config.values[_MIN_SECONDS] or host_callbacks:
+    # Callbacks are addresses of this process: until JAX 0.10 a list, later it leaves them out.
+    if compile_time_secs < jax.config.values[_MIN_SECONDS] or any(host_callbacks):
         return
     try:
         compilation_cache.put_executable_and_time(

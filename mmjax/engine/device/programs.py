@@ -21,7 +21,7 @@ from mmjax.engine.device.batch import (
     sample_layout,
     step_layout,
 )
-from mmjax.engine.device.compilation import Program, compiler_options
+from mmjax.engine.device.compilation import Program, compiler_options, with_exact_products
 from mmjax.engine.device.encoder import Encoders, PrecomputedEmbeds, PromptCalls
 from mmjax.engine.device.functions import (
     AdaptedModel,
@@ -175,7 +175,12 @@ class Programs:
         whole: Any = placement.replicated
         kv_cache = self._shard_cache(model.kv_cache_spec)
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
-        jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
+
+        def jit(function: Any, **options: Any) -> Any:
+            exact = with_exact_products(function, placement.platform, self._shape.dtype)
+            return jax.jit(
+                exact, compiler_options=compiler_options(placement.platform), **options
+            )
 
         def make_encode(gather: Any) -> Any:
             if self._unread:
