@@ -147,7 +147,9 @@ def measure_decode(
 ) -> None:
     """Print a step's time for numbers of requests, and the time to read the weights once."""
     floor = weight_bytes / bandwidth
-    print(f"weights that a step reads: {weight_bytes / 1e9:.2f} GB, {1e3 * floor:.2f} ms of copying")
+    print(
+        f"weights that a step reads: {weight_bytes / 1e9:.2f} GB, {1e3 * floor:.2f} ms of copying"
+    )
     for batch in batches:
         start = time.perf_counter()
         decode_seconds(core, batch, f"first-{batch}")
@@ -172,8 +174,11 @@ def measure_prompts(core: Any, length: int, num_weights: int, profile: Path | No
             times.append(time.perf_counter() - start)
     seconds = statistics.median(times[1:])
     rate = 2 * num_weights * length / seconds / 1e12
-    print(f"prompt of {length}: {1e3 * seconds:.1f} ms, {length / seconds:.0f} tokens/s, "
-          f"{rate:.0f} TFLOP/s", flush=True)
+    print(
+        f"prompt of {length}: {1e3 * seconds:.1f} ms, {length / seconds:.0f} tokens/s, "
+        f"{rate:.0f} TFLOP/s",
+        flush=True,
+    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.control import EngineControl
 from mmjax.engine.core import EngineCore
+from mmjax.engine.device.memory import reserve_memory
 from mmjax.engine.device.threads import StepThreads
 from mmjax.errors import (
     InternalError,
@@ -96,7 +97,8 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
 
 
 def _start(config: EngineConfig) -> EngineCore:
-    """Return the engine."""
+    """Return the engine; the process is its own, and so is the share of a GPU."""
+    reserve_memory(config.cache.gpu_memory_utilization)
     if config.precompile is None:
         is_alone = config.parallel.num_processes == 1
         config = replace(config, precompile="smallest" if is_alone else "all")

@@ -1,11 +1,14 @@
 """How much KV cache fits, and what an operator is told where too little does."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mmjax.config.engine_config import CacheConfig
@@ -17,11 +20,14 @@ from mmjax.engine.device.memory import (
     KVDemand,
     choose_num_blocks,
     device_memory,
+    find_allocatable,
     format_bytes,
     host_memory,
     memory_table,
+    reserve_memory,
 )
 from mmjax.engine.device.mesh import shard_bytes
+from mmjax.engine.device.programs import Programs
 from mmjax.errors import ConfigError
 from tests.engine.tiny import tiny_engine
 
@@ -214,11 +220,84 @@ class Accelerator:
         return {"bytes_limit": 1000, "bytes_in_use": self._in_use}
 
 
+@pytest.fixture
+def whole_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let JAX have taken all of a GPU."""
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "1.0")
+
+
+@pytest.mark.usefixtures("whole_pool")
 def test_the_fullest_device_counts() -> None:
     found = device_memory([Accelerator(100), Accelerator(300)], 0.8)
     assert found == DeviceMemory(total=1000, free=500, is_shared=False)
 
 
+@pytest.mark.parametrize(
+    ("given", "utilization", "free"),
+    [
+        (None, 0.9, 950),  # more than the 75% that JAX takes by itself
+        (None, 0.3, 400),
+        ("0.5", 0.4, 800),
+    ],
+)
+def test_a_share_is_of_the_gpu_and_not_of_what_jax_has_taken(
+    given: str | None, utilization: float, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", given)
+    found = device_memory([Accelerator(0)], utilization)
+    assert found.free == pytest.approx(free, abs=1)
+    assert found.total == int(1000 / float(given or 0.75))
+
+
+@pytest.mark.parametrize(
+    ("given", "utilization", "expected"),
+    [(None, 0.9, "0.947"), (None, 0.4, "0.421"), (None, 1.0, "0.950"), ("0.2", 0.9, "0.2")],
+)
+def test_an_engine_process_takes_its_share_of_a_gpu(
+    given: str | None, utilization: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", given or "")
+    reserve_memory(utilization)
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == expected
+
+
+class _Pieces(Programs):
+    """Programs of a device whose free memory lies in pieces."""
+
+    def __init__(self, most: int, reason: str = "RESOURCE_EXHAUSTED: Out of memory") -> None:
+        self.placement: Any = SimpleNamespace(platform="gpu", agree=bool)
+        self._most, self._reason = most, reason
+        self.tried: list[int] = []
+
+    def make_arrays(self, num_blocks: int) -> Any:
+        self.tried.append(num_blocks)
+        if num_blocks > self._most:
+            raise jax.errors.JaxRuntimeError(self._reason)
+        return [jnp.zeros(1)]
+
+
+def test_fewer_blocks_are_allocated_where_memory_lies_in_pieces() -> None:
+    programs = _Pieces(85)
+    assert find_allocatable(programs, 100, least=10) == 81
+    assert programs.tried == [100, 90, 81]
+
+
+def test_too_few_blocks_are_an_error() -> None:
+    programs = _Pieces(5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        find_allocatable(programs, 100, least=10)
+    assert programs.tried[-1] == 10
+    programs = _Pieces(5, reason="INTERNAL: lost")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="lost"):
+        find_allocatable(programs, 100, least=10)
+    assert programs.tried == [100]
+
+
+@pytest.mark.usefixtures("whole_pool")
 def test_of_given_devices_the_share_is_of_what_others_leave() -> None:
     """Of 1000 a trainer has 400, and the engine's weights 100: half of 600 is the engine's."""
     found = device_memory([Accelerator(500)], 0.5, own_bytes=100)

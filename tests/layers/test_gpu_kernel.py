@@ -1,5 +1,4 @@
-"""The kernel for CUDA equals our attention in XLA, whatever is masked; interpreted where no GPU is.
-"""
+"""The kernel for CUDA is our attention in XLA, whatever is masked; interpreted without a GPU."""
 
 from dataclasses import replace
 from functools import partial

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmjax.layers.cpu import product as product_module
 from mmjax.layers.cpu.product import (
     LONG_ROW,
     MAX_FEW_ROWS,
     MIN_WEIGHT_SIZE,
     SHORT_PROMPT_ROWS,
+    integer_product,
     product,
 )
 
@@ -118,3 +120,19 @@ def test_other_platforms_get_the_plain_product_in_half_precision(platform: str) 
     text = jax.jit(product).trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
     assert "concatenate" not in text
     assert "f32" not in text
+
+
+@pytest.mark.parametrize("rows", [1, 4, 65])
+def test_a_gpu_multiplies_8_bits_as_bfloat16(rows: int) -> None:
+    """XLA's own products of them are wrong there."""
+    rng = np.random.default_rng(rows)
+    x, weight = (
+        jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for shape in ((rows, 640), (96, 640))
+    )
+    lowered = jax.jit(integer_product).trace(x, weight).lower(lowering_platforms=("cuda",))
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert products
+    assert not any("i8" in line for line in products)
+    exact = np.asarray(x, np.int64) @ np.asarray(weight, np.int64).T
+    np.testing.assert_array_equal(product_module._by_bfloat16(x, weight), exact)
+    np.testing.assert_array_equal(jax.jit(integer_product)(x, weight), exact)

@@ -35,9 +35,7 @@ def attend(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """What the CPU computes by, and what a GPU does: interpreted where none is."""
     if request.param == "squares":
         return jax.jit(partial(segment_attention, scale=SCALE))
-    kernel = partial(
-        attention_segments._kernel_attention, interpret=jax.default_backend() != "gpu"
-    )
+    kernel = partial(attention_segments._kernel_attention, interpret=jax.default_backend() != "gpu")
     return jax.jit(partial(kernel, scale=SCALE))
 
 

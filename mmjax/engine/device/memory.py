@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from mmjax.config.engine_config import CacheConfig, EngineConfig
@@ -26,6 +27,11 @@ _CPU_CACHE_LIMIT = 4 * 2**30
 _CPU_CACHE_SHARE = 0.5
 _TOKENS_STEP = 64
 _MAX_UTILIZATION = 0.98
+_POOL_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Variables of the environment that say how much of a GPU JAX takes; the second is the older."""
+_DEFAULT_POOL_SHARE, _MAX_POOL_SHARE = 0.75, 0.95
+_MOST_OF_POOL = 0.95
+"""What is planned of that; the rest is for programs that XLA tries while it compiles others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +140,7 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     is_hurried = config.precompile != "all"
     if is_hurried and _fits_beside(memory.free // 2, num_blocks, cache, demand, memory, fixed):
+        num_blocks = find_allocatable(programs, num_blocks, demand.least)
         _log(memory_table(memory, fixed, demand, num_blocks))
         return num_blocks
     largest = [kind[0] for kind in programs.by_kind(num_blocks).values() if kind]
@@ -141,6 +148,7 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
     # Summed, although they run in turn: a program's memory is allocated while another runs.
     fixed = replace(fixed, programs=sum(sizes))
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
+    num_blocks = find_allocatable(programs, num_blocks, demand.least)
     _log(memory_table(memory, fixed, demand, num_blocks))
     return num_blocks
 
@@ -347,13 +355,67 @@ def _of_device(
 ) -> DeviceMemory:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None and "bytes_limit" in stats:
-        total, in_use = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
+        limit, in_use = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
         own = in_use if own_bytes is None else min(own_bytes, in_use)
-        free = int((total - (in_use - own)) * utilization) - own
-        return DeviceMemory(total=total, free=free, is_shared=False)
+        # On a GPU JAX's limit is a share itself.
+        pool_share = _pool_share() if device.platform == "gpu" else 1.0
+        free = int((limit - (in_use - own)) * min(utilization / pool_share, _MOST_OF_POOL)) - own
+        return DeviceMemory(total=int(limit / pool_share), free=free, is_shared=False)
     total, available = host_memory()
     free = int(available * utilization) // num_neighbours
     return DeviceMemory(total=total, free=free, is_shared=True)
+
+
+def _pool_share() -> float:
+    """Return how much of a GPU's memory JAX takes."""
+    given = next(filter(None, map(os.environ.get, _POOL_SHARES)), None)
+    return _DEFAULT_POOL_SHARE if given is None else float(given)
+
+
+def reserve_memory(utilization: float) -> None:
+    """Let JAX take so much of a GPU, and a little for what it compiles, when it opens the devices.
+
+    By default it takes 75%. What the environment says stays.
+    """
+    if not any(map(os.environ.get, _POOL_SHARES)):
+        share = min(utilization / _MOST_OF_POOL, _MAX_POOL_SHARE)
+        os.environ[_POOL_SHARES[0]] = f"{share:.3f}"
+
+
+def find_allocatable(programs: Programs, num_blocks: int, least: int) -> int:
+    """Return how many KV blocks the devices can allocate now: at most, and nearly, `num_blocks`.
+
+    Fewer than are free where these lie in pieces, as those of a GPU's pool that grows on demand do.
+    Raises what the allocation of fewer than `least` raised.
+    """
+    placement = programs.placement
+    if placement.platform == "cpu":
+        return num_blocks
+    while True:
+        error = _try_arrays(programs, num_blocks)
+        if placement.agree(error is None):
+            return num_blocks
+        fewer = max(least, num_blocks - max(1, num_blocks // 10))
+        if error is not None and fewer == num_blocks:
+            raise error
+        logger.warning(
+            "%d KV blocks cannot be allocated, since free memory lies in pieces: %d are tried",
+            *(num_blocks, fewer),
+        )
+        num_blocks = fewer
+
+
+def _try_arrays(programs: Programs, num_blocks: int) -> Exception | None:
+    """Allocate all caches, and free them; return why that was not possible."""
+    try:
+        arrays = jax.block_until_ready(programs.make_arrays(num_blocks))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in f"{error}":
+            raise
+        return error
+    for array in jax.tree.leaves(arrays):
+        array.delete()
+    return None
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

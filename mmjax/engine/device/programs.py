@@ -178,9 +178,7 @@ class Programs:
 
         def jit(function: Any, **options: Any) -> Any:
             exact = with_exact_products(function, placement.platform, self._shape.dtype)
-            return jax.jit(
-                exact, compiler_options=compiler_options(placement.platform), **options
-            )
+            return jax.jit(exact, compiler_options=compiler_options(placement.platform), **options)
 
         def make_encode(gather: Any) -> Any:
             if self._unread:
