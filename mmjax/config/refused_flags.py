@@ -24,7 +24,7 @@ HELD_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--convert": ("auto", "none"),
     "--guided-decoding-backend": ("auto", "guidance"),
     "--max-logprobs": ("20",),
-    "--mm-encoder-tp-mode": ("weights",),
+    "--mm-encoder-tp-mode": ("data",),
 }
 """Flag -> the values that say what is so anyway, and so are taken; (): it has none."""
 
@@ -64,7 +64,7 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--trust-remote-code": "a checkpoint's code is never run; docs/models.md lists what is served",
     "--hf-overrides": "change config.json in a copy of the checkpoint's directory",
     "--watchdog-config": "give `--engine-hang-timeout`",
-    "--mm-encoder-tp-mode": "a tower is sharded as its model is; give `--tensor-parallel-size`",
+    "--mm-encoder-tp-mode": "each device has whole towers, and encodes items of its own",
     "--mm-encoder-only": "mmjax has no engine without a language model",
     "--skip-mm-profiling": "memory is measured by what is compiled; lower `--limit-mm-per-prompt`",
     "--language-model-only": """give `--limit-mm-per-prompt '{"image": 0}'`""",

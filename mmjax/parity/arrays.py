@@ -95,7 +95,7 @@ class PagedModel:
 
     def _jit(self) -> None:
         graphdef = self.graphdef
-        encode = partial(functions.encode, graphdef, None, self._placement.gather)
+        encode = partial(functions.encode, graphdef, None, functions.compute_whole)
         self._encode = jax.jit(partial(_recorded, encode))
         encode_prompts = partial(functions.encode_prompts, graphdef, self._placement.gather)
         self._encode_prompts = jax.jit(partial(_recorded, encode_prompts))

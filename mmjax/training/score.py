@@ -15,6 +15,7 @@ from mmjax.config.engine_config import EngineConfig, MultiModalConfig
 from mmjax.engine.device.functions import (
     ModelShape,
     compute_states,
+    compute_whole,
     encode,
     encode_prompts,
     write_extra,
@@ -196,7 +197,7 @@ def _encode(params: Params, model: ScoredModel, batch: ScoreBatch) -> Shaped[Arr
         pool = write_extra(graphdef, params, pool)
     for inputs in batch.encoders:
         arguments = inputs._asdict()
-        pool, _ = encode(graphdef, None, _alone, params=params, pool=pool, **arguments)
+        pool, _ = encode(graphdef, None, compute_whole, params=params, pool=pool, **arguments)
     if batch.prompts is not None:
         arguments = batch.prompts.call._asdict()
         pool, _ = encode_prompts(graphdef, _alone, params=params, pool=pool, **arguments)

@@ -2,8 +2,9 @@
 
 Items are units of one shape, or sequences of patches of any length, which are packed into one call
 with a segment id each, which attention masks by; so a batch of images of mixed sizes is one call,
-and no size needs another program. Precomputed embeddings are written as they are, and an
-encoder-decoder's prompts are encoded from text and from rows of the pool.
+and no size needs another program. Of several devices each encodes units, or a pack, of its own.
+Precomputed embeddings are written as they are, and an encoder-decoder's prompts are encoded from
+text and from rows of the pool.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float
 
 from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.engine.device.batch import ADAPTER_SLOTS
@@ -51,7 +52,7 @@ class EncoderCall(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Units, or patches, of one item in one call."""
+    """Units, or patches, of one item in one call, or in one device's pack."""
 
     item: int
     """Index of the item."""
@@ -59,14 +60,16 @@ class Piece(NamedTuple):
     """Its first unit that is meant."""
     number: int
     start: int
-    """Where that unit is in the call."""
+    """Where that unit is in the call, or the pack."""
+    pack: int = 0
+    """Which of the call's packs."""
 
 
 class EncoderCalls:
     """Makes a model's calls of `encode`, of units or of packed patches, both `units` below.
 
-    Units of one item may be divided over calls. A pack is computed whole by every device: even
-    shards would cut images apart.
+    Units of one item may be divided over calls. A bucket of patches is the size of each device's
+    pack: even shards of one pack would cut images apart.
     """
 
     def __init__(
@@ -101,13 +104,18 @@ class EncoderCalls:
 
     def sharding(self, size: int) -> Sharding:
         """Return the sharding of the inputs of a call of `size` units."""
-        is_packed = isinstance(self.spec, PackedEncoderSpec)
-        return self._placement.replicated if is_packed else self._placement.units(size)
+        return self._placement.units(size)
 
-    def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-        """Replicate an array that the devices computed in parts along `axis`, under jit."""
-        is_packed = isinstance(self.spec, PackedEncoderSpec)
-        return x if is_packed else self._placement.gather(x, axis)
+    def compute(
+        self, embed: Callable[[Any, Any], Array], weights: Any, inputs: Mapping[str, Array]
+    ) -> Float[Array, "... D"]:
+        """Return all embeddings of a call, on every device, each of which embeds its own inputs.
+
+        Call it under jit.
+        """
+        if isinstance(self.spec, PackedEncoderSpec):
+            embed = self._placement.spread(embed)
+        return self._placement.gather(embed(weights, inputs), 0)
 
     def fill(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
@@ -119,15 +127,18 @@ class EncoderCalls:
         counts = [self.count_units(item) for item in items]
         for bucket, pieces in self._plan(counts, sizes):
             call = self.empty(bucket)
-            for segment, (item, first, number, start) in enumerate(pieces):
-                own, inside = slice(first, first + number), slice(start, start + number)
+            for segment, (item, first, number, start, pack) in enumerate(pieces):
+                own = slice(first, first + number)
+                inside = slice(pack * bucket + start, pack * bucket + start + number)
                 for name in self.spec.inputs:
                     call.inputs[name][inside] = items[item].units[name][own]
                 if self._has_adapters:
                     call.inputs[ADAPTER_SLOTS][inside] = items[item].adapter_slot
                 if "segment_ids" in call.inputs:
                     call.inputs["segment_ids"][inside] = segment
-                call.dst_rows[self._outputs(inside)] = rows[item][self._outputs(own)]
+                outputs = rows[item][self._outputs(own)]
+                place = pack * self._num_outputs(bucket) + self._num_outputs(start)
+                call.dst_rows[place : place + len(outputs)] = outputs
             yield call
 
     def _plan(
@@ -135,7 +146,8 @@ class EncoderCalls:
     ) -> Iterable[tuple[int, list[Piece]]]:
         spec = self.spec
         if isinstance(spec, PackedEncoderSpec):
-            return plan_calls(counts, sizes, spec.patches_per_start, spec.patches_per_key)
+            keys = {"patches_per_key": spec.patches_per_key, "num_packs": self._placement.size}
+            return plan_calls(counts, sizes, spec.patches_per_start, **keys)
         return _plan_units(counts, sizes)
 
     def describe(self, bucket: int) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
@@ -150,9 +162,12 @@ class EncoderCalls:
     def empty(self, bucket: int) -> EncoderCall:
         """Return a call of padding, which is one segment of a pack."""
         is_packed = isinstance(self.spec, PackedEncoderSpec)
-        size = bucket
-        if not is_packed:
+        if is_packed:
+            size = bucket * self._placement.size
+            num_outputs = self._num_outputs(bucket) * self._placement.size
+        else:
             size = self._placement.padded_units(max(bucket, self._min_units))
+            num_outputs = self._num_outputs(size)
         inputs = {
             name: np.zeros((size, *shape), dtype)
             for name, (shape, dtype) in self.spec.inputs.items()
@@ -161,7 +176,7 @@ class EncoderCalls:
             inputs["segment_ids"] = np.full(size, PADDING, np.int32)
         if self._has_adapters:
             inputs[ADAPTER_SLOTS] = np.full(size, NO_SLOT, np.int32)
-        dst_rows = np.full(self._num_outputs(size), self._num_rows, np.int32)
+        dst_rows = np.full(num_outputs, self._num_rows, np.int32)
         return EncoderCall(self.function, bucket, inputs, dst_rows)
 
     def _num_outputs(self, size: int) -> int:
@@ -247,9 +262,14 @@ def plan_calls(
     num_patches: Sequence[int],
     buckets: Sequence[int],
     patches_per_start: int,
+    *,
     patches_per_key: int = 1,
+    num_packs: int = 1,
 ) -> list[tuple[int, list[Piece]]]:
     """Put each item into the first call with room for it, and each call into its bucket.
+
+    In the call an item goes to the emptiest of the packs, one for each device, as in vLLM's
+    `get_load_balance_assignment`; the bucket holds the fullest.
 
     The largest first: items of 600, 700, 100 patches, buckets up to 1,024: 700 patches of item 1
     and, from 768 on, item 2's in one call; item 0's in another. An item starts where its own blocks
@@ -258,21 +278,26 @@ def plan_calls(
     says.
     """
     calls: list[list[Piece]] = []
-    ends: list[int] = []
+    ends: list[list[int]] = []
+    """Of each call's packs."""
     for number in sorted(range(len(num_patches)), key=lambda n: -num_patches[n]):
         size = num_patches[number]
         assert 0 <= size <= buckets[-1], f"{size=} {buckets[-1]=}"
         block = BLOCK_SIZE * patches_per_key
         step = math.lcm(min(block, 1 << (size - 1).bit_length()), patches_per_start)
-        starts = [round_up(end, step) for end in ends]
+        starts = [round_up(min(packs), step) for packs in ends]
         place = next((n for n, s in enumerate(starts) if s + size <= buckets[-1]), len(calls))
         if place == len(calls):
             calls.append([])
-            ends.append(0)
+            ends.append([0] * num_packs)
             starts.append(0)
-        calls[place].append(Piece(number, 0, size, starts[place]))
-        ends[place] = starts[place] + size
-    return [(next_bucket(buckets, end), pieces) for end, pieces in zip(ends, calls, strict=True)]
+        pack = ends[place].index(min(ends[place]))
+        calls[place].append(Piece(number, 0, size, starts[place], pack))
+        ends[place][pack] = starts[place] + size
+    return [
+        (next_bucket(buckets, max(packs)), pieces)
+        for packs, pieces in zip(ends, calls, strict=True)
+    ]
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from mmjax.weights.adapter import slot_axis
 
 Gather = Callable[[Array, int], Array]
 """Replicates an array that the devices computed in parts along an axis."""
+Compute = Callable[[Callable[[Any, Any], Array], Any, Mapping[str, Array]], Array]
+"""Calls a function with weights, and with inputs of which each device may compute a part."""
 
 
 class ModelShape(NamedTuple):
@@ -104,10 +106,17 @@ class StepState(NamedTuple):
     fills the first T, so that `sample` is compiled once for all buckets."""
 
 
+def compute_whole(
+    embed: Callable[[Any, Any], Array], weights: Any, inputs: Mapping[str, Array]
+) -> Array:
+    """Compute all inputs at once: the `Compute` of one device."""
+    return embed(weights, inputs)
+
+
 def encode(
     graphdef: Any,
     adapted: AdaptedModel | None,
-    gather: Gather,
+    compute: Compute,
     *,
     params: Params,
     pool: Shaped[Array, "rows D"],
@@ -116,29 +125,34 @@ def encode(
     adapters: AdapterArrays | None = None,
     returns_rows: bool = False,
 ) -> tuple[Shaped[Array, "rows D"], Int[Array, ""] | Shaped[Array, "outputs D"]]:
-    """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range.
+    """Encode a bucket of units, or packs, into rows of the pool; padding's are out of range.
 
     Returns the pool, and an array that is ready when it is, and is never donated: with
     `returns_rows` what was written.
     """
-    model = bind(graphdef, params)
-    given = dict(inputs)
-    slots = given.pop(ADAPTER_SLOTS, None)
-    if slots is None:
-        embeds = embed_units(model, given)
-    else:
+
+    def embed(weights: Any, inputs: Mapping[str, Array]) -> Array:
+        params, adapters = weights
+        model, given = bind(graphdef, params), dict(inputs)
+        slots = given.pop(ADAPTER_SLOTS, None)
+        if slots is None:
+            return embed_units(model, given)
         assert adapted is not None, "units have slots"
-        embeds = jax.lax.cond(
+        adapt = adapted.bind
+        return jax.lax.cond(
             (slots >= 0).any(),
-            lambda: embed_units(adapted.bind(params, adapters, slots), given),
+            lambda: embed_units(adapt(params, adapters, slots), given),
             lambda: embed_units(model, given),
         )
-    flat = gather(embeds, 0).reshape(-1, embeds.shape[-1])
+
+    embeds = compute(embed, (params, adapters), inputs)
+    flat = embeds.reshape(-1, embeds.shape[-1])
     if flat.shape != (len(dst_rows), pool.shape[-1]):
         shape = f"{flat.shape[0]} rows of width {flat.shape[1]}"
+        name = type(bind(graphdef, params)).__name__
         raise ValueError(
-            f"`{type(model).__name__}.embed_multimodal` gives {shape}; by its `encoder_spec` this "
-            f"call has {len(dst_rows)} rows, and the language model takes embeddings of width "
+            f"`{name}.embed_multimodal` gives {shape}; by its `encoder_spec` this call "
+            f"has {len(dst_rows)} rows, and the language model takes embeddings of width "
             f"{pool.shape[-1]}"
         )
     pool = write_rows(pool, flat, dst_rows)
@@ -148,7 +162,7 @@ def encode(
 def encode_alone(
     graphdef: Any,
     unread: Mapping[str, jax.ShapeDtypeStruct],
-    gather: Gather,
+    compute: Compute,
     *,
     params: Params,
     **arguments: Any,
@@ -156,7 +170,7 @@ def encode_alone(
     """Return what `encode` returns, where only the parameters are held that it reads."""
     leaves = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in unread.items()}
     whole = unflatten_params({**flatten_params(params), **leaves})
-    return encode(graphdef, None, gather, params=whole, returns_rows=True, **arguments)
+    return encode(graphdef, None, compute, params=whole, returns_rows=True, **arguments)
 
 
 def encode_prompts(

@@ -5,7 +5,7 @@ Only shardings are declared here: XLA inserts the collectives.
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum, IntFlag
 from functools import partial
@@ -160,6 +160,18 @@ class Placement:
         if x.shape[axis] % self.size == 0:
             x = jax.lax.with_sharding_constraint(x, self._sharding(*[None] * axis, _AXES))
         return jax.lax.with_sharding_constraint(x, self.replicated)
+
+    def spread(self, function: Callable[[Any, Any], Array]) -> Callable[[Any, Any], Array]:
+        """Return a function of weights and inputs, under jit, that devices compute each by itself.
+
+        They have even parts of the inputs, and give those of the result, along the first axis. The
+        weights that are read are whole on each, so devices exchange nothing.
+        """
+        if self.mesh is None:
+            return function
+        parts = PartitionSpec(_AXES)
+        options = {"mesh": self.mesh, "in_specs": (PartitionSpec(), parts), "out_specs": parts}
+        return jax.shard_map(function, **options, check_vma=False)
 
     def argmax(self, logits: Float[Array, "R V"]) -> Int[Array, " R"]:
         """Return each row's highest column, the lowest of equals, under jit.

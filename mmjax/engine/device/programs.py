@@ -7,12 +7,14 @@ memory is known, before anything is allocated.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Int, Shaped
 
 from mmjax.config.engine_config import LogprobsMode
@@ -180,15 +182,15 @@ class Programs:
             exact = with_exact_products(function, placement.platform, self._shape.dtype)
             return jax.jit(exact, compiler_options=compiler_options(placement.platform), **options)
 
-        def make_encode(gather: Any) -> Any:
+        def make_encode(compute: Any) -> Any:
             if self._unread:
-                return partial(encode_alone, graphdef, self._unread, gather)
-            return partial(encode, graphdef, self.adapted, gather, returns_rows=keeps)
+                return partial(encode_alone, graphdef, self._unread, compute)
+            return partial(encode, graphdef, self.adapted, compute, returns_rows=keeps)
 
         self._functions = {
             **{
                 function: jit(
-                    make_encode(calls.gather), donate_argnames="pool", out_shardings=whole
+                    make_encode(calls.compute), donate_argnames="pool", out_shardings=whole
                 )
                 for function, calls in self.encoders.by_function.items()
             },
@@ -412,16 +414,13 @@ class Programs:
 
     def _find_read(self, function: str, bucket: int) -> frozenset[str]:
         given = self._describe_encode(function, bucket, self.describe_arrays(1))
-        gather = self.encoders.by_function[function].gather
-        call = partial(encode, self._shape.graphdef, self.adapted, gather)
+        compute = self.encoders.by_function[function].compute
+        call = partial(encode, self._shape.graphdef, self.adapted, compute)
         params = given.pop("params")
         traced = jax.make_jaxpr(lambda params, rest: call(params=params, **rest))(params, given)
-        read = {id(one) for equation in traced.jaxpr.eqns for one in equation.invars}
+        _, is_read = dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))
         # The parameters' leaves come first, in the order of the tree.
-        names = flatten_params(params)
-        return frozenset(
-            name for name, one in zip(names, traced.jaxpr.invars, strict=False) if id(one) in read
-        )
+        return frozenset(compress(flatten_params(params), is_read))
 
     def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
         sizes = (self.max_blocks, self.max_encoder_blocks)
