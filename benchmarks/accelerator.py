@@ -71,28 +71,17 @@ def measure_limits(num_bytes: int) -> float:
 
 def make_engine(shape: dict[str, Any], max_num_seqs: int, max_num_batched_tokens: int) -> Any:
     """Start an engine with random weights; its tower is never used."""
-    from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
+    from transformers import Gemma3TextConfig
 
+    from benchmarks.step_model import model_config
     from mmjax.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
     from mmjax.engine.core import EngineCore
 
-    vision = SiglipVisionConfig(
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        image_size=28,
-        patch_size=7,
-        vision_use_head=False,
-    )
-    hf_config = Gemma3Config(
-        text_config=Gemma3TextConfig(**shape), vision_config=vision, mm_tokens_per_image=4
-    )
     config = EngineConfig(
         model=ModelConfig(
             model="benchmark",
             path=Path("."),
-            hf_config=hf_config,
+            hf_config=model_config(Gemma3TextConfig(**shape)),
             architecture="Gemma3ForConditionalGeneration",
             max_model_len=4096,
             dtype="bfloat16",
@@ -116,13 +105,10 @@ def add(core: Any, name: str, num_prompt_tokens: int, num_tokens: int) -> None:
     core.add_request(msgspec.structs.replace(request, request_id=name))
 
 
-def drain(core: Any) -> int:
-    """Step until nothing is left; return the steps."""
-    num_steps = 0
+def drain(core: Any) -> None:
+    """Step until nothing is left."""
     while core.has_unfinished():
         core.step()
-        num_steps += 1
-    return num_steps
 
 
 def decode_seconds(core: Any, batch: int, name: str) -> float:

@@ -69,14 +69,8 @@ def write_checkpoint(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def make_engine(
-    text: Gemma3TextConfig,
-    *,
-    dtype: DtypeName = "float32",
-    lora: LoRAConfig | None = None,
-    **scheduler: Any,
-) -> EngineCore:
-    """Start an engine over the same weights, rounded to `dtype`; its tower is never used."""
+def model_config(text: Gemma3TextConfig) -> Gemma3Config:
+    """Return the configuration of a model whose tower is as small as can be."""
     vision = SiglipVisionConfig(
         hidden_size=8,
         intermediate_size=8,
@@ -86,7 +80,18 @@ def make_engine(
         patch_size=7,
         vision_use_head=False,
     )
-    hf_config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+
+
+def make_engine(
+    text: Gemma3TextConfig,
+    *,
+    dtype: DtypeName = "float32",
+    lora: LoRAConfig | None = None,
+    **scheduler: Any,
+) -> EngineCore:
+    """Start an engine over the same weights, rounded to `dtype`; its tower is never used."""
+    hf_config = model_config(text)
     _, abstract = build_abstract(Gemma3ForConditionalGeneration, hf_config, dtype=jnp.dtype(dtype))
     leaves: dict[str, Any] = {}
     for name, leaf in flatten_params(abstract).items():

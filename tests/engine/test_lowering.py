@@ -1,12 +1,13 @@
 """Every program of an engine lowers for TPU and for CUDA here, with the kernels in it.
 
-Lowered, not run: this machine has neither. What the kernels are given is tested by its values in
+Lowered, not run. What the TPU's kernel is given is tested by its values in
 tests/layers/test_ragged_kernel.py.
 """
 
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.internvl.model import InternVLForConditionalGeneration
 from tests.engine.tiny import tiny_config
 from tests.families import internvl
+from tests.layers.on_gpu import as_on_gpu
 
 TPU_KERNEL = re.compile(r"custom_call @tpu_custom_call")
 TPU_CALL = re.compile(r"call @ragged_paged_attention")
@@ -83,9 +85,10 @@ def make_programs(
 
 def lower(program: Any, platform: str) -> str:
     """Return the lowered text, in which every block has its own calls."""
-    with seeing_modules(lambda module: None):
-        traced = program.jitted.trace(**program.arguments)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    with as_on_gpu() if platform == "cuda" else nullcontext():
+        with seeing_modules(lambda module: None):
+            traced = program.jitted.trace(**program.arguments)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.fixture

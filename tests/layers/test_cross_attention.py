@@ -16,6 +16,7 @@ from mmjax.layers.attention.api import (
 )
 from mmjax.layers.attention.gpu import gpu_attention
 from mmjax.layers.attention.paged import visible_states
+from tests.layers.on_gpu import as_on_gpu
 from tests.layers.ragged import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -163,7 +164,8 @@ def test_it_is_the_kernel_for_cuda():
     metadata, states = with_encoders(batch, encoders, tables, is_first=True)
     inputs = (batch.query, batch.key, batch.value, batch.query)
     arguments = (inputs, states, by_slots(batch.cache), metadata)
-    text = run_step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    with as_on_gpu():
+        text = run_step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @_attend") == 2
     assert "stablehlo.while" not in text
     _, expected, cache = run_step(*arguments)

@@ -14,6 +14,7 @@ import pytest
 from mmjax.layers.attention import segments as attention_segments
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.attention.segments import PADDING, refine_segments, segment_attention
+from tests.layers.on_gpu import as_on_gpu
 
 NUM_HEADS, HEAD_DIM = 3, 16
 SCALE = 0.3
@@ -161,8 +162,9 @@ def test_halves_stay_halves() -> None:
 def test_it_lowers_for_cuda(dtype: str) -> None:
     row = jax.ShapeDtypeStruct((256, NUM_HEADS, HEAD_DIM), dtype)
     ids = jax.ShapeDtypeStruct((256,), "int32")
-    traced = jax.jit(partial(segment_attention, scale=SCALE)).trace(row, row, row, ids)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with as_on_gpu():
+        traced = jax.jit(partial(segment_attention, scale=SCALE)).trace(row, row, row, ids)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @__gpu\$xla\.gpu\.triton", text)) == 1
     assert "stablehlo.while" not in text, "the host would wait for every round of a loop"
     assert traced.lower(lowering_platforms=("tpu",)).as_text()
