@@ -20,6 +20,8 @@ from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.pooling import find_task
+from mmjax.params.pooling_params import PoolingParams
 from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
 from mmjax.server.batches.endpoints import Endpoints, Route
 from mmjax.server.batches.lines import Url
@@ -429,6 +431,7 @@ def _programs_left(supervisor: EngineLink) -> dict[str, int]:
 
 def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:
     model_config = client.input_processor.model_config
+    pools = model_config.pools
     limits = dict(client.input_processor.info.allowed_mm_limits)
     return ModelCard(
         id=model_config.public_name,
@@ -437,7 +440,8 @@ def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:
         max_model_len=model_config.max_model_len,
         capabilities={
             "input_modalities": ["text", *limits],
-            "output_modalities": ["embeddings" if model_config.pools else "text"],
+            **({"pooling_task": find_task(PoolingParams(), model_config)} if pools else {}),
+            "output_modalities": ["embeddings" if pools else "text"],
             "limit_mm_per_prompt": limits,
             "chat_template_content_format": chat.template.content_format,
             "tasks": dict(client.input_processor.info.get_tasks()),

@@ -65,11 +65,11 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:request_inference_time_seconds": ("Both of these.", _SECONDS),
     "vllm:request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
     "vllm:request_generation_tokens": ("Tokens of an answer.", _TOKENS),
-    "vllm:request_params_n": ("`n` of a request.", (1, 2, 4, 8, 16)),
+    "vllm:request_params_n": ("`n` of a request.", (1, 2, 4, 16)),
     "vllm:request_params_max_tokens": ("`max_tokens` of a request.", _TOKENS),
     "mmjax:event_loop_lag_seconds": (
         "How late the server's loop is.",
-        (0.001, 0.005, 0.02, 0.1, 1.0),
+        (0.001, 0.01, 0.1, 1.0),
     ),
 }
 """Name -> what it is, and the bounds of its buckets."""
@@ -152,6 +152,11 @@ _TOTALS: Mapping[str, tuple[str, str]] = {
     ),
     "mmjax:encoder_workers_bytes": ("encoder_workers_bytes", "Bytes of these."),
     "mmjax:encoder_workers_wait_seconds": ("encoder_workers_wait_s", "The items' waits for them."),
+    "mmjax:encoder_workers_retries": ("encoder_workers_retries", "Items asked for once more."),
+    "mmjax:encoder_workers_fallbacks": (
+        "encoder_workers_fallbacks",
+        "Items that this engine encoded, since no worker answered.",
+    ),
     "mmjax:encoder_workers_refused": ("encoder_workers_refused", "Answers that were not taken."),
     "mmjax:compilations": ("num_compilations", "Programs that a step had to wait for."),
 }

@@ -5,11 +5,16 @@ import os
 import random
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mmjax.frontend.output.pooled import vectors_of
+from mmjax.frontend.prompt.pooling import pooling_request
+from mmjax.frontend.requests.request import GenerateRequest
+from mmjax.params.pooling_params import PoolingParams
 from tests.chaos.service import (
     Answer,
     Service,
@@ -138,6 +143,49 @@ def test_50_kills_of_recurrent_states(family: Family, tmp_path: Path) -> None:
             assert service.client.num_requests == 0
 
     asyncio.run(body())
+
+
+async def embed(service: Service, number: int) -> bytes:
+    """Return the vectors of a prompt: one, or one for each token."""
+    service.num_requests += 1
+    pooling = PoolingParams(task="token_embed" if number % 2 else "embed")
+    request = GenerateRequest(
+        str(service.num_requests),
+        question(number, number if number % 3 == 0 else None),
+        pooling_request(pooling),
+    )
+    (output,) = [output async for output in await service.client.add_request(request)]
+    assert output.finished
+    return vectors_of(output).tobytes()
+
+
+async def embed_through_kills(count: int) -> None:
+    """Kill P1 `count` times, each while it computes other prompts than it has in a cache."""
+    flags = (*FEW, "--precompile", "none", "--runner", "pooling", "--no-enable-prefix-caching")
+    async with serving(default_config(*flags), has_standby=count > 1) as service:
+        numbers, rng = range(12), random.Random(0)
+        expected = [await embed(service, number) for number in numbers]
+        assert len({*expected}) == len(numbers)
+        for _ in range(count):
+            asked = asyncio.gather(*(embed(service, number) for number in numbers))
+            await until(lambda: bool(service.computed))
+            await asyncio.sleep(rng.random() * 0.05 * (count > 1))
+            assert not asked.done(), "none is left to be lost"
+            await service.kill()
+            assert await asked == expected
+        assert service.supervisor.num_restarts == count
+        assert service.client.num_requests == 0
+
+
+def test_vectors_survive_a_kill() -> None:
+    run(partial(embed_through_kills, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vectors_survive_20_kills() -> None:
+    """Each is a start of seconds; at any step of prompts of several chunks."""
+    asyncio.run(embed_through_kills(20))
 
 
 def _num_tokens(service: Service) -> list[int]:

@@ -29,11 +29,11 @@ WANTED: list[dict[str, Any]] = [
 ]
 
 
-def make_requests() -> list[EngineCoreRequest]:
+def make_requests(prompts: list[list[Any]] = PARTS) -> list[EngineCoreRequest]:
     """Return each prompt as each kind of vectors."""
     return [
         message(f"{kind}-{number}", parts, max_tokens=1, pooling=PoolingParams(**wanted))
-        for number, parts in enumerate(PARTS)
+        for number, parts in enumerate(prompts)
         for kind, wanted in enumerate(WANTED)
     ]
 
@@ -87,6 +87,27 @@ def test_the_same_bits(alone: dict[str, np.ndarray], settings: dict[str, Any]) -
             np.testing.assert_array_equal(vectors, alone[name], err_msg=name)
     assert core.stats().prefix_cache_hits > 0
     assert core.compilations == 0
+
+
+def test_preempted_requests_give_the_same_bits() -> None:
+    """Each waits for its next picture's rows amid its prompt, so that all hold blocks and grow."""
+    prompts = [
+        [WORDS[n : 12 + n], *[(10 * n + picture, 1) for picture in range(6)], WORDS[:20]]
+        for n in range(3)
+    ]
+    core = start(num_blocks=16, max_num_seqs=5, encoder_cache_size=4, enable_prefix_caching=False)
+    alone = {}
+    for request in make_requests(prompts):
+        core.add_request(request)
+        alone |= {name: read(news) for name, news in drain(core).items()}
+    assert core.stats().num_preemptions == 0
+    for request in make_requests(prompts):
+        core.add_request(request)
+    found = {name: read(news) for name, news in drain(core).items()}
+    assert core.stats().num_preemptions > 0
+    assert found.keys() == alone.keys()
+    for name, vectors in found.items():
+        np.testing.assert_array_equal(vectors, alone[name], err_msg=name)
 
 
 def test_they_are_of_the_prompt(alone: dict[str, np.ndarray]) -> None:

@@ -47,7 +47,7 @@ OURS = """
     encoder_disk_queries_total encoder_disk_hits_total encoder_disk_read_bytes_total
     encoder_disk_written_bytes_total encoder_workers_items_total encoder_workers_bytes_total
     encoder_workers_wait_seconds_total encoder_workers_refused_total
-    encoder_workers_alive
+    encoder_workers_retries_total encoder_workers_fallbacks_total encoder_workers_alive
     num_requests_processing http_responses_total engine_resident_memory_bytes
     kv_offload_queries_total kv_offload_hits_total kv_offload_copied_bytes_total
     kv_offload_restored_bytes_total kv_offload_copied_seconds_total

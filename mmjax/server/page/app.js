@@ -10,6 +10,7 @@ import { ServerError } from "./server/api.js";
 import { chosenModel, limitOf, showLeft, startModels } from "./server/models.js";
 import { openPanel } from "./server/panel.js";
 import { startStatus } from "./server/status.js";
+import { showVectors } from "./server/vectors.js";
 import { sampling, startSettings, systemPrompt } from "./settings.js";
 import { drawConversations, startSidebar } from "./sidebar.js";
 import { drawGrown, drawThread, redraw, scrollToEnd, startThread } from "./thread/thread.js";
@@ -167,6 +168,7 @@ async function startPage() {
   startSettings();
   startModels(() => {
     showAbilities();
+    showVectors();
     drawState();
   });
   startComposer({ ask, stop, changed: drawState });

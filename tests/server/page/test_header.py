@@ -8,6 +8,7 @@ from playwright.sync_api import Page, expect
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.transport.messages import Heartbeat
 from tests.server.page.conftest import PHONE, MakePlayground, Playground
 
 MAX_TOKENS = 256
@@ -152,6 +153,59 @@ def test_the_servers_figures_are_shown(playground: Playground) -> None:
     page.keyboard.press("Escape")
     expect(panel).to_be_hidden()
     expect(page.get_by_role("status").get_by_role("button")).to_be_focused()
+
+
+def test_where_pictures_were_found_is_shown(playground: Playground) -> None:
+    """Of what the server was started with: the echo has none of it but what its heartbeat says."""
+    page = playground.page
+    page.get_by_role("status").get_by_role("button").click()
+    panel = page.get_by_role("dialog", name="The server")
+    expect(panel.get_by_text("On the device")).to_have_count(2)
+    expect(panel.get_by_text("On disk")).to_have_count(0)
+    expect(panel.get_by_text("worker")).to_have_count(0)
+    playground.supervisor.heartbeat = Heartbeat(
+        num_running=0,
+        num_waiting=0,
+        kv_cache_usage=0.0,
+        num_compilations=0,
+        encoder_cache_hits=7,
+        encoder_disk_queries=9,
+        encoder_disk_hits=3,
+        encoder_disk_read_bytes=3 << 20,
+        encoder_workers_items=5,
+        encoder_workers_bytes=2 << 30,
+        encoder_workers_alive=2,
+        encoder_workers_retries=4,
+        encoder_workers_fallbacks=6,
+        kv_offload_queries=90,
+        kv_offload_hits=64,
+        kv_offload_restored_bytes=1 << 20,
+        kv_files_hits=8,
+        kv_files_read_bytes=5 << 19,
+        prefix_cache_hits=1234,
+    )
+    expect(panel.get_by_text("From encode workers")).to_have_count(1)  # at the next look
+    assert [text.split("\n") for text in panel.locator("section").all_inner_texts()[2:5]] == [
+        [
+            "Pictures' embeddings, by where they were",
+            *(
+                "On the device",
+                "7 items",
+                "On disk",
+                "3 items, 3.00 MiB",
+                "From encode workers",
+                "5 items, 2.00 GiB",
+            ),
+            *("Encode workers", "2", "Asked of a worker once more", "4"),
+            *("Encoded here, for want of a worker", "6"),
+        ],
+        ["Pictures' pixels, by where they were", "In memory", "0 items"],
+        [
+            "The KV cache, by where it was",
+            *("On the device", "1,234 tokens", "In host memory", "64 tokens, 1.00 MiB"),
+            *("On disk", "8 blocks, 2.50 MiB"),
+        ],
+    ]
 
 
 def test_figures_that_are_not_told_are_named_so(playground: Playground) -> None:

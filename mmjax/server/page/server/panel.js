@@ -44,6 +44,8 @@ function sections(figures) {
   const whole = (name) => count(figures[name]);
   const hits = (name) => share(figures[`${name}_hits_total`], figures[`${name}_queries_total`]);
   const of = (name) => share(figures[name], 1);
+  const has = (...names) => names.some((name) => figures[name] > 0);
+  const found = (name, read, unit) => ({ text: `${count(figures[name]).text}${unit}, ${bytes(figures[read])}` });
   const [programs, left] = [figures["mmjax:programs"], figures["mmjax:programs_left"]];
   return [
     ["Load", [
@@ -60,6 +62,33 @@ function sections(figures) {
       ["Pictures whose embeddings were found", hits("mmjax:encoder_cache")],
       ["Pictures whose pixels were found", hits("vllm:mm_cache")],
     ]],
+    ["Pictures' embeddings, by where they were", [
+      ["On the device", { text: `${whole("mmjax:encoder_cache_hits_total").text} items` }],
+      ...when(has("mmjax:encoder_disk_queries_total"), [
+        ["On disk", found("mmjax:encoder_disk_hits_total", "mmjax:encoder_disk_read_bytes_total", " items")],
+      ]),
+      ...when(has("mmjax:encoder_workers_alive", "mmjax:encoder_workers_items_total", "mmjax:encoder_workers_fallbacks_total"), [
+        ["From encode workers", found("mmjax:encoder_workers_items_total", "mmjax:encoder_workers_bytes_total", " items")],
+        ["Encode workers", whole("mmjax:encoder_workers_alive")],
+        ["Asked of a worker once more", whole("mmjax:encoder_workers_retries_total")],
+        ["Encoded here, for want of a worker", whole("mmjax:encoder_workers_fallbacks_total")],
+      ]),
+    ]],
+    ["Pictures' pixels, by where they were", [
+      ["In memory", { text: `${whole("vllm:mm_cache_hits_total").text} items` }],
+      ...when(figures["mmjax:mm_disk_queries_total"] !== undefined, [
+        ["On disk", found("mmjax:mm_disk_hits_total", "mmjax:mm_disk_read_bytes_total", " items")],
+      ]),
+    ]],
+    ["The KV cache, by where it was", [
+      ["On the device", { text: `${whole("vllm:prefix_cache_hits_total").text} tokens` }],
+      ...when(has("mmjax:kv_offload_queries_total"), [
+        ["In host memory", found("mmjax:kv_offload_hits_total", "mmjax:kv_offload_restored_bytes_total", " tokens")],
+      ]),
+      ...when(has("mmjax:kv_files_hits_total", "mmjax:kv_files_misses_total"), [
+        ["On disk", found("mmjax:kv_files_hits_total", "mmjax:kv_files_read_bytes_total", " blocks")],
+      ]),
+    ]],
     ["Programs", [
       ["Compiled", programs === undefined || left === undefined ? count() : share(programs - left, programs, `${programs - left} of ${programs}`)],
       ["Steps that waited for one", whole("mmjax:compilations_total")],
@@ -70,6 +99,9 @@ function sections(figures) {
     ]],
   ];
 }
+
+/** Return the rows of what the server was started with; none of what it lacks. */
+const when = (is, rows) => (is ? rows : []);
 
 function count(value) {
   return { text: value === undefined ? "not told" : value.toLocaleString("en", { maximumFractionDigits: 1 }) };
@@ -83,7 +115,9 @@ function share(part, whole, text) {
 }
 
 function bytes(value) {
-  return value === undefined ? "not told" : `${(value / 2 ** 30).toFixed(2)} GiB`;
+  if (value === undefined) return "not told";
+  const [size, unit] = value < 2 ** 29 ? [2 ** 20, "MiB"] : [2 ** 30, "GiB"];
+  return `${(value / size).toFixed(2)} ${unit}`;
 }
 
 function tokensPerSecond(tokens) {
