@@ -4,6 +4,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, get_type_hints
 
@@ -330,27 +331,9 @@ def _to_allowed(name: str, value: Any) -> tuple[int, ...] | None:
     return token_ids
 
 
-def _to_structure(name: str, value: Any) -> StructuredOutputsParams | None:
-    if value is not None and not isinstance(value, StructuredOutputsParams):
-        raise RequestTypeError.about(name, f"is {value!r}; give a StructuredOutputsParams")
-    return value
-
-
-def _to_transcript(name: str, value: Any) -> TranscriptRules | None:
-    if value is not None and not isinstance(value, TranscriptRules):
-        raise RequestTypeError.about(name, f"is {value!r}; give TranscriptRules")
-    return value
-
-
-def _to_alignment(name: str, value: Any) -> AlignmentRange | None:
-    if value is not None and not isinstance(value, AlignmentRange):
-        raise RequestTypeError.about(name, f"is {value!r}; give an AlignmentRange")
-    return value
-
-
-def _to_pooling(name: str, value: Any) -> PoolingParams | None:
-    if value is not None and not isinstance(value, PoolingParams):
-        raise RequestTypeError.about(name, f"is {value!r}; give PoolingParams")
+def _to_instance(kind: type, name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise RequestTypeError.about(name, f"is {value!r}; give an instance of {kind.__name__}")
     return value
 
 
@@ -370,6 +353,7 @@ def _to_tuple(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
+_OWN_TYPES = (StructuredOutputsParams, TranscriptRules, AlignmentRange, PoolingParams)
 _TYPES_BY_ANNOTATION: dict[Any, Callable[[str, Any], Any]] = {
     int: _to_integer,
     int | None: lambda name, value: None if value is None else _to_integer(name, value),
@@ -379,10 +363,7 @@ _TYPES_BY_ANNOTATION: dict[Any, Callable[[str, Any], Any]] = {
     Sequence[int]: _to_integers,
     Sequence[int] | None: _to_allowed,
     Mapping[int, float] | None: _to_biases,
-    StructuredOutputsParams | None: _to_structure,
-    TranscriptRules | None: _to_transcript,
-    AlignmentRange | None: _to_alignment,
-    PoolingParams | None: _to_pooling,
+    **{kind | None: partial(_to_instance, kind) for kind in _OWN_TYPES},
 }
 _TYPES = {
     name: _TYPES_BY_ANNOTATION[annotation]

@@ -99,6 +99,15 @@ class Weight(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
 
 
+class RelativeProjection(Linear):
+    """A linear layer of the distances, which are the same for every state but for its adapter."""
+
+    def __call__(self, x: Float[Array, "P _distances D"]) -> Float[Array, "_rows _distances F"]:
+        """Project the distances of each state; of all at once where there are no adapters."""
+        out = linear(x[:1], self.weight[...])
+        return out if self.lora is None else out + self.lora(x)
+
+
 class SubsampleLayer(nnx.Module):
     """A convolution of every second frame and bin, a norm, ReLU; `conv.weight[out, in, 3, 3]`."""
 
@@ -177,8 +186,7 @@ class ConformerAttention(nnx.Module):
         self.q_proj, self.k_proj, self.v_proj, self.post = (
             config.make_linear(width, width, dtype=dtype) for _ in range(4)
         )
-        # No `Linear`: its rows are distances, which belong to no request and so have no adapter.
-        self.relative_k_proj = Weight(width, width, dtype=dtype)
+        self.relative_k_proj = RelativeProjection(width, width, use_bias=False, dtype=dtype)
         self.head_dim = width // config.num_attention_heads
         self.per_dim_scale = nnx.Param(jnp.zeros((self.head_dim,), dtype))
         self.config = config
@@ -193,10 +201,10 @@ class ConformerAttention(nnx.Module):
         query = query * (self.head_dim**-0.5 / math.log(2) * scale)[None, None, :]
         key = key * (math.log1p(math.e) / math.log(2))
         distances = range(self.config.attention_context_left - 1)
-        relative = self._relative_keys(len(distances), x.dtype)
+        relative = self._relative_keys(len(x), len(distances), x.dtype)
         # A product for each distance, and no matrix of keys: a row's bits know no other row.
         scores = jnp.stack(
-            [(query * (look_back(key, n) + relative[n][None])).sum(-1) for n in distances], axis=-1
+            [(query * (look_back(key, n) + relative[:, n])).sum(-1) for n in distances], axis=-1
         )
         cap = self.config.attention_logit_cap
         scores = jnp.tanh(scores / cap) * cap
@@ -206,14 +214,16 @@ class ConformerAttention(nnx.Module):
         out = sum(weights[..., n, None] * look_back(value, n) for n in distances)
         return self.post(jnp.asarray(out).reshape(x.shape).astype(x.dtype))
 
-    def _relative_keys(self, number: int, dtype: Any) -> Float[Array, "_distances N H"]:
+    def _relative_keys(
+        self, num_states: int, number: int, dtype: Any
+    ) -> Float[Array, "_rows _distances N H"]:
         width = self.config.hidden_size
         step = math.log(_LONGEST_PERIOD) / max(width // 2 - 1, 1)
         rates = np.exp(-step * np.arange(width // 2, dtype=np.float32))
         angles = (np.arange(number) + self.config.position_shift)[:, None] * rates[None, :]
-        sinusoids = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-        keys = linear(jnp.asarray(sinusoids, dtype), self.relative_k_proj.weight[...])
-        return keys.reshape(number, -1, self.head_dim).astype(jnp.float32)
+        sinusoids = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=-1), dtype)
+        keys = self.relative_k_proj(jnp.broadcast_to(sinusoids, (num_states, number, width)))
+        return keys.reshape(len(keys), number, -1, self.head_dim).astype(jnp.float32)
 
 
 class ConformerConvolution(nnx.Module):

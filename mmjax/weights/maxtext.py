@@ -89,6 +89,20 @@ KERNELS: Mapping[str, Function] = {
 """By a pattern in a name of MaxText's; what matches none stays as it is."""
 
 
+ATTENTION_AND_MLP: Mapping[str, str] = {
+    "self_attention.query_norm.scale": "self_attn.q_norm.weight",
+    "self_attention.key_norm.scale": "self_attn.k_norm.weight",
+    "self_attention.query.kernel": "self_attn.q_proj.weight",
+    "self_attention.key.kernel": "self_attn.k_proj.weight",
+    "self_attention.value.kernel": "self_attn.v_proj.weight",
+    "self_attention.out.kernel": "self_attn.o_proj.weight",
+    "mlp.wi_0.kernel": "mlp.gate_proj.weight",
+    "mlp.wi_1.kernel": "mlp.up_proj.weight",
+    "mlp.wo.kernel": "mlp.down_proj.weight",
+}
+"""What every decoder's layers have, by MaxText's name; norms around them differ."""
+
+
 # ---- names ---------------------------------------------------------------------------------------
 
 

@@ -101,6 +101,6 @@ def test_a_transcript_is_no_grammar():
             transcript=TranscriptRules(), structured_outputs=StructuredOutputsParams(regex="a")
         )
     wrong: Any = {"eos_token_id": 1}
-    with pytest.raises(RequestError, match="give TranscriptRules"):
+    with pytest.raises(RequestError, match="give an instance of TranscriptRules"):
         SamplingParams(transcript=wrong)
     assert not SamplingParams(temperature=0.0, transcript=TranscriptRules()).is_plain

@@ -241,24 +241,30 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(path())
 
 
+PREPROCESSING: dict[str, Any] = {
+    "size": SimpleNamespace(height=SIDE, width=SIDE),
+    "resample": 2,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "patch_size": PATCH,
+}
+"""What pictures and frames have in common."""
+
+
 def cut(images: list[Any], max_crops: int) -> dict[str, Any]:
     """Return the tensors that HF's image processor makes."""
     pixels = [torch.from_numpy(np.array(one.convert("RGB"))).permute(2, 0, 1) for one in images]
     return dict(
         WithoutTorchvision()._preprocess(  # pyright: ignore[reportAttributeAccessIssue]
             pixels,
+            **PREPROCESSING,
             do_resize=True,
-            size=SimpleNamespace(height=SIDE, width=SIDE),
-            resample=2,
-            do_rescale=True,
-            rescale_factor=1 / 255,
-            do_normalize=True,
-            image_mean=[0.5] * 3,
-            image_std=[0.5] * 3,
             do_convert_rgb=True,
             max_crops=max_crops,
             overlap_margins=[MARGIN, MARGIN],
-            patch_size=PATCH,
             pooling_size=[2, 2],
             disable_grouping=False,
             return_tensors="pt",
@@ -304,14 +310,7 @@ class HFWithVideos:
             lambda _, seen: own._preprocess(
                 backend,
                 [torch.from_numpy(frames).permute(0, 3, 1, 2) for frames in seen],
-                size=SimpleNamespace(height=SIDE, width=SIDE),
-                resample=2,
-                do_rescale=True,
-                rescale_factor=1 / 255,
-                do_normalize=True,
-                image_mean=[0.5] * 3,
-                image_std=[0.5] * 3,
-                patch_size=PATCH,
+                **PREPROCESSING,
                 pooling_size=[3, 3],
             ),
         )

@@ -67,7 +67,7 @@ CASES = [
 def test_logits_and_tokens_are_pefts(name: str, kind: str, tmp_path: Path):
     family = TINY_FAMILIES[name]
     model = TinyModel(family, **family.served)
-    plain = model.make_paged(model.params)
+    plain = model.make_paged(model.params, model.paged.max_len)
     adapter = make_adapter(model, tmp_path, **KINDS[kind])
     model.paged.load_adapter(tmp_path)
     for parts in family.variant_prompts(next(iter(family.variants))).values():

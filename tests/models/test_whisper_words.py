@@ -177,5 +177,5 @@ def test_what_the_engine_refuses(llm: LLM):
         wanted = AlignmentRange(first_token=first, num_states=states)
         with pytest.raises(RequestError, match="its encoder's 50 states"):
             llm.generate([prompt], SamplingParams(max_tokens=1, alignment=wanted))
-    with pytest.raises(RequestError, match="give an AlignmentRange"):
+    with pytest.raises(RequestError, match="give an instance of AlignmentRange"):
         SamplingParams(alignment=cast(Any, (0, 5)))

@@ -7,15 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from transformers import Gemma4AudioConfig, Gemma4AudioModel
 
 from mmjax.engine.device.compilation import compiler_options
 from mmjax.errors import CheckpointError
-from mmjax.layers.module import bind, build_abstract
+from mmjax.layers.lora import LoRA
+from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.towers.gemma4_conformer import (
     FRAMES_PER_ROW,
+    ConformerAttention,
     Gemma4Conformer,
     Gemma4ConformerConfig,
+    find_look_back,
 )
 from mmjax.weights.rules import Rule
 from tests.families.gemma4 import AUDIO, fill
@@ -89,6 +93,37 @@ def test_the_states_are_hfs(settings: dict[str, Any]):
         [one[: -(-n // FRAMES_PER_ROW)] for one, n in zip(alone, LENGTHS, strict=True)]
     )
     np.testing.assert_array_equal(joined, states)
+
+
+def test_distances_have_each_clips_own_adapter():
+    hf_config = Gemma4AudioConfig(**AUDIO, use_clipped_linears=False)
+    config = Gemma4ConformerConfig.from_hf(hf_config)
+    rng = np.random.default_rng(0)
+    graphdef, abstract = build_abstract(ConformerAttention, config, dtype=jnp.float32)
+    plain = {
+        name: jnp.asarray(rng.normal(size=leaf.shape) * 0.3, jnp.float32)
+        for name, leaf in flatten_params(abstract).items()
+    }
+    width, rank, num_slots = config.hidden_size, 3, 2
+    a = rng.normal(size=(num_slots, rank, width)).astype(np.float32)
+    b = rng.normal(size=(width, num_slots, rank)).astype(np.float32)
+    clips, slot_of_clip = np.repeat(np.arange(3, dtype=np.int32), (9, 6, 7)), (1, -1, 0)
+    x = jnp.asarray(rng.normal(size=(len(clips), width)), jnp.float32)
+
+    def run(added: Any, slots: np.ndarray | None = None) -> np.ndarray:
+        weight = plain["relative_k_proj.weight"] + added
+        layer: Any = bind(graphdef, unflatten_params({**plain, "relative_k_proj.weight": weight}))
+        if slots is not None:
+            lora = LoRA(width, width, num_slots=num_slots, rank=rank, dtype=jnp.float32)
+            lora.a, lora.b, lora.slots = map(nnx.Param, map(jnp.asarray, (a, b, slots)))
+            layer.relative_k_proj.lora = nnx.data(lora)
+        return np.asarray(layer(x, find_look_back(jnp.asarray(clips))))
+
+    found = run(0, np.array(slot_of_clip, np.int32)[clips])
+    for clip, slot in enumerate(slot_of_clip):
+        expected = run(b[:, slot] @ a[slot] if slot >= 0 else 0)[clips == clip]
+        assert_close({"states": found[clips == clip]}, {"states": expected}, atol=1e-5)
+        assert (slot < 0) == np.allclose(expected, run(0)[clips == clip], rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 import ml_dtypes
 
 from mmjax.weights.maxtext import (
+    ATTENTION_AND_MLP,
     KERNELS,
     first_of,
     gemma_scale,
@@ -22,15 +23,7 @@ _LAYER = {
     "post_self_attention_norm.scale": "post_attention_layernorm.weight",
     "pre_ffw_norm.scale": "pre_feedforward_layernorm.weight",
     "post_ffw_norm.scale": "post_feedforward_layernorm.weight",
-    "self_attention.query_norm.scale": "self_attn.q_norm.weight",
-    "self_attention.key_norm.scale": "self_attn.k_norm.weight",
-    "self_attention.query.kernel": "self_attn.q_proj.weight",
-    "self_attention.key.kernel": "self_attn.k_proj.weight",
-    "self_attention.value.kernel": "self_attn.v_proj.weight",
-    "self_attention.out.kernel": "self_attn.o_proj.weight",
-    "mlp.wi_0.kernel": "mlp.gate_proj.weight",
-    "mlp.wi_1.kernel": "mlp.up_proj.weight",
-    "mlp.wo.kernel": "mlp.down_proj.weight",
+    **ATTENTION_AND_MLP,
 }
 _ENCODER = r"vision_encoder\.Gemma3VisionEncoderLayer_0\."
 _BLOCK = _ENCODER + r"Transformer\.encoderblock_(\d+)\."

@@ -3,6 +3,7 @@
 from typing import Any
 
 from mmjax.weights.maxtext import (
+    ATTENTION_AND_MLP,
     KERNELS,
     Function,
     experts_kernel,
@@ -18,15 +19,7 @@ from mmjax.weights.rules import Join, RuleTypes
 _LAYER = {
     "pre_self_attention_layer_norm.scale": "input_layernorm.weight",
     "post_self_attention_layer_norm.scale": "post_attention_layernorm.weight",
-    "self_attention.query_norm.scale": "self_attn.q_norm.weight",
-    "self_attention.key_norm.scale": "self_attn.k_norm.weight",
-    "self_attention.query.kernel": "self_attn.q_proj.weight",
-    "self_attention.key.kernel": "self_attn.k_proj.weight",
-    "self_attention.value.kernel": "self_attn.v_proj.weight",
-    "self_attention.out.kernel": "self_attn.o_proj.weight",
-    "mlp.wi_0.kernel": "mlp.gate_proj.weight",
-    "mlp.wi_1.kernel": "mlp.up_proj.weight",
-    "mlp.wo.kernel": "mlp.down_proj.weight",
+    **ATTENTION_AND_MLP,
     "moe_block.gate.kernel": "mlp.gate.weight",
     "moe_block.wi_0": "mlp.experts.gate_proj",
     "moe_block.wi_1": "mlp.experts.up_proj",
