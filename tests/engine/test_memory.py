@@ -297,6 +297,15 @@ def test_too_few_blocks_are_an_error() -> None:
     assert programs.tried == [100]
 
 
+def test_too_few_blocks_of_another_process_are_an_error() -> None:
+    """Which would be asked again for ever, where this one has enough."""
+    programs = _Pieces(100)
+    programs.placement = SimpleNamespace(platform="gpu", agree=lambda is_so: False)
+    with pytest.raises(ConfigError, match="another process cannot allocate 10 KV blocks"):
+        find_allocatable(programs, 100, least=10)
+    assert programs.tried[-1] == 10
+
+
 @pytest.mark.usefixtures("whole_pool")
 def test_of_given_devices_the_share_is_of_what_others_leave() -> None:
     """Of 1000 a trainer has 400, and the engine's weights 100: half of 600 is the engine's."""

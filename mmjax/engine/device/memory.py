@@ -386,7 +386,7 @@ def find_allocatable(programs: Programs, num_blocks: int, least: int) -> int:
     """Return how many KV blocks the devices can allocate now: at most, and nearly, `num_blocks`.
 
     Fewer than are free where these lie in pieces, as those of a GPU's pool that grows on demand do.
-    Raises what the allocation of fewer than `least` raised.
+    Raises what the allocation of `least` raised, and `ConfigError` where that was another process.
     """
     placement = programs.placement
     if placement.platform == "cpu":
@@ -396,8 +396,11 @@ def find_allocatable(programs: Programs, num_blocks: int, least: int) -> int:
         if placement.agree(error is None):
             return num_blocks
         fewer = max(least, num_blocks - max(1, num_blocks // 10))
-        if error is not None and fewer == num_blocks:
-            raise error
+        if fewer == num_blocks:
+            raise error or ConfigError(
+                f"another process cannot allocate {num_blocks} KV blocks, the fewest that one "
+                "request needs; lower `--max-model-len`, or free memory there"
+            )
         logger.warning(
             "%d KV blocks cannot be allocated, since free memory lies in pieces: %d are tried",
             *(num_blocks, fewer),
