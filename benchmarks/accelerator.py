@@ -185,7 +185,7 @@ def measure_hf(shape: dict[str, Any], batches: Sequence[int], length: int) -> No
     config = Gemma3TextConfig(**shape)
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
-        model = Gemma3ForCausalLM(config).eval()
+        model: Any = Gemma3ForCausalLM(config).eval()
     for batch in batches:
         ids = torch.randint(3, 1000, (batch, CONTEXT), device=device)
         seconds = {}

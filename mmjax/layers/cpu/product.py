@@ -52,7 +52,10 @@ def integer_product(x: Int8[Array, "T D"], weight: Int8[Array, "F D"]) -> Int32[
     kernel, by_two_rows, by_rows = (
         partial(form, dtype=jnp.dtype(jnp.int32)) for form in (_by_kernel, _by_two_rows, _by_rows)
     )
-    elsewhere = partial(jax.lax.platform_dependent, cuda=_by_bfloat16, default=by_rows)
+
+    def elsewhere(x: Array, weight: Array) -> Array:
+        return jax.lax.platform_dependent(x, weight, cuda=_by_bfloat16, default=by_rows)
+
     if not has_kernel(x, weight):
         return elsewhere(x, weight)
     return by_platform(x, weight, kernel=kernel, cpu=by_two_rows, default=elsewhere)
@@ -64,8 +67,8 @@ def _by_bfloat16(x: Int8[Array, "T D"], weight: Int8[Array, "F D"]) -> Int32[Arr
     XLA 0.11 counts some products of 8 bits twice on Hopper: those in tiles of 16, half of what
     tensor cores add at once (docs/notes/log.md).
     """
-    wide = (one.astype(jnp.bfloat16) for one in (x, weight))
-    return _by_rows(*wide, jnp.dtype(jnp.float32)).astype(jnp.int32)
+    wide, wide_weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+    return _by_rows(wide, wide_weight, jnp.dtype(jnp.float32)).astype(jnp.int32)
 
 
 def widened_product(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:
