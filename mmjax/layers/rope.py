@@ -1,19 +1,37 @@
 """Rotary position embeddings (Su et al., arXiv 2104.09864): half-split as in HF, or interleaved.
 
 Angles are always float32: in bfloat16 position 257 equals 256.
+
+Keep XLA's CPU compiler from fusing a computation into each of its uses.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.cpu.prevent_fusion import prevent_fusion
 from mmjax.layers.cpu.rows import rotate_rows
+
+
+def prevent_fusion(compute: Callable[[Array], Any], x: Array, always: Bool[Array, ""]) -> Any:
+    """Return `compute(x)`, computed once: on the CPU in a branch that is `always` taken.
+
+    XLA cannot know that it is. Fused into each of its uses, `compute` would take more time.
+    `optimization_barrier` does not prevent that on the CPU.
+    """
+
+    def never(x: Array) -> Any:
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(compute, x))
+
+    def on_cpu(x: Array, always: Array) -> Any:
+        return jax.lax.cond(always, compute, never, x)
+
+    return jax.lax.platform_dependent(x, always, cpu=on_cpu, default=lambda x, _: compute(x))
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
