@@ -1,8 +1,6 @@
 """Rotary position embeddings (Su et al., arXiv 2104.09864): half-split as in HF, or interleaved.
 
 Angles are always float32: in bfloat16 position 257 equals 256.
-
-Keep XLA's CPU compiler from fusing a computation into each of its uses.
 """
 
 import math
@@ -163,17 +161,19 @@ def text_angles(
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of a decoder's tokens, as `rope_parameters` says.
 
-    On three axes where it has `mrope_section`, else on the first. With `longrope` the third axis is
-    1 in prompts that are longer than the trained length, which have frequencies of their own, and
-    else 0 (`HostInputs.rotary_positions`).
+    On three axes where it has `mrope_section`, else on the first. Where longer prompts than the
+    trained ones have frequencies of their own, the third axis is which of them a prompt has
+    (`HostInputs.rotary_positions`): with `longrope` 0 or 1, with `level_thetas` the base's number.
     """
     frequencies = inverse_frequencies(parameters, head_dim)
     factor, sections = attention_factor(parameters), parameters.get("mrope_section")
+    levels = [{**parameters, "rope_theta": theta} for theta in parameters.get("level_thetas", ())]
     if parameters.get("rope_type") == "longrope":
-        longer = {**parameters, "short_factor": parameters["long_factor"]}
-        both = np.stack([frequencies, inverse_frequencies(longer, head_dim)])
+        levels = [parameters, {**parameters, "short_factor": parameters["long_factor"]}]
+    if levels:
+        table = np.stack([inverse_frequencies(level, head_dim) for level in levels])
         index = positions[0].astype(jnp.float32)
-        return cos_sin(index[:, None] * jnp.asarray(both)[positions[2]], factor)
+        return cos_sin(index[:, None] * jnp.asarray(table)[positions[2]], factor)
     if sections:
         is_interleaved = bool(parameters.get("mrope_interleaved"))
         return multimodal_angles(
