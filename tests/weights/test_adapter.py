@@ -132,7 +132,8 @@ def test_embeddings_and_a_tied_head_have_adapters(tmp_path: Path) -> None:
 
 def test_a_table_without_room_for_adapters_is_refused_by_name(tmp_path: Path) -> None:
     """T5's is its encoder's, too, which PEFT adapts alone."""
-    write(tmp_path, {"base_model.model.model.embed_tokens.lora_embedding_A": draw(2, 10)})
+    name = "base_model.model.model.embed_tokens.lora_embedding_"
+    write(tmp_path, {f"{name}A": draw(2, 10), f"{name}B": draw(6, 2)})
     reader = make_reader()
     tables = [name for name in reader.shapes if "embed_tokens" in name]
     shapes = {name: shape for name, shape in reader.shapes.items() if name not in tables}
