@@ -71,6 +71,9 @@ class _Dispatched(NamedTuple):
 class EngineCore:
     """One model, its caches, and all unfinished requests."""
 
+    is_warming = False
+    """Whether more steps without a request have programs to run for the first time."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -242,6 +245,7 @@ class EngineCore:
             self._save_blocks()
             self._runner.wait()
             self.note_computing(())
+            self.is_warming = self._run_ahead()
             return []
         if self.is_sleeping:
             raise RuntimeError("the engine sleeps; call `wake_up` first")
@@ -282,6 +286,10 @@ class EngineCore:
                     self._programs.check()
                 return []
             return self._read(before)
+
+    def _run_ahead(self) -> bool:
+        can_run = not self.is_sleeping and not self._weights.num_missing
+        return can_run and self._runner.run_ahead()
 
     def _wait_rows(self) -> bool:
         awaited = self._scheduler.awaited

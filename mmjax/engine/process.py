@@ -275,7 +275,7 @@ class EngineLoop:
         """Handle queued messages, waiting only if no request is unfinished; False on `Shutdown`."""
         is_working = self.core.has_unfinished() and not self._control.is_halted
         wait_s = 0.0 if is_working else HEARTBEAT_INTERVAL_S
-        if self.core.is_loading:
+        if self.core.is_loading or self.core.is_warming:
             wait_s = min(wait_s, _LOADING_INTERVAL_S)
         message = self._receiver.receive(wait_s)
         while message is not None:

@@ -1,7 +1,7 @@
 """The block tables of requests. Ids and counts only: no requests, no device arrays.
 
 Requests with a common prefix share its full, computed blocks by hash. Those that were evicted may
-be found in host memory.
+be found in host memory, and those of other engines in a directory.
 
 The pool of KV-cache blocks: free blocks, reference counts, hashes. Block ids only; no arrays.
 
@@ -117,6 +117,10 @@ class BlockCopy(NamedTuple):
     block_hash: BlockHash
 
 
+BlockSource = int | memoryview
+"""Where a block is copied from: a slot of host memory, or what was read from a directory."""
+
+
 class KVCacheManager:
     """Allocates and frees the block table of every request.
 
@@ -147,7 +151,7 @@ class KVCacheManager:
         self._num_restored = 0
         """Slots that were chosen to be copied back since then."""
         self._to_restore: dict[str, list[BlockHash]] = {}
-        """request_id -> hashes of the blocks behind its shared ones that host memory has."""
+        """request_id -> hashes of the blocks behind its shared ones that were found elsewhere."""
         self.block_size = block_size
         self.max_blocks = cdiv(max_model_len, block_size)
         self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
@@ -165,8 +169,8 @@ class KVCacheManager:
         self.prefix_info = CacheInfo(0, 0)
         """Prompt tokens found in the prefix cache, and looked up, of all admitted requests."""
         self.host_info = CacheInfo(0, 0)
-        """Tokens of these, and of requests that were preempted, that host memory had, of those that
-        the device had not."""
+        """Tokens of these, and of requests that were preempted, that host memory or a directory
+        had, of those that the device had not."""
 
     @property
     def num_blocks(self) -> int:
@@ -183,22 +187,39 @@ class KVCacheManager:
         """The referenced share of all blocks, between 0 and 1."""
         return self._pool.usage
 
-    def count_cached_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> int:
+    def count_cached_tokens(
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int
+    ) -> int:
         """Return how many of a request's first tokens are in cached blocks; changes nothing.
 
-        Blocks of the device, and behind them those of host memory. The last of its `num_tokens`
-        never counts: its logits are needed, so it must be computed.
+        Blocks of the device, and behind them those of host memory, or read for it. The last of its
+        `num_tokens` never counts: its logits are needed, so it must be computed.
         """
         limit = max(0, num_tokens - 1) // self.block_size
         num_found = len(self._pool.find_prefix(block_hashes[:limit]))
-        if self.host is not None:
-            num_found += len(self.host.find_prefix(block_hashes[num_found:limit]))
+        num_found += len(self._find_sources(request_id, block_hashes[num_found:limit]))
         return num_found * self.block_size
+
+    def _find_sources(
+        self, request_id: str, block_hashes: Sequence[BlockHash]
+    ) -> list[BlockSource]:
+        """Return where the longest prefix is copied from."""
+        if self.host is None:
+            return []
+        read = {} if self._reader is None else self._reader.get(request_id)
+        sources: list[BlockSource] = []
+        for block_hash in block_hashes:
+            slot = self.host.find(block_hash)
+            source = read.get(block_hash) if slot is None else slot
+            if source is None:
+                break
+            sources.append(source)
+        return sources
 
     def start(self, request_id: str, block_hashes: Sequence[BlockHash] = ()) -> int:
         """Open a request's block table with the cached blocks of `block_hashes`.
 
-        What only host memory has gets no blocks yet: `allocate_slots`, then `restore_blocks`.
+        What the device lacks gets no blocks yet: `allocate_slots`, then `restore_blocks`.
 
         Returns:
             How many tokens these blocks hold.
@@ -212,32 +233,33 @@ class KVCacheManager:
         table[: len(shared)] = shared
         num_found = len(shared)
         if self.host is not None:
-            num_found += len(self.host.find_prefix(block_hashes[num_found:]))
+            num_found += len(self._find_sources(request_id, block_hashes[num_found:]))
             self._to_restore[request_id] = list(block_hashes[len(shared) : num_found])
         return num_found * self.block_size
 
-    def restore_blocks(self, request_id: str, num_asked: int) -> list[tuple[int, int]]:
-        """Return what is to be copied from host memory for a request that starts.
+    def restore_blocks(self, request_id: str, num_asked: int) -> list[tuple[BlockSource, int]]:
+        """Return what is to be copied to the device for a request that starts, and to which blocks.
 
-        Slots, and the blocks that they are copied to before the next step. `num_asked`: tokens that
-        the request was looked up for.
+        Before the next step. `num_asked`: tokens that the request was looked up for.
         """
         hashes = self._to_restore.pop(request_id, [])
         if self.host is None:
             return []
         first = self._num_hashed[request_id]
         block_ids = self._block_ids[request_id][first : first + len(hashes)]
-        slots = self.host.find_prefix(hashes)
+        sources = self._find_sources(request_id, hashes)
         self.host.touch(hashes)
+        if self._reader is not None:
+            self._reader.drop(request_id)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             self._pool.cache(block_id, block_hash)
         self._num_hashed[request_id] += len(hashes)
-        self._num_restored += len(hashes)
+        self._num_restored += sum(isinstance(source, int) for source in sources)
         info, size = self.host_info, self.block_size
         self.host_info = CacheInfo(
             info.hits + len(hashes) * size, info.total + num_asked - first * size
         )
-        return list(zip(slots, block_ids, strict=True))
+        return list(zip(sources, block_ids, strict=True))
 
     def is_read(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> bool:
         """Return whether a directory has no more for a request that waits; begin to read it."""
@@ -245,22 +267,13 @@ class KVCacheManager:
         if reader is None or not block_hashes:
             return True
         if not reader.has_begun(request_id):
-            num_found = self.count_cached_tokens(block_hashes, num_tokens) // self.block_size
+            num_found = self.count_cached_tokens(request_id, block_hashes, num_tokens)
+            num_found //= self.block_size
             limit = max(0, num_tokens - 1) // self.block_size
             if num_found >= min(limit, len(block_hashes)):
                 return True
             reader.begin(request_id, block_hashes[num_found:limit])
         return reader.is_done(request_id)
-
-    def pop_read(self) -> list[tuple[int, memoryview]]:
-        """Return what was read from the directory since the last call, and its slots.
-
-        It is found by hash from now on. Of blocks with one slot the last has it.
-        """
-        if self._reader is None or self.host is None:
-            return []
-        read = [(self.host.keep(name), content) for name, content in self._reader.pop_read()]
-        return [(slot, content) for slot, content in read if slot is not None]
 
     def wait_read(self, timeout_s: float) -> bool:
         """Wait until something is read; False, at once, if nothing is being read."""

@@ -232,7 +232,7 @@ class Programs:
             partial(write_extra, self._shape.graphdef), donate_argnames="pool", out_shardings=whole
         )
         self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
-        self._block_sharding = self.placement.heads(self._cache_type.HEAD_AXIS)
+        self._block_sharding = self.placement.heads(self._cache_type.HEAD_AXIS + 1)
         self.gather_blocks = jit(gather_blocks, out_shardings=self._block_sharding)
         self.scatter_blocks = jit(
             scatter_blocks, donate_argnames="kv_cache", out_shardings=(kv_cache, whole)
