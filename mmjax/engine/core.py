@@ -14,7 +14,6 @@ from jaxtyping import Array
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
-from mmjax.engine.device.memory import resident_by_cause
 from mmjax.engine.device.runner import InFlight
 from mmjax.engine.scheduling.admission import (
     resolve_features,
@@ -29,6 +28,7 @@ from mmjax.engine.start import start_engine
 from mmjax.errors import ConfigError, RequestError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.models.registry import MULTIMODAL_REGISTRY
+from mmjax.system.host_memory import resident_by_cause
 from mmjax.system.logger import get_logger
 from mmjax.transport.messages import (
     MAX_LISTED_LORAS,
