@@ -297,7 +297,9 @@ class ModelRunner:
         if in_flight.pooled is not None:
             output = _read_pooled(in_flight.pooled)
         elif in_flight.sampled:
-            output = _read(in_flight.sampled, jax.device_get(in_flight.drawn))
+            drawn = in_flight.drawn
+            is_full = isinstance(drawn, SampleOutput)
+            output = _read(in_flight.sampled, jax.device_get(drawn) if is_full else drawn)
         else:
             jax.block_until_ready(in_flight.drawn)
         for request_id in in_flight.late:
@@ -697,12 +699,10 @@ def _kind_of(tables: SampleTables) -> SampleKind:
     return kind
 
 
-def _read(
-    sampled: Sequence[ScheduledRequest], drawn: np.ndarray | SampleOutput
-) -> ModelRunnerOutput:
+def _read(sampled: Sequence[ScheduledRequest], drawn: Array | SampleOutput) -> ModelRunnerOutput:
     """Return each request's tokens, with log-probabilities where it asked for them."""
     is_full = isinstance(drawn, SampleOutput)
-    tokens = (drawn.token_ids if is_full else drawn).tolist()
+    tokens = np.asarray(drawn.token_ids if is_full else drawn).tolist()
     output: ModelRunnerOutput = {}
     for row, scheduled in enumerate(sampled):
         num_wanted = scheduled.request.sampling_params.logprobs
