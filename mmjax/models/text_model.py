@@ -72,6 +72,17 @@ def build_text_model(hf_config: Any, *, dtype: Any, is_tied: bool | None = None)
     return build(read_config(text_config), is_tied=is_tied, dtype=dtype)
 
 
+def is_head_tied(hf_config: Any) -> bool:
+    """Return whether the head is the table of tokens, as the transformers that wrote it meant it.
+
+    Before 5.0 the text model's own key said so, and the wrapper's was not written.
+    """
+    written_by = getattr(hf_config, "transformers_version", None) or ""
+    if written_by.startswith("4."):
+        return hf_config.get_text_config().tie_word_embeddings
+    return hf_config.tie_word_embeddings
+
+
 _PREFIX = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?"
 _LAYER = _PREFIX + r"(layers\.\d+\."
 """The beginning of a name in a layer, of any layout; the group is closed by what follows."""

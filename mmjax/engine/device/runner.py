@@ -125,6 +125,8 @@ class ModelRunner:
         self._programs = programs
         self.params = params
         """By names of the tree; none while the weights are released."""
+        self._params_by: dict[str, dict[str, Array]] = {}
+        """By function, those that it reads, by name."""
         self._placement = programs.placement
         self._encoders = programs.encoders
         self._num_blocks = num_blocks
@@ -174,6 +176,19 @@ class ModelRunner:
     def replace_param(self, name: str, array: Array) -> None:
         """Put an array, placed as the programs have it, in the place of a parameter."""
         set_param(self.params, name, array)
+        # The former array goes now, or two would be held of each.
+        self._params_by.clear()
+
+    def release_params(self) -> None:
+        """Drop all parameters."""
+        self.params.clear()
+        self._params_by.clear()
+
+    def _select_params(self, function: str) -> dict[str, Array]:
+        found = self._params_by.get(function)
+        if found is None:
+            found = self._params_by[function] = self._programs.select_params(function, self.params)
+        return found
 
     def write_extra(self) -> None:
         """Write the model's learned embeddings to the pool, as the parameters have them now."""
@@ -311,7 +326,7 @@ class ModelRunner:
         self._state, rest = self._compiled(
             "step",
             bucket,
-            params=self.params,
+            params=self._select_params("step"),
             state=self._state,
             pool=self._pool,
             previous=self._previous,
@@ -414,7 +429,7 @@ class ModelRunner:
         return self._compiled(
             "sample",
             bucket,
-            params=self.params,
+            params=self._select_params("sample"),
             hidden=self._state.hidden,
             packed=packed,
             tables=on_device,
@@ -447,7 +462,8 @@ class ModelRunner:
     def _run_pool(self, rows: np.ndarray) -> Array:
         self._lead("pool", len(rows))
         placed = self._placement.put(rows)
-        given = {"params": self.params, "hidden": self._state.hidden, "rows": placed}
+        params = self._select_params("pool")
+        given = {"params": params, "hidden": self._state.hidden, "rows": placed}
         return self._compiled("pool", len(rows), **given)
 
     def _run_encode(self, call: EncoderCall) -> None:
@@ -692,7 +708,7 @@ def _read(
         num_wanted = scheduled.request.sampling_params.logprobs
         logprobs = None
         if is_full and num_wanted is not None:
-            logprobs = _read_row(drawn, row, tokens[row], num_wanted)
+            logprobs = drawn.read(row, tokens[row], num_wanted)
         token = SampledToken(tokens[row], logprobs)
         output.setdefault(scheduled.request.request_id, []).append(token)
     return output
@@ -726,15 +742,7 @@ def _read_report(report: PromptReport, vocab_size: int) -> list[TokenLogprobs | 
     for drawn in jax.device_get(report.drawn):
         part = token_ids[len(logprobs) : len(logprobs) + len(drawn.ranks)]
         logprobs += [
-            _read_row(drawn, row, token_id, num_wanted) if token_id < vocab_size else None
+            drawn.read(row, token_id, num_wanted) if token_id < vocab_size else None
             for row, token_id in enumerate(part)
         ]
     return logprobs
-
-
-def _read_row(drawn: SampleOutput, row: int, token_id: int, num_wanted: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_ids=[token_id, *drawn.top_token_ids[row, :num_wanted].tolist()],
-        logprobs=[float(drawn.logprobs[row]), *drawn.top_logprobs[row, :num_wanted].tolist()],
-        sampled_rank=int(drawn.ranks[row]),
-    )
