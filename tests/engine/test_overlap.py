@@ -248,20 +248,20 @@ def test_a_step_is_given_before_the_last_is_read(core: EngineCore) -> None:
     assert calls == ["dispatch"] * 2 + ["read", "dispatch"] * 3 + ["read"]
 
 
-def test_a_step_is_one_transfer(core: EngineCore) -> None:
-    puts: list[Any] = []
-    put = core._runner._placement.put
-    core._runner._placement.put = lambda arrays, sharding=None: (
-        puts.append(arrays),
-        put(arrays, sharding),
-    )[1]
-    try:
-        core.add_request(message("a", [text(1, 20)], max_tokens=6, temperature=1.0, seed=0))
-        drain(core)
-    finally:
-        core._runner._placement.put = put
-    assert len(puts) == 6
-    assert all(isinstance(array, np.ndarray) for array in puts)
+def test_a_step_is_one_transfer(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[str, Any]] = []
+    placement = core._runner._placement
+    for name in ("give", "put"):
+        move = getattr(placement, name)
+        seen = lambda array, *rest, name=name, move=move: (  # noqa: E731
+            moved.append((name, array)),
+            move(array, *rest),
+        )[1]
+        monkeypatch.setattr(placement, name, seen)
+    core.add_request(message("a", [text(1, 20)], max_tokens=6, temperature=1.0, seed=0))
+    drain(core)
+    assert [name for name, _ in moved] == ["give"] * 6
+    assert all(isinstance(array, np.ndarray) for _, array in moved)
 
 
 CASES: list[dict[str, Any]] = [

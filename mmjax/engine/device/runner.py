@@ -330,7 +330,7 @@ class ModelRunner:
             state=self._state,
             pool=self._pool,
             previous=self._previous,
-            packed=self._placement.put(packed),
+            packed=self._placement.give(packed),
             adapters=self._adapters if bucket.has_adapters else None,
         )
         return rest
