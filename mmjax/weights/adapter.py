@@ -217,11 +217,10 @@ class AdapterReader:
         parent, _, last = name.rpartition(".")
         # The head may be the table of embeddings: its adapter is the decoder's own.
         target = f"{parent}.lora" if last == "lm_head" else f"{name}.lora"
-        if last == "embed_tokens" and (isinstance(part, Part) or f"{target}.a" not in self.shapes):
+        if last == "embed_tokens" and isinstance(part, Part):
             raise CheckpointError(
-                f"the adapter has weights of `{layer}`, which is one table in this model and "
-                "several in HF's, or the reverse; mmjax serves adapters of it that leave "
-                "`embed_tokens` out"
+                f"the adapter has weights of `{layer}`, which is several tables in this model; "
+                "mmjax serves adapters of it that leave `embed_tokens` out"
             )
         if f"{target}.a" in self.shapes and (part is None or isinstance(part, Part)):
             return target
