@@ -564,6 +564,8 @@ class T5Encoder(nnx.Module):
 class T5Decoder(Decoder):
     """T5's decoder, whose table of tokens its encoder shares."""
 
+    shares_table = True
+
     def __init__(self, config: T5Config, *, is_tied: bool, dtype: Any) -> None:
         self.config = config
         super().__init__(

@@ -291,6 +291,9 @@ class Decoder(nnx.Module):
     A block is called `layer(x, layer_input, cache, metadata) -> (x, cache)`.
     """
 
+    shares_table: bool = False
+    """Whether an encoder reads the same table of tokens. PEFT adapts it for the encoder alone, so
+    that it has no adapters here."""
     reads_token_ids: bool = False
     """Whether it is called with `token_ids`, int32[T], too: those of the prompt, where an item's
     embedding stands as well, and of the answer."""

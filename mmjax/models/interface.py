@@ -289,7 +289,8 @@ def _add_adapters(model: Any, sizes: AdapterSizes) -> None:
             module.lora = nnx.data(LoRA(in_features, out_features, **shape))
     text = model.language_model
     vocab_size, width = text.embed_tokens.weight.shape
-    text.embed_tokens.lora = nnx.data(EmbedLoRA(vocab_size, width, **shape))
+    if not text.shares_table:
+        text.embed_tokens.lora = nnx.data(EmbedLoRA(vocab_size, width, **shape))
     num_logits = vocab_size if text.lm_head is None else text.lm_head.weight.shape[0]
     text.lora = nnx.data(LoRA(width, num_logits, **shape))
 

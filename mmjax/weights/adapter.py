@@ -217,10 +217,11 @@ class AdapterReader:
         parent, _, last = name.rpartition(".")
         # The head may be the table of embeddings: its adapter is the decoder's own.
         target = f"{parent}.lora" if last == "lm_head" else f"{name}.lora"
-        if last == "embed_tokens" and isinstance(part, Part):
+        if last == "embed_tokens" and (isinstance(part, Part) or f"{target}.a" not in self.shapes):
             raise CheckpointError(
-                f"the adapter has weights of `{layer}`, which is several tables in this model; "
-                "mmjax serves adapters of it that leave `embed_tokens` out"
+                f"the adapter has weights of `{layer}`, which is one table in this model and "
+                "several in HF's, or the reverse; mmjax serves adapters of it that leave "
+                "`embed_tokens` out"
             )
         if f"{target}.a" in self.shapes and (part is None or isinstance(part, Part)):
             return target
@@ -269,7 +270,8 @@ class AdapterReader:
         shape = self.shapes.get(name)
         if shape is None:
             raise CheckpointError(f"the adapter has a bias for `{layer}`, which takes none")
-        is_table = name.endswith("embed_tokens.lora.a")
+        # Not every table of this name is one of tokens: Fuyu's `vision_embed_tokens` is linear.
+        is_table = name.endswith(".embed_tokens.lora.a")
         if is_table:
             value = value.T
         # The axis of slots, and that of ranks, which may be shorter.

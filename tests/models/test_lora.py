@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.engine.core import EngineCore
 from mmjax.parity.arrays import Sample
+from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.transport.messages import EngineCoreRequest
 from tests.families import TINY_FAMILIES
@@ -59,7 +61,8 @@ CASES = [
     for name in NAMES
     for kind in (KINDS if name in LEAST_ALIKE else OF_EVERY_FAMILY)
     # HF has one table, whose adapters have rows for the tokens behind the vocabulary, too.
-    if (name, kind) != ("molmo2", "embeddings")
+    # HF's T5 has several of one weight, of which PEFT adapts the encoder's: it is refused.
+    if (name, kind) not in (("molmo2", "embeddings"), ("blip2_t5", "embeddings"))
 ]
 
 
@@ -76,9 +79,9 @@ def test_logits_and_tokens_are_pefts(name: str, kind: str, tmp_path: Path):
         expected = run_reference(module, inputs, model.rules)
         found = model.paged.run(sample, by_modality=calls_by_modality(inputs))
         assert_close(found, expected, 1e-4)
-        tokens = model.paged.generate(sample, 32)
-        assert tokens == generate_reference(module, inputs, 32)
-        assert tokens != plain.generate(sample, 32), "the adapter changes nothing"
+        assert model.paged.generate(sample, 32) == generate_reference(module, inputs, 32)
+        change = np.abs(found[LOGITS] - plain.run(sample)[LOGITS]).max()
+        assert change > 0.01, "the adapter changes nothing"
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,7 @@
 """Adapters as PEFT writes them: found by the checkpoint's rules, scaled, or refused by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,32 @@ def test_embeddings_and_a_tied_head_have_adapters(tmp_path: Path) -> None:
     other = make_reader(base={"language_model.embed_tokens.weight": table + 1})
     with pytest.raises(CheckpointError, match="whole weight"):
         other.read(tmp_path)
+
+
+def test_a_table_without_room_for_adapters_is_refused_by_name(tmp_path: Path) -> None:
+    """T5's is its encoder's, too, which PEFT adapts alone."""
+    name = "base_model.model.model.embed_tokens.lora_embedding_"
+    write(tmp_path, {f"{name}A": draw(2, 10), f"{name}B": draw(6, 2)})
+    reader = make_reader()
+    tables = [name for name in reader.shapes if "embed_tokens" in name]
+    shapes = {name: shape for name, shape in reader.shapes.items() if name not in tables}
+    with pytest.raises(CheckpointError, match="leave `embed_tokens` out"):
+        replace(reader, shapes=shapes).read(tmp_path)
+
+
+def test_a_linear_layer_may_be_called_after_tokens(tmp_path: Path) -> None:
+    """Fuyu's `vision_embed_tokens` is one, and not a table."""
+    name = "vision_embed_tokens"
+    shapes = {
+        f"{name}.lora.a": (SLOTS, MAX_RANK, 5),
+        f"{name}.lora.b": (6, SLOTS, MAX_RANK),
+    }
+    reader = make_reader(rules=(), shapes=shapes)
+    tensors = pair(f"base_model.model.{name}", 6, 5)
+    arrays = reader.read(write(tmp_path, tensors)).arrays
+    np.testing.assert_array_equal(
+        arrays[f"{name}.lora.a"], tensors[f"base_model.model.{name}.lora_A.weight"]
+    )
 
 
 def test_biases_are_what_they_change(tmp_path: Path) -> None:
