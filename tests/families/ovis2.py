@@ -172,7 +172,9 @@ OVIS2 = Family(
     path=path,
     write=with_weights(write_files, fill),
     needless_files=frozenset({"tokenizer_config.json"}),
-    rendered=CHATML.format(image=f"{IMAGE}\n"),
+    rendered="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    + CHATML.format(image=f"{IMAGE}\n"),
+    with_system=("You are a helpful assistant.", "be short"),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
     call_hf=partial(call_processor, hf_processor),
     embed_token_ids=lambda processor: processor.info.get_embed_token_ids("image"),
