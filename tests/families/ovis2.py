@@ -109,13 +109,13 @@ TINY = TinyFamily(
     max_embeds={"image": 16},
     fill=fill,
     variants={
-        "plain": Variant({}, 8),
+        "plain": Variant({}, 9),
         "a head of its own, biases, single patches": Variant(
             {
                 "vision": {"qkv_bias": True, "mlp_bias": True, "hidden_stride": 1},
                 "tie_word_embeddings": False,
             },
-            8,
+            9,
         ),
     },
 )
