@@ -109,13 +109,13 @@ TINY = TinyFamily(
     max_embeds={"image": 16},
     fill=fill,
     variants={
-        "plain": Variant({}, 8),
+        "plain": Variant({}, 9),
         "a head of its own, biases, single patches": Variant(
             {
                 "vision": {"qkv_bias": True, "mlp_bias": True, "hidden_stride": 1},
                 "tie_word_embeddings": False,
             },
-            8,
+            9,
         ),
     },
 )
@@ -172,7 +172,9 @@ OVIS2 = Family(
     path=path,
     write=with_weights(write_files, fill),
     needless_files=frozenset({"tokenizer_config.json"}),
-    rendered=CHATML.format(image=f"{IMAGE}\n"),
+    rendered="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    + CHATML.format(image=f"{IMAGE}\n"),
+    with_system=("You are a helpful assistant.", "be short"),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
     call_hf=partial(call_processor, hf_processor),
     embed_token_ids=lambda processor: processor.info.get_embed_token_ids("image"),

@@ -166,7 +166,8 @@ TOWERS = (
         hf_classes=(Ovis2VisionConfig, Ovis2VisionModel),
         read_config=read_aimv2,
         rules=(Rule("^head_", None), *rename_aimv2("^")),
-        tiny={**TINY, "vocab_size": 20},
+        # HF's last state is that of the last block, then, and not the normed one.
+        tiny={**TINY, "vocab_size": 20, "tie_last_hidden_states": False},
         configs={
             "plain": {},
             "biases": {"qkv_bias": True, "mlp_bias": True},
