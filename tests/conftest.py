@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import stat
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,9 @@ if FOUR_DEVICES not in os.environ.get("XLA_FLAGS", ""):
 # Torch's threads wait for each other by spinning: beside workers, or any other load, a tiny model
 # on two of them takes twenty times as long as on one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else each worker and each of the servers that tests start compiles every module anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def _share_compiled_programs() -> None:

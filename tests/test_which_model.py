@@ -19,7 +19,7 @@ OTHERS = {"ibm-granite/granite-docling-258M": "Idefics3ForConditionalGeneration"
 ARCHITECTURES = {row.example: name for name, row in MODELS.items()} | OTHERS
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 COMMANDS = [shlex.split(line)[2:] for line in re.findall(r"^python examples/ask.*", README, re.M)]
-RUN = {"google/gemma-4-E2B-it", "PaddlePaddle/PaddleOCR-VL", "lightonai/LightOnOCR-1B-1025"}
+RUN = {"PaddlePaddle/PaddleOCR-VL"}
 """In the fast run; the others are slow."""
 
 

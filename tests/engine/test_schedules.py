@@ -18,7 +18,7 @@ from tests.engine.bench import (
     random_parts,
     run_schedules,
 )
-from tests.families import LEAST_ALIKE, TINY_FAMILIES, served_model
+from tests.families import ASKED_BY_HF, LEAST_ALIKE, TINY_FAMILIES, served_model
 from tests.families.tiny import TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
 
@@ -31,7 +31,7 @@ would take hours. It is in the test of few schedules."""
 # Gemma 3's rows of an item, which see each other, and windows are in `test_bits.py` and
 # `test_mixed_fields.py`.
 FEW = [
-    pytest.param(name, marks=() if name in LEAST_ALIKE else pytest.mark.slow)
+    pytest.param(name, marks=() if name in LEAST_ALIKE - ASKED_BY_HF else pytest.mark.slow)
     for name in TINY_FAMILIES
 ]
 SAMPLING = (

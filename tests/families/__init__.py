@@ -118,7 +118,10 @@ LEAST_ALIKE = {
     "qwen3_vl",  # features for the first decoder layers
 }
 """What an engine does differently for one family and another: laws that compile an engine's
-programs, or more, ask these in the default run, and all in the slow one."""
+programs, or more, ask some of these in the default run, and all families in the slow one."""
+ASKED_BY_HF = {"blip2", "internvl gpt_oss", "paligemma", "qwen2_5_vl"}
+"""Of these the default run asks HF for an engine's answers (`tests/models/test_hf_answers.py`); the
+others it serves under random schedules (`tests/engine/test_schedules.py`)."""
 
 
 @cache

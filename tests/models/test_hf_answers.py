@@ -20,7 +20,7 @@ from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference, run_reference
 from mmjax.training.samples import make_sample
-from tests.families import FAMILIES, LEAST_ALIKE
+from tests.families import ASKED_BY_HF, FAMILIES
 from tests.families.family import Family
 from tests.kit import draw
 
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 Prompt = tuple[str, list[Image.Image]]
 START = "here are the picture and some crops to help you see better how many red shapes there are "
 """More than a block of the KV cache."""
-IN_DEFAULT_RUN = {*LEAST_ALIKE, "llava", "qwen3_5"}
+IN_DEFAULT_RUN = {*ASKED_BY_HF, "llava", "qwen3_5"}
 """Also units beside tokens alone, and states beside the cache."""
 
 

@@ -256,7 +256,7 @@ def test_PYSEC_2026_4325_random_methods_and_paths_change_no_size(busy: Server) -
     assert len(before) <= MAX_SERIES
 
     async def send_all() -> None:
-        for _ in range(10_000):
+        for _ in range(1000):
             await ask(draw.randbytes(8).hex().upper(), f"/{draw.randbytes(12).hex()}")
 
     async def ask(method: str, path: str) -> None:
@@ -284,7 +284,7 @@ def test_PYSEC_2026_4325_random_methods_and_paths_change_no_size(busy: Server) -
     busy.http.portal.call(send_all)
     after = samples(busy)
     assert after.keys() == before
-    assert after["mmjax:http_responses_total", frozenset({("status", "404")})] >= 10_000
+    assert after["mmjax:http_responses_total", frozenset({("status", "404")})] >= 1000
 
 
 def test_no_response_has_a_status_without_a_name(server: Server) -> None:
