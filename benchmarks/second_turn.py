@@ -182,6 +182,9 @@ def measure_levels(model: str | None, repeats: int) -> dict[str, list[tuple[floa
         for number in range(repeats + 1):
             with LLM(model, **settings) as llm:
                 asker, core, earlier = Asker(llm, IMAGE_START, 640), llm.engine, turns
+                core.step()
+                while core.is_warming:  # as a server's loop does when it is idle
+                    core.step()
                 # What the next engine is asked, and finds in the directories: about one picture
                 # for its first hit, with what a program's first run costs, and about another.
                 turns = []

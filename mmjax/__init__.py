@@ -51,7 +51,7 @@ _HOMES = {
     "ScoredModel": "mmjax.training.score",
     "StructuredOutputsParams": "mmjax.params.sampling_params",
     "create_processor": _REGISTRY,
-    "draw_boxes": "mmjax.frontend.output.draw",
+    "draw_boxes": "mmjax.frontend.output.output_html",
     "register_model": _REGISTRY,
     "save_checkpoint": "mmjax.training.checkpoint",
     "score": "mmjax.training.score",

@@ -1,11 +1,30 @@
 """Encoder outputs on disk, which a later engine finds by what they were computed from."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
 from mmjax.cache.disk_store import DiskStore, DiskStoreStats
+
+
+class UnsavedRows(NamedTuple):
+    """What was encoded in one step, by pieces."""
+
+    places: Mapping[bytes, np.ndarray]
+    """By the key on disk, the rows of the pool that an item has, int32[rows]."""
+    calls: Sequence[tuple[np.ndarray, Any]]
+    """Of each call the rows that it wrote, int32[outputs], and what it wrote, [outputs, D], which
+    may be on the device."""
+
+    def read(self) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Yield by the keys what was written for each, `[rows, D]`, when it is."""
+        written = np.concatenate([dst_rows for dst_rows, _ in self.calls])
+        rows = np.concatenate([np.asarray(array) for _, array in self.calls])
+        order = np.argsort(written, kind="stable")
+        for key, held in self.places.items():
+            yield key, rows[order[np.searchsorted(written, held, sorter=order)]]
 
 
 class StoredRows:

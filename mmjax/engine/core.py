@@ -14,7 +14,6 @@ from jaxtyping import Array
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
-from mmjax.engine.device.memory import resident_by_cause
 from mmjax.engine.device.runner import InFlight
 from mmjax.engine.scheduling.admission import (
     resolve_features,
@@ -29,6 +28,7 @@ from mmjax.engine.start import start_engine
 from mmjax.errors import ConfigError, RequestError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.models.registry import MULTIMODAL_REGISTRY
+from mmjax.system.host_memory import resident_by_cause
 from mmjax.system.logger import get_logger
 from mmjax.transport.messages import (
     MAX_LISTED_LORAS,
@@ -70,6 +70,9 @@ class _Dispatched(NamedTuple):
 
 class EngineCore:
     """One model, its caches, and all unfinished requests."""
+
+    is_warming = False
+    """Whether more steps without a request have programs to run for the first time."""
 
     def __init__(
         self,
@@ -242,6 +245,7 @@ class EngineCore:
             self._save_blocks()
             self._runner.wait()
             self.note_computing(())
+            self.is_warming = self._run_ahead()
             return []
         if self.is_sleeping:
             raise RuntimeError("the engine sleeps; call `wake_up` first")
@@ -282,6 +286,10 @@ class EngineCore:
                     self._programs.check()
                 return []
             return self._read(before)
+
+    def _run_ahead(self) -> bool:
+        can_run = not self.is_sleeping and not self._weights.num_missing
+        return can_run and self._runner.run_ahead()
 
     def _wait_rows(self) -> bool:
         awaited = self._scheduler.awaited

@@ -561,6 +561,7 @@ def _make_kv_cache(
         else BlockReader(
             store.get,
             block_bytes=pool.bytes_per_block,
+            max_blocks=pool.num_slots,
             max_requests=config.scheduler.max_num_seqs,
         ),
     )

@@ -124,7 +124,7 @@ class EngineWeights:
     def release(self) -> None:
         """Drop all parameters."""
         self._missing = set(self._expected)
-        self._runner.params.clear()
+        self._runner.release_params()
 
     def _put(self, leaves: Iterable[tuple[str, Array]], names: Sequence[str]) -> bool:
         # If one cannot be placed, those behind it are still missing.

@@ -116,7 +116,7 @@ class Attention(nnx.Module):
         scores = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=jnp.float32)
         return jax.nn.softmax(scores * self.scale, axis=-1)
 
-    def _cut(self, project: Linear, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
+    def _cut(self, project: nnx.Module, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
         return project(x).reshape(*x.shape[:-1], -1, self.head_dim)
 
     def _join(self, out: Float[Array, "... N H"]) -> Float[Array, "... D"]:

@@ -1,31 +1,32 @@
 """Llama's decoder (arXiv 2302.13971), and those that differ from it by a key of their config alone.
 
-Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values; arXiv 2407.10671),
-Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
-arXiv 2505.09388), Qwen3-VL's (both; its larger ones have experts; arXiv 2511.21631), Chameleon
-(other such norms, and in the 34B norms behind each half of a block, as Swin v2's; arXiv
-2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146), Molmo 2's Qwen3 and
-OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3 (queries that grow with their
-positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's, without biases; arXiv
-2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours rotated as pairs, a part of
-each head; its larger ones have experts, and neither of both; arXiv 2507.01006), Phi-3 (angles that
-longer prompts than the trained ones have of their own; arXiv 2404.14219), InternLM3 (Llama's by
-another name), gpt-oss (sinks, and experts with biases and a gate of their own; arXiv 2508.10925),
-Command R and R7B (attention and MLP side by side behind one layer norm, neighbours rotated as
-pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795),
-Persimmon, which is Fuyu's (Adept, 2023: layer norms, a part of each head turns, an MLP without a
-gate, of squared ReLU: Primer, arXiv 2109.08668), Gemma 1 (norms with a centred weight, scaled
-embeddings; arXiv 2403.08295), 2 (norms on both sides, capped scores and logits; 2408.00118) and 3
-(norms on queries and keys, angles of two kinds; 2503.19786).
+Mistral (a window, arXiv 2310.06825), the first Qwen (the base of its angles grows with the prompt,
+and queries behind the trained length do; arXiv 2309.16609, section 2.3), Qwen2 (biases on queries,
+keys and values; arXiv 2407.10671), Qwen2-VL's text model (three axes of positions; arXiv
+2409.12191), Qwen3 (norms on queries and keys; arXiv 2505.09388), Qwen3-VL's (both; its larger ones
+have experts; arXiv 2511.21631), Chameleon (other such norms, and in the 34B norms behind each half
+of a block, as Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv
+2409.17146), Molmo 2's Qwen3 and OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3
+(queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's,
+without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours
+rotated as pairs, a part of each head; its larger ones have experts, and neither of both; arXiv
+2507.01006), Phi-3 (angles that longer prompts than the trained ones have of their own; arXiv
+2404.14219), InternLM3 (Llama's by another name), gpt-oss (sinks, and experts with biases and a gate
+of their own; arXiv 2508.10925), Command R and R7B (attention and MLP side by side behind one layer
+norm, neighbours rotated as pairs, logits scaled; of R7B a layer that sees all tokens has no
+positions, as in arXiv 2501.18795), Persimmon, which is Fuyu's (Adept, 2023: layer norms, a part of
+each head turns, an MLP without a gate, of squared ReLU: Primer, arXiv 2109.08668), Gemma 1 (norms
+with a centred weight, scaled embeddings; arXiv 2403.08295), 2 (norms on both sides, capped scores
+and logits; 2408.00118) and 3 (norms on queries and keys, angles of two kinds; 2503.19786).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -46,11 +47,10 @@ from mmjax.layers.decoder import (
 )
 from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.moe import ClampedGate, MixtureOfExperts, RouterConfig
-from mmjax.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
+from mmjax.layers.norm import GemmaRMSNorm, HeadNorm, LayerNorm, RMSNorm
 from mmjax.layers.rope import text_angles
+from mmjax.rounding import count_halvings
 
-HEAD_NORM_EPS = 1e-5
-"""The epsilon of the norms of Chameleon's queries and keys; no key of the config names it."""
 _MOLMO_REQUIRED = {
     "layer_norm_type": "rms",
     "clip_qkv": None,
@@ -212,6 +212,32 @@ def _read_phi3(hf_config: Any) -> dict[str, Any]:
         trained = rope["original_max_position_embeddings"]
         rope["factor"] = hf_config.max_position_embeddings / trained
     return {**_read_llama(hf_config), "rope_parameters": rope}
+
+
+def _read_qwen(hf_config: Any) -> dict[str, Any]:
+    wanted = {"no_bias": True, "rotary_pct": 1.0}
+    check_settings(hf_config, wanted, where="config.json", source="mmjax's decoder has")
+    trained, longest = hf_config.seq_length, hf_config.max_position_embeddings
+    # config.json may hold an integer.
+    base, head_dim = float(hf_config.rotary_emb_base), hf_config.kv_channels
+    rope: dict[str, Any] = {"rope_theta": base}
+    if hf_config.use_dynamic_ntk:
+        # By how often a prompt must be halved to be of the trained length.
+        alphas = [2 ** (n + 1) - 1 for n in range(count_halvings(longest, trained) + 1)]
+        rope["level_thetas"] = [base * alpha ** (head_dim / (head_dim - 2)) for alpha in alphas]
+    scales = None
+    if hf_config.use_logn_attn:
+        places = np.maximum(np.arange(1, longest + 1), trained)
+        scales = (1, tuple((np.log(places) / math.log(trained)).tolist()))
+    return {
+        "intermediate_size": hf_config.intermediate_size // 2,  # the file's counts both halves
+        "hidden_act": "silu",
+        "head_dim": head_dim,
+        "rms_norm_eps": hf_config.layer_norm_epsilon,
+        "has_qkv_bias": True,
+        "rope_parameters": rope,
+        "query_scales": scales,
+    }
 
 
 def _read_chameleon(hf_config: Any) -> dict[str, Any]:
@@ -395,27 +421,12 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "paddleocr_vl_text": _read_paddleocr_vl,
         "persimmon": _read_persimmon,
         "phi3": _read_phi3,
+        "qwen": _read_qwen,
         "qwen3_moe": _read_qwen3_moe,
         "qwen3_vl_moe_text": _read_qwen3_moe,
     }
 )
 """By `model_type`, where it is not as Llama's."""
-
-
-class HeadNorm(nnx.Module):
-    """LayerNorm over each head, with parameters of its own for each: `weight[N, H]`, `bias`."""
-
-    def __init__(self, num_heads: int, head_dim: int, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.ones((num_heads, head_dim), dtype))
-        self.bias = nnx.Param(jnp.zeros((num_heads, head_dim), dtype))
-
-    def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """Normalise the last axis; rounded before the weight, as in HF."""
-        wide = x.astype(jnp.float32)
-        mean = wide.mean(-1, keepdims=True)
-        variance = jnp.square(wide - mean).mean(-1, keepdims=True)
-        normed = ((wide - mean) * jax.lax.rsqrt(variance + HEAD_NORM_EPS)).astype(x.dtype)
-        return normed * self.weight[...][None] + self.bias[...][None]
 
 
 class LlamaTextModel(Decoder):

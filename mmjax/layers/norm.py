@@ -100,3 +100,20 @@ class GroupNorm(nnx.Module):
         weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
         out = normed * weight[None, :, None, None] + bias[None, :, None, None]
         return out.astype(x.dtype)
+
+
+class HeadNorm(nnx.Module):
+    """LayerNorm over each head, with parameters of its own for each: Chameleon's."""
+
+    def __init__(self, num_heads: int, head_dim: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.ones((num_heads, head_dim), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_heads, head_dim), dtype))
+        self.eps = 1e-5  # no key of the config
+
+    def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """Normalise the last axis; rounded before the weight, as in HF."""
+        wide = x.astype(jnp.float32)
+        mean = wide.mean(-1, keepdims=True)
+        variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+        normed = ((wide - mean) * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
+        return normed * self.weight[...][None] + self.bias[...][None]

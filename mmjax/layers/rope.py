@@ -7,13 +7,29 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.cpu.prevent_fusion import prevent_fusion
 from mmjax.layers.cpu.rows import rotate_rows
+
+
+def prevent_fusion(compute: Callable[[Array], Any], x: Array, always: Bool[Array, ""]) -> Any:
+    """Return `compute(x)`, computed once: on the CPU in a branch that is `always` taken.
+
+    XLA cannot know that it is. Fused into each of its uses, `compute` would take more time.
+    `optimization_barrier` does not prevent that on the CPU.
+    """
+
+    def never(x: Array) -> Any:
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(compute, x))
+
+    def on_cpu(x: Array, always: Array) -> Any:
+        return jax.lax.cond(always, compute, never, x)
+
+    return jax.lax.platform_dependent(x, always, cpu=on_cpu, default=lambda x, _: compute(x))
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
@@ -145,17 +161,19 @@ def text_angles(
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of a decoder's tokens, as `rope_parameters` says.
 
-    On three axes where it has `mrope_section`, else on the first. With `longrope` the third axis is
-    1 in prompts that are longer than the trained length, which have frequencies of their own, and
-    else 0 (`HostInputs.rotary_positions`).
+    On three axes where it has `mrope_section`, else on the first. Where longer prompts than the
+    trained ones have frequencies of their own, the third axis is which of them a prompt has
+    (`HostInputs.rotary_positions`): with `longrope` 0 or 1, with `level_thetas` the base's number.
     """
     frequencies = inverse_frequencies(parameters, head_dim)
     factor, sections = attention_factor(parameters), parameters.get("mrope_section")
+    levels = [{**parameters, "rope_theta": theta} for theta in parameters.get("level_thetas", ())]
     if parameters.get("rope_type") == "longrope":
-        longer = {**parameters, "short_factor": parameters["long_factor"]}
-        both = np.stack([frequencies, inverse_frequencies(longer, head_dim)])
+        levels = [parameters, {**parameters, "short_factor": parameters["long_factor"]}]
+    if levels:
+        table = np.stack([inverse_frequencies(level, head_dim) for level in levels])
         index = positions[0].astype(jnp.float32)
-        return cos_sin(index[:, None] * jnp.asarray(both)[positions[2]], factor)
+        return cos_sin(index[:, None] * jnp.asarray(table)[positions[2]], factor)
     if sections:
         is_interleaved = bool(parameters.get("mrope_interleaved"))
         return multimodal_angles(

@@ -127,6 +127,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         ),
         "MolmoForCausalLM": ModelRow("molmo", "allenai/Molmo-7B-D-0924"),
         "Molmo2ForConditionalGeneration": ModelRow("molmo2", "allenai/Molmo2-4B"),
+        "Ovis2ForConditionalGeneration": ModelRow("ovis2", "thisisiron/Ovis2-1B-hf"),
         "PaddleOCRVLForConditionalGeneration": ModelRow(
             "paddleocr_vl", "PaddlePaddle/PaddleOCR-VL"
         ),

@@ -16,7 +16,6 @@ from mmjax.language.encoder_decoder import BartConfig, BartDecoder, T5Config, T5
 from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
 from mmjax.language.lfm2 import Lfm2Config, Lfm2TextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
-from mmjax.language.qwen import QwenConfig, QwenTextModel
 from mmjax.language.qwen3_5 import Qwen35Config, Qwen35TextModel
 from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
@@ -24,8 +23,9 @@ from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 _LLAMAS = (
     *("chameleon", "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4v_moe_text"),
     *("glm4v_text", "glm_ocr_text", "gpt_oss", "internlm3", "llama", "ministral3", "mistral"),
-    *("molmo", "molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen2"),
+    *("molmo", "molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen"),
     *(
+        "qwen2",
         "qwen2_5_omni_text",
         "qwen2_5_vl_text",
         "qwen2_vl_text",
@@ -46,7 +46,6 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
             ("gemma4_text", "gemma4_unified_text"), (Gemma4Config.from_hf, Gemma4TextModel)
         ),
         "lfm2": (Lfm2Config.from_hf, Lfm2TextModel),
-        "qwen": (QwenConfig.from_hf, QwenTextModel),
         **dict.fromkeys(
             ("qwen3_5_moe_text", "qwen3_5_text"), (Qwen35Config.from_hf, Qwen35TextModel)
         ),
@@ -71,6 +70,17 @@ def build_text_model(hf_config: Any, *, dtype: Any, is_tied: bool | None = None)
     read_config, build = _DECODERS[text_config.model_type]
     is_tied = hf_config.tie_word_embeddings if is_tied is None else is_tied
     return build(read_config(text_config), is_tied=is_tied, dtype=dtype)
+
+
+def is_head_tied(hf_config: Any) -> bool:
+    """Return whether the head is the table of tokens, as the transformers that wrote it meant it.
+
+    Before 5.0 the text model's own key said so, and the wrapper's was not written.
+    """
+    written_by = getattr(hf_config, "transformers_version", None) or ""
+    if written_by.startswith("4."):
+        return hf_config.get_text_config().tie_word_embeddings
+    return hf_config.tie_word_embeddings
 
 
 _PREFIX = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?"

@@ -1,6 +1,6 @@
 """Rows whose images are cut into tiles, which the encoder takes one by one, and the whole last."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 from mmjax.models.family import FamilyInfo, item_fields
@@ -41,6 +41,6 @@ class TiledInfo(FamilyInfo):
             "image", units=["pixel_values"], counts=tiles, on_host=["image_num_patches"]
         )
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
         """Return how many embeddings all tiles of an item have."""
         return int(tensors[f"{modality}_num_patches"]) * self.num_unit_tokens

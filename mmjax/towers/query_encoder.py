@@ -5,6 +5,7 @@ each other, a query sees all of them and the queries before it.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float
 from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import DenseAttentionMetadata
-from mmjax.layers.decoder import Angles, GroupedQueryAttention
+from mmjax.layers.decoder import GroupedQueryAttention, PreNormLayer
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import RMSNorm
@@ -50,44 +51,31 @@ class QueryEncoderConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-class QueryEncoderLayer(nnx.Module):
-    """A block of Qwen2's, over several images at once."""
-
-    def __init__(self, config: QueryEncoderConfig, *, dtype: Any) -> None:
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = GroupedQueryAttention(
-            width,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            has_qkv_bias=True,
-            has_output_bias=False,
-            dtype=dtype,
-        )
-        self.mlp = GatedMLP(
-            width, config.intermediate_size, activation=config.hidden_act, dtype=dtype
-        )
-        self.input_layernorm = RMSNorm(width, eps=eps, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(width, eps=eps, dtype=dtype)
-
-    def __call__(
-        self, x: Float[Array, "I _rows D"], angles: Angles, metadata: DenseAttentionMetadata
-    ) -> Float[Array, "I _rows D"]:
-        """Return the residual stream after this block; `angles` are of the rows of all images."""
-        rows = self.input_layernorm(x).reshape(-1, x.shape[-1])
-        out, _ = self.self_attn(rows, angles, None, metadata)
-        x = x + out.reshape(x.shape)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class QueryEncoder(nnx.Module):
     """States of images and queries to the queries' states; parameters bear Qwen2's names."""
 
     def __init__(self, config: QueryEncoderConfig, *, dtype: Any) -> None:
+        width = config.hidden_size
+        make_norm = partial(RMSNorm, width, eps=config.rms_norm_eps, dtype=dtype)
         self.layers = nnx.List(
-            QueryEncoderLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)
+            PreNormLayer(
+                GroupedQueryAttention(
+                    width,
+                    num_heads=config.num_attention_heads,
+                    num_kv_heads=config.num_key_value_heads,
+                    head_dim=config.head_dim,
+                    has_qkv_bias=True,
+                    has_output_bias=False,
+                    dtype=dtype,
+                ),
+                GatedMLP(
+                    width, config.intermediate_size, activation=config.hidden_act, dtype=dtype
+                ),
+                make_norm,
+            )
+            for _ in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = make_norm()
         self.config = config
 
     def __call__(
@@ -105,6 +93,7 @@ class QueryEncoder(nnx.Module):
             jnp.broadcast_to(index[None], x.shape[:2]),
             jnp.broadcast_to(is_seen[None], (images, *is_seen.shape)),
         )
+        rows = x.reshape(-1, x.shape[-1])
         for layer in self.layers:
-            x = call_block(layer, x, angles, metadata)
-        return self.norm(x)[:, num_patches:]
+            rows, _ = call_block(layer, rows, angles, None, metadata)
+        return self.norm(rows).reshape(x.shape)[:, num_patches:]

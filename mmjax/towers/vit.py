@@ -1,8 +1,8 @@
 """Vision transformers over images of one size, which differ by their configuration alone.
 
 CLIP's (arXiv 2103.00020), SigLIP's (arXiv 2303.15343), OpenCLIP's as Qwen-VL has it (arXiv
-2308.12966), BLIP-2's, which is EVA's (arXiv 2211.07636), InternViT (arXiv 2312.14238), and the
-SigLIP of Idefics3 (arXiv 2408.12637).
+2308.12966), BLIP-2's, which is EVA's (arXiv 2211.07636), InternViT (arXiv 2312.14238), the SigLIP
+of Idefics3 (arXiv 2408.12637), and the AIMv2 of Ovis2 (arXiv 2411.14402).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
-from mmjax.layers.mlp import MLP
+from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm, RMSNorm
 from mmjax.layers.vision import PatchEmbedding, PositionTable, resize_square
@@ -27,7 +27,7 @@ from mmjax.layers.vision import PatchEmbedding, PositionTable, resize_square
 _NORMS: Mapping[str, type[LayerNorm | RMSNorm]] = MappingProxyType(
     {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
 )
-"""By `norm_type`, of the blocks; other norms are layer norms."""
+"""By `norm_type`."""
 _KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "clip_vision_model": {
@@ -40,6 +40,10 @@ _KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # must be the patch's own (`models/idefics3/host_inputs.py`).
         "idefics3_vision": {},
         "smolvlm_vision": {},
+        "ovis2_vision": {
+            **{"norm_type": "rms_norm", "final_norm_type": "rms_norm"},
+            **{"has_patch_norm": True, "is_gated": True},
+        },
     }
 )
 """By `model_type`, what HF's config does not say."""
@@ -60,12 +64,20 @@ class ViTConfig:
     layer_norm_eps: float
     hidden_act: str
     norm_type: str = "layer_norm"
+    """Of the blocks, and of patches."""
+    final_norm_type: str = "layer_norm"
     qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    is_gated: bool = False
+    """Whether MLPs are."""
     qk_norm_eps: float | None = None
     """Of the norms of queries and keys, over all heads together; None: they are not normed."""
     has_class_token: bool = False
     """Whether it comes before the patches."""
     has_patch_bias: bool = True
+    has_patch_norm: bool = False
+    """Whether patches are normed before their positions are added; `has_first_norm`: behind."""
     has_first_norm: bool = False
     has_final_norm: bool = True
     has_scales: bool = False
@@ -112,6 +124,11 @@ class ViTEmbeddings(nnx.Module):
             if config.takes_patches
             else PatchEmbedding(channels, width, size, **options)
         )
+        self.patch_norm = (
+            _NORMS[config.norm_type](width, eps=config.layer_norm_eps, dtype=dtype)
+            if config.has_patch_norm
+            else None
+        )
         rows = config.num_positions or config.num_patches + has_class
         self.position_embedding = (
             PositionTable(rows, width, dtype=dtype) if config.has_positions else None
@@ -121,6 +138,7 @@ class ViTEmbeddings(nnx.Module):
     def __call__(self, pixel_values: Float[Array, "I ..."]) -> Float[Array, "I P D"]:
         """Embed images of the config's size."""
         rows = self.patch_embedding(pixel_values)
+        rows = rows if self.patch_norm is None else self.patch_norm(rows)
         if self.class_embedding is not None:
             shape = (len(rows), 1, rows.shape[-1])
             first = jnp.broadcast_to(self.class_embedding[...][None, None, :], shape)
@@ -141,7 +159,7 @@ class ViTAttention(nnx.Module):
         self.q_proj = Linear(width, width, **options)
         self.k_proj = Linear(width, width, **options)
         self.v_proj = Linear(width, width, **options)
-        self.out_proj = Linear(width, width, use_bias=True, dtype=dtype)
+        self.out_proj = Linear(width, width, use_bias=config.out_bias, dtype=dtype)
         eps = config.qk_norm_eps
         self.q_norm, self.k_norm = (
             None if eps is None else RMSNorm(width, eps=eps, dtype=dtype) for _ in range(2)
@@ -168,7 +186,13 @@ class ViTLayer(nnx.Module):
         self.layer_norm1 = make_norm(width, eps=config.layer_norm_eps, dtype=dtype)
         self.self_attn = ViTAttention(config, dtype=dtype)
         self.layer_norm2 = make_norm(width, eps=config.layer_norm_eps, dtype=dtype)
-        self.mlp = MLP(width, config.intermediate_size, activation=config.hidden_act, dtype=dtype)
+        self.mlp = (GatedMLP if config.is_gated else MLP)(
+            width,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            use_bias=config.mlp_bias,
+            dtype=dtype,
+        )
         self.lambda_1, self.lambda_2 = (
             nnx.Param(jnp.zeros((width,), dtype)) if config.has_scales else None for _ in range(2)
         )
@@ -206,7 +230,9 @@ class ViT(nnx.Module):
         )
         self.encoder = ViTEncoder(config, dtype=dtype)
         self.post_layernorm = (
-            LayerNorm(config.hidden_size, **options) if config.has_final_norm else None
+            _NORMS[config.final_norm_type](config.hidden_size, **options)
+            if config.has_final_norm
+            else None
         )
 
     def __call__(

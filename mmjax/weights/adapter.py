@@ -269,7 +269,8 @@ class AdapterReader:
         shape = self.shapes.get(name)
         if shape is None:
             raise CheckpointError(f"the adapter has a bias for `{layer}`, which takes none")
-        is_table = name.endswith("embed_tokens.lora.a")
+        # Not every table of this name is one of tokens: Fuyu's `vision_embed_tokens` is linear.
+        is_table = name.endswith(".embed_tokens.lora.a")
         if is_table:
             value = value.T
         # The axis of slots, and that of ranks, which may be shorter.

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mmjax.cache.kv.block_pool import BlockPool
+from mmjax.cache.kv.kv_cache_manager import BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):

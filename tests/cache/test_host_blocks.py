@@ -2,17 +2,18 @@
 
 import random
 
+from mmjax.cache.kv.block_reader import BlockReader
 from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.kv.kv_cache_manager import BlockCopy, KVCacheManager
 
 HASHES = [bytes([number]) for number in range(8)]
 
 
-def test_the_longest_prefix_is_found() -> None:
+def test_what_was_kept_is_found() -> None:
     host = HostBlocks(4)
     slots = {name: host.keep(name) for name in HASHES[:2] + HASHES[3:4]}
-    assert host.find_prefix(HASHES) == [slots[HASHES[0]], slots[HASHES[1]]]
-    assert host.find_prefix(HASHES[2:]) == []
+    assert {name: host.find(name) for name in slots} == slots
+    assert host.find(HASHES[2]) is None
     assert host.keep(HASHES[0]) is None
     assert host.num_used == 3
 
@@ -36,10 +37,10 @@ def test_random_uses_stay_within_the_slots() -> None:
             held = {other: place for other, place in held.items() if place != slot}
             held[name] = slot
         assert {one for one in HASHES if one in host} == set(held)
-        assert all(host.find_prefix([one]) == [place] for one, place in held.items())
+        assert all(host.find(one) == place for one, place in held.items())
         assert host.num_used == len(set(held.values())) <= 3
     host.forget_all()
-    assert host.find_prefix(HASHES[:1]) == []
+    assert host.find(HASHES[0]) is None
     assert {host.keep(name) for name in HASHES[:3]} == {0, 1, 2}
 
 
@@ -57,8 +58,9 @@ def fill(manager: KVCacheManager, request_id: str, hashes: list[bytes]) -> list[
     return copied
 
 
-def make_manager(num_slots: int) -> KVCacheManager:
-    return KVCacheManager(num_blocks=3, block_size=4, max_model_len=12, host=HostBlocks(num_slots))
+def make_manager(num_slots: int, reader: BlockReader | None = None) -> KVCacheManager:
+    host = HostBlocks(num_slots)
+    return KVCacheManager(num_blocks=3, block_size=4, max_model_len=12, host=host, reader=reader)
 
 
 def test_evicted_blocks_are_copied_and_found_behind_those_of_the_device() -> None:
@@ -66,7 +68,7 @@ def test_evicted_blocks_are_copied_and_found_behind_those_of_the_device() -> Non
     assert fill(manager, "a", HASHES[:3]) == []
     copied = fill(manager, "b", HASHES[5:7])
     assert len(copied) == 2  # the end of the first one's prefix
-    assert manager.count_cached_tokens(HASHES, 13) == 12
+    assert manager.count_cached_tokens("other", HASHES, 13) == 12
     assert manager.start("c", HASHES[:3]) == 12
     assert manager.allocate_slots("c", 12)
     restored = manager.restore_blocks("c", 13)
@@ -74,7 +76,7 @@ def test_evicted_blocks_are_copied_and_found_behind_those_of_the_device() -> Non
     slot_of = {one.block_id: one.slot for one in copied}
     # The last block was evicted first, into the first slot.
     assert [block for _, block in restored] == table[1:]
-    assert sorted(slot for slot, _ in restored) == sorted(slot_of.values())
+    assert {slot for slot, _ in restored} == set(slot_of.values())
     assert restored[0][0] == list(slot_of.values())[1]
     assert manager.host_info == (8, 12 + 8 + 13 - 4)
     # They are found on the device by the next one, in the same step.
@@ -87,9 +89,9 @@ def test_what_a_step_evicts_is_found_by_later_ones() -> None:
     fill(manager, "a", HASHES[:3])
     manager.start("b", [])
     manager.allocate_slots("b", 12)
-    assert manager.count_cached_tokens(HASHES, 13) == 0
+    assert manager.count_cached_tokens("other", HASHES, 13) == 0
     assert len(manager.pop_copied()) == 3
-    assert manager.count_cached_tokens(HASHES, 13) == 12
+    assert manager.count_cached_tokens("other", HASHES, 13) == 12
     assert manager.pop_copied() == []
 
 
@@ -103,7 +105,28 @@ def test_what_is_restored_stays_in_its_slot_for_the_step() -> None:
     assert len(restored) == 2
     assert manager.pop_copied() == []  # though three blocks were evicted
     assert manager.host is not None
-    assert manager.host.find_prefix(HASHES) == [slot for slot, _ in restored]
+    assert [manager.host.find(name) for name in HASHES[:2]] == [slot for slot, _ in restored]
+
+
+def test_what_is_read_for_a_request_is_copied_from_there_and_gets_no_slot() -> None:
+    files = {name: memoryview(name) for name in HASHES[:3]}
+    reader = BlockReader(files.get, block_bytes=1, max_blocks=2, max_requests=1)
+    manager = make_manager(8, reader)
+    fill(manager, "a", HASHES[:1])
+    while not manager.is_read("b", HASHES[:4], 16):
+        manager.wait_read(1.0)
+    assert manager.count_cached_tokens("b", HASHES[:4], 16) == 12
+    assert manager.count_cached_tokens("other", HASHES[:4], 16) == 4
+    assert manager.start("b", HASHES[:3]) == 12
+    assert manager.allocate_slots("b", 12)
+    table = manager.get_block_table("b").tolist()
+    restored = manager.restore_blocks("b", 16)
+    assert restored == [(files[HASHES[1]], table[1]), (files[HASHES[2]], table[2])]
+    assert reader.get("b") == {}
+    assert manager.host is not None
+    assert [manager.host.find(name) for name in HASHES[1:3]] == [None, None]
+    assert manager.is_read("b", HASHES[:4], 16)  # once, also where it is preempted
+    manager.leave_directory()
 
 
 def test_a_request_that_does_not_start_leaves_nothing_behind() -> None:
@@ -115,6 +138,6 @@ def test_a_request_that_does_not_start_leaves_nothing_behind() -> None:
     assert manager._to_restore == {}
     assert manager.host_info.hits == 0
     manager.reset_prefix_cache(keeps_host=True)
-    assert manager.count_cached_tokens(HASHES, 13) == 12
+    assert manager.count_cached_tokens("other", HASHES, 13) == 12
     manager.reset_prefix_cache()
-    assert manager.count_cached_tokens(HASHES, 13) == 0
+    assert manager.count_cached_tokens("other", HASHES, 13) == 0

@@ -58,9 +58,11 @@ def test_a_prefix_is_found_shared_and_kept_after_its_holder() -> None:
     manager.start("a")
     manager.allocate_slots("a", 14)
     manager.cache_blocks("a", HASHES[:3], 9)
-    assert manager.count_cached_tokens(HASHES, 16) == 8  # the third block is not computed yet
+    assert (
+        manager.count_cached_tokens("other", HASHES, 16) == 8
+    )  # the third block is not computed yet
     manager.cache_blocks("a", HASHES[:3], 14)
-    assert manager.count_cached_tokens(HASHES, 16) == 12
+    assert manager.count_cached_tokens("other", HASHES, 16) == 12
     blocks = block_ids_of(manager, "a")
     assert manager.start("b", HASHES) == 12
     assert block_ids_of(manager, "b") == blocks[:3]
@@ -77,9 +79,9 @@ def test_the_last_token_is_always_computed() -> None:
     manager.start("a")
     manager.allocate_slots("a", 12)
     manager.cache_blocks("a", HASHES[:3], 12)
-    assert manager.count_cached_tokens(HASHES[:3], 12) == 8
-    assert manager.count_cached_tokens(HASHES[:3], 13) == 12
-    assert manager.count_cached_tokens(HASHES[:3], 1) == 0
+    assert manager.count_cached_tokens("other", HASHES[:3], 12) == 8
+    assert manager.count_cached_tokens("other", HASHES[:3], 13) == 12
+    assert manager.count_cached_tokens("other", HASHES[:3], 1) == 0
 
 
 def test_shared_blocks_leave_room_for_what_is_new() -> None:
@@ -101,7 +103,7 @@ def test_nothing_is_found_after_a_reset() -> None:
     manager.allocate_slots("a", 8)
     manager.cache_blocks("a", HASHES[:2], 8)
     manager.reset_prefix_cache()
-    assert manager.count_cached_tokens(HASHES, 16) == 0
+    assert manager.count_cached_tokens("other", HASHES, 16) == 0
     manager.free("a")
     assert manager.num_free_blocks == 8
 

@@ -26,7 +26,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
 from mmjax.layers.norm import RMSNorm
-from mmjax.layers.recurrent.convolution import short_convolution
+from mmjax.layers.recurrent.causal import short_convolution
 from mmjax.layers.recurrent.delta import DeltaTokens, gated_delta_rule
 from mmjax.layers.rope import text_angles
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration, Gemma3MultiModalProjector

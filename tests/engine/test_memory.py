@@ -22,13 +22,13 @@ from mmjax.engine.device.memory import (
     device_memory,
     find_allocatable,
     format_bytes,
-    host_memory,
     memory_table,
     reserve_memory,
 )
 from mmjax.engine.device.mesh import shard_bytes
 from mmjax.engine.device.programs import Programs
 from mmjax.errors import ConfigError
+from mmjax.system.host_memory import host_memory
 from tests.engine.tiny import tiny_engine
 
 DEMAND = KVDemand(

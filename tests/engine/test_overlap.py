@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.core import EngineCore
+from mmjax.engine.device import compilation
 from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
 from mmjax.engine.scheduling.request import BlockHasher, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
@@ -194,39 +196,72 @@ def core() -> Iterator[EngineCore]:
     assert engine.num_programs == engine._runner.buckets.num_programs
 
 
+def test_an_idle_engine_runs_each_program_once_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request waits for a first run's preparations; what is cached stays as it is."""
+    engine = tiny_engine(precompile="all")
+    request = message("a", [text(77, 50)], max_tokens=3)
+    expected = answer(engine, request)
+    monkeypatch.setattr(compilation, "_MAX_FIRST_RUN_S", 60.0)
+    engine.step()
+    num_left = [len(engine._programs._uncalled)]
+    while engine.is_warming:
+        engine.step()
+        num_left.append(len(engine._programs._uncalled))
+    # The last turn finds nothing to run.
+    assert num_left[:-1] == list(range(num_left[0], num_left[-1] - 1, -1))
+    assert {key.function for key in engine._programs._uncalled} == {"encode"}
+    assert engine.compilations == 0
+    engine.add_request(msgspec.structs.replace(request, request_id="again"))
+    news = drain(engine)["again"]
+    assert tokens_of(news) == expected == dense_greedy(request)
+    assert news[0].num_cached_tokens == 48
+
+
+def test_of_slow_programs_one_is_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(precompile="all")
+    monkeypatch.setattr(compilation, "_MAX_FIRST_RUN_S", 0.0)
+    before = set(engine._programs._uncalled)
+    engine.step()
+    while engine.is_warming:
+        engine.step()
+    called = before - engine._programs._uncalled
+    assert sorted(key.function for key in called) == ["sample", "step"]
+    assert len(before) > len(called) + 3
+
+
 def test_a_step_is_given_before_the_last_is_read(core: EngineCore) -> None:
     """Counts, in place of times: what the host still waits for when it gives the next step."""
     core.step()  # reads what an aborted request of another test may have left in flight
     assert core._in_flight is None
     core.reset_prefix_cache()
-    runner, calls = core._runner, []
-    dispatch, read = runner.dispatch, runner.read
-    runner.dispatch = lambda output: (calls.append("dispatch"), dispatch(output))[1]
-    runner.read = lambda in_flight: (calls.append("read"), read(in_flight))[1]
+    model_runner, calls = core._runner, []
+    dispatch, read = model_runner.dispatch, model_runner.read
+    model_runner.dispatch = lambda output: (calls.append("dispatch"), dispatch(output))[1]
+    model_runner.read = lambda in_flight: (calls.append("read"), read(in_flight))[1]
     try:
         core.add_request(message("a", [text(77, 100)], max_tokens=3))
         assert core.step() == []
         drain(core)
     finally:
-        runner.dispatch, runner.read = dispatch, read
+        model_runner.dispatch, model_runner.read = dispatch, read
     # Two chunks of the prompt, two tokens, and at the end a call that finds nothing to give.
     assert calls == ["dispatch"] * 2 + ["read", "dispatch"] * 3 + ["read"]
 
 
-def test_a_step_is_one_transfer(core: EngineCore) -> None:
-    puts: list[Any] = []
-    put = core._runner._placement.put
-    core._runner._placement.put = lambda arrays, sharding=None: (
-        puts.append(arrays),
-        put(arrays, sharding),
-    )[1]
-    try:
-        core.add_request(message("a", [text(1, 20)], max_tokens=6, temperature=1.0, seed=0))
-        drain(core)
-    finally:
-        core._runner._placement.put = put
-    assert len(puts) == 6
-    assert all(isinstance(array, np.ndarray) for array in puts)
+def test_a_step_is_one_transfer(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[str, Any]] = []
+    placement = core._runner._placement
+    for name in ("give", "put"):
+        move = getattr(placement, name)
+        seen = lambda array, *rest, name=name, move=move: (  # noqa: E731
+            moved.append((name, array)),
+            move(array, *rest),
+        )[1]
+        monkeypatch.setattr(placement, name, seen)
+    core.add_request(message("a", [text(1, 20)], max_tokens=6, temperature=1.0, seed=0))
+    drain(core)
+    assert [name for name, _ in moved] == ["give"] * 6
+    assert all(isinstance(array, np.ndarray) for _, array in moved)
 
 
 CASES: list[dict[str, Any]] = [

@@ -97,6 +97,19 @@ def test_answers_are_those_of_whole_sequences(alone: list[Answer]) -> None:
             assert told["logprobs"][0] == pytest.approx(logprobs[place, token], abs=1e-4)
 
 
+def test_programs_that_run_ahead_change_no_state(cramped: EngineCore, alone: list[Answer]) -> None:
+    request = ask("before", PROMPTS[0])
+    assert serve(cramped, [request]) == [alone[0]]
+    cramped.step()
+    while cramped.is_warming:
+        cramped.step()
+    request = ask("after", PROMPTS[0])
+    cramped.add_request(request)
+    news = drain(cramped)["after"]
+    assert answer_of(news) == alone[0]
+    assert news[0].num_cached_tokens
+
+
 def dense_logprobs(token_ids: list[int]) -> np.ndarray:
     graphdef, params = recurrent_params()
     length = 192

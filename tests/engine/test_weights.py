@@ -20,7 +20,14 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params, unflatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
-from tests.engine.tiny import drain, engine_config, message, tiny_params, with_embeds
+from tests.engine.tiny import (
+    drain,
+    engine_config,
+    message,
+    tiny_engine,
+    tiny_params,
+    with_embeds,
+)
 
 PARTS: Mapping[str, Callable[[str], bool]] = {
     "tower": lambda name: not name.startswith("language_model."),
@@ -348,3 +355,14 @@ def test_donated_arrays_are_taken_as_they_are_and_others_are_copied():
     # The engine's own may come back, changed in part.
     update(core, core.params, donate=True)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(core.params))
+
+
+def test_programs_of_a_token_are_given_what_they_read() -> None:
+    core = tiny_engine()
+    runner = core._runner
+    names = flatten_params(runner.params).keys()
+    step, sample = (runner._programs.select_params(of, runner.params) for of in ("step", "sample"))
+    assert set(sample) == {"language_model.embed_tokens.weight"}
+    assert set(step) == {name for name in names if name.startswith("language_model.")}
+    encoded = runner._programs.find_encoder_params()
+    assert set(names) == encoded | set(step) | set(sample)

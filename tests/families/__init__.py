@@ -24,6 +24,7 @@ from tests.families.minicpmv4_6 import MINICPMV4_6
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
 from tests.families.molmo2 import MOLMO2
+from tests.families.ovis2 import OVIS2
 from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.paligemma import PALIGEMMA
 from tests.families.pixtral import PIXTRAL
@@ -65,6 +66,7 @@ _ROWS = (
     MISTRAL3,
     MOLMO,
     MOLMO2,
+    OVIS2,
     PADDLEOCR_VL,
     PALIGEMMA,
     PIXTRAL,

@@ -27,11 +27,11 @@ from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import
 from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
 from transformers.video_utils import default_sample_indices_fn
 
-from mmjax.models.gemma4.clips import as_batch
 from mmjax.models.gemma4.model import (
     Gemma4ForConditionalGeneration,
     Gemma4UnifiedForConditionalGeneration,
 )
+from mmjax.models.gemma4.processor import as_batch
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory

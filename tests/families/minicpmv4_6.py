@@ -24,7 +24,7 @@ from transformers.utils.generic import TensorType
 
 from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.models.minicpmv4_6 import model as ours
-from mmjax.models.minicpmv4_6.image_processor import join_patches
+from mmjax.models.minicpmv4_6.processor import join_patches
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from mmjax.rounding import round_up

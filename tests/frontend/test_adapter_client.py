@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.errors import RequestValueError
-from mmjax.frontend.engine_client.adapters import AdapterClient
+from mmjax.frontend.engine_client.control import AdapterClient
 from mmjax.transport.messages import AdapterLoaded, EngineMessage, RequestFailed
 
 

@@ -14,10 +14,9 @@ from mmjax import MULTIMODAL_REGISTRY
 from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import RequestError
 from mmjax.frontend.media.connector import MediaConnector
-from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.chat import ChatParser, ControlTokens
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.frontend.prompt.literals import ControlTokens
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.models.family import FamilyDummyInputs

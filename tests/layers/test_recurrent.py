@@ -16,8 +16,8 @@ from mmjax.layers.attention.metadata import (
     StateMetadata,
 )
 from mmjax.layers.recurrent import delta
+from mmjax.layers.recurrent.causal import short_convolution
 from mmjax.layers.recurrent.chunks import CHUNK, find_chunk_ends
-from mmjax.layers.recurrent.convolution import short_convolution
 from mmjax.layers.recurrent.delta import gated_delta_rule
 from mmjax.layers.recurrent.slots import find_states
 

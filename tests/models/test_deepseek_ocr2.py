@@ -17,8 +17,8 @@ from mmjax import LLM, SamplingParams
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.models import original_config
-from mmjax.models.deepseek_ocr2.answers import parse_boxes
 from mmjax.models.deepseek_ocr2.model import DeepseekOcr2ForConditionalGeneration as Model
+from mmjax.models.deepseek_ocr2.processor import parse_boxes
 from mmjax.models.model_source import load_generation_defaults, load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import PagedModel

@@ -11,7 +11,7 @@ import pytest
 from mmjax import LLM, SamplingParams
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.models.qwen_vl.tokenizer import load_tokenizer
+from mmjax.models.qwen_vl.processor import load_tokenizer
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import make_pixels
 from mmjax.training.samples import make_sample

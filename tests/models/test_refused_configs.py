@@ -45,6 +45,17 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
             "`rope_parameters` of a Ministral 3 lacks llama_4_scaling_beta, original_max",
         ),
     ],
+    "ovis2": [
+        ({"vision": {"hidden_stride": 3}}, "`vision_config.hidden_stride` is 3; it must divide"),
+        (
+            {"vision": {"tokenize_function": "st_argmax"}},
+            "tokenize_function` is 'st_argmax'; Ovis2",
+        ),
+        (
+            {"vision": {"num_visual_indicator_tokens": 4}},
+            "num_visual_indicator_tokens` is 4; Ovis2",
+        ),
+    ],
     "chameleon": [({"num_attention_heads": 5}, "`num_attention_heads` is 5; it must divide")],
     "florence2": [
         ({"vision": {"projection_dim": 16}}, "`vision_config.projection_dim` is 16"),

@@ -8,8 +8,7 @@ from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.florence2.processing_florence2 import Florence2Processor
 
-from mmjax.models.florence2.answers import VAGUE_PHRASES, parse_answer
-from mmjax.models.florence2.processor import Florence2ProcessingInfo
+from mmjax.models.florence2.processor import VAGUE_PHRASES, Florence2ProcessingInfo, parse_answer
 from mmjax.processing.items.items import ImageSize
 from tests.families.florence2 import FLORENCE2
 

@@ -11,7 +11,7 @@ import pytest
 from transformers.video_utils import VideoMetadata
 
 from mmjax.errors import RequestError
-from mmjax.models.glm4v.image_processor import Glm4vSampling, Glm46VSampling
+from mmjax.models.glm4v.processor import Glm4vSampling, Glm46VSampling
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, VIDEO
 from tests.families.hf_videos import take_functions
 from tests.kit import draw_video

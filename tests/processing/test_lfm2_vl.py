@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.models.lfm2_vl.image_processor import Budget, Lfm2VLImageProcessor, find_largest
+from mmjax.models.lfm2_vl.processor import Budget, Lfm2VLImageProcessor, find_largest
 from mmjax.processing.items.items import ImageSize
 from tests.families.directories import golden_processor
 from tests.families.lfm2_vl import IMAGE, LFM2_VL, SETTINGS, hf_processor, write_files

@@ -6,8 +6,7 @@ from typing import Any
 import jinja2.sandbox
 import pytest
 
-from mmjax.models.molmo.image_processor import MolmoImageProcessor
-from mmjax.models.molmo.processor import CHAT_TEMPLATE, format_prompt
+from mmjax.models.molmo.processor import CHAT_TEMPLATE, MolmoImageProcessor, format_prompt
 from mmjax.processing.image_processors.crops import Grid, choose_tiling
 from tests.families import molmo
 from tests.families.molmo import MOLMO

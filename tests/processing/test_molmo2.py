@@ -10,13 +10,13 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from mmjax.errors import CheckpointError, RequestError, RequestValueError
-from mmjax.models.molmo2.answers import parse_points
 from mmjax.models.molmo2.image_processor import (
     Molmo2ImageProcessor,
     Molmo2Sampling,
     pool_grid,
     resize_bilinear,
 )
+from mmjax.models.molmo2.processor import parse_points
 from mmjax.models.registry import create_processor
 from mmjax.processing.items.items import ImageSize
 from tests.families.directories import edit_json

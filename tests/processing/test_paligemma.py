@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mmjax.errors import CheckpointError
-from mmjax.models.paligemma.answers import parse_objects
+from mmjax.models.paligemma.processor import parse_objects
 from mmjax.models.registry import create_processor
 from mmjax.processing.items.items import ImageSize
 from tests.families.directories import edit_json

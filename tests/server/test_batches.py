@@ -12,7 +12,7 @@ import pytest
 
 from mmjax.config.engine_config import SchedulerConfig
 from mmjax.errors import ConfigError, RequestError
-from mmjax.server.batches.upload import UploadedForm
+from mmjax.server.batches.service import UploadedForm
 from mmjax.server.middleware import key_digests
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw

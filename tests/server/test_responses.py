@@ -13,7 +13,7 @@ from openai.types.responses import Response
 from mmjax.errors import ResponseNotFoundError
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.server.openai.responses_api.response import ResponseObject
-from mmjax.server.openai.responses_api.store import ResponseStore, StoredResponse
+from mmjax.server.openai.responses_api.service import ResponseStore, StoredResponse
 from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server, servers
 from tests.server.test_app import PROMPT, data_url
 from tests.server.test_openai_client import CALL, CALLS, MODES

@@ -15,9 +15,8 @@ import pytest
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
-from mmjax.frontend.media.addresses import is_public_address
 from mmjax.frontend.media.connector import MediaConnector, PendingMedia
-from mmjax.frontend.media.http import MAX_REDIRECTS
+from mmjax.frontend.media.http import MAX_REDIRECTS, is_public_address
 from mmjax.frontend.media.urls import HttpUrl, parse_http_url
 from tests.kit import draw
 from tests.processing.test_media import encode

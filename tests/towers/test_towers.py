@@ -27,12 +27,16 @@ from transformers import (
 )
 from transformers.models.florence2.configuration_florence2 import Florence2VisionConfig
 from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
+from transformers.models.ovis2.configuration_ovis2 import Ovis2VisionConfig
+from transformers.models.ovis2.modeling_ovis2 import Ovis2VisionModel
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.internvl.model import count_blocks, rename_tower
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.lfm2_vl.model import Lfm2VlForConditionalGeneration
+from mmjax.models.ovis2.model import read_vision as read_aimv2
+from mmjax.models.ovis2.model import rename_tower as rename_aimv2
 from mmjax.models.pixtral.host_inputs import cut_patches
 from mmjax.models.pixtral.model import PixtralForConditionalGeneration
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
@@ -154,6 +158,21 @@ TOWERS = (
                 "image_size": 37,
                 "hidden_act": "quick_gelu",
                 "num_channels": 1,
+            },
+        },
+    ),
+    Tower(
+        name="aimv2",
+        hf_classes=(Ovis2VisionConfig, Ovis2VisionModel),
+        read_config=read_aimv2,
+        rules=(Rule("^head_", None), *rename_aimv2("^")),
+        # HF's last state is that of the last block, then, and not the normed one.
+        tiny={**TINY, "vocab_size": 20, "tie_last_hidden_states": False},
+        configs={
+            "plain": {},
+            "biases": {"qkv_bias": True, "mlp_bias": True},
+            "gelu, one channel, coarse eps": {
+                **{"hidden_act": "gelu", "num_channels": 1, "rms_norm_eps": 1e-2}
             },
         },
     ),

@@ -129,6 +129,21 @@ def test_embeddings_and_a_tied_head_have_adapters(tmp_path: Path) -> None:
         other.read(tmp_path)
 
 
+def test_a_linear_layer_may_be_called_after_tokens(tmp_path: Path) -> None:
+    """Fuyu's `vision_embed_tokens` is one, and not a table."""
+    name = "vision_embed_tokens"
+    shapes = {
+        f"{name}.lora.a": (SLOTS, MAX_RANK, 5),
+        f"{name}.lora.b": (6, SLOTS, MAX_RANK),
+    }
+    reader = make_reader(rules=(), shapes=shapes)
+    tensors = pair(f"base_model.model.{name}", 6, 5)
+    arrays = reader.read(write(tmp_path, tensors)).arrays
+    np.testing.assert_array_equal(
+        arrays[f"{name}.lora.a"], tensors[f"base_model.model.{name}.lora_A.weight"]
+    )
+
+
 def test_biases_are_what_they_change(tmp_path: Path) -> None:
     tensors = {**DOWN, f"{LM}down.base_layer.bias": draw(6), f"{LM}down.lora_B.bias": draw(6)}
     base = draw(6, 1)[:, 0]

@@ -11,9 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from mmjax.errors import CheckpointError
-from mmjax.weights.files.codes import unpack
 from mmjax.weights.files.method import Method
-from mmjax.weights.files.packed import find_packed
+from mmjax.weights.files.packed import find_packed, unpack
 from mmjax.weights.files.safetensors import open_safetensors
 from tests.models.test_published_quantized import write_tensors
 from tests.weights.packers import FORMS, pack_gptq, pack_words

@@ -1,11 +1,9 @@
 """Reads KV blocks from a directory for requests that wait, in a thread. Hashes and bytes only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from mmjax.cache.kv.block_hash import BlockHash
-
-ReadBlocks = list[tuple[BlockHash, memoryview]]
 
 
 class BlockReader:
@@ -16,14 +14,18 @@ class BlockReader:
         get: Callable[[BlockHash], memoryview | None],
         *,
         block_bytes: int,
+        max_blocks: int,
         max_requests: int,
     ) -> None:
-        """`get` reads a block of `block_bytes`; None: it is not there, or not right."""
+        """`get` reads a block of `block_bytes`; None: it is not there, or not right.
+
+        `max_blocks`: of one request; `max_requests`: whose blocks are read at a time.
+        """
         self._get = get
         self._block_bytes = block_bytes
-        self._max_requests = max_requests
-        self._jobs: dict[str, Future[ReadBlocks] | None] = {}
-        """request_id -> what reads its blocks; None: they are read."""
+        self._max_blocks, self._max_requests = max_blocks, max_requests
+        self._jobs: dict[str, Future[dict[BlockHash, memoryview]] | None] = {}
+        """request_id -> what reads its blocks; None: it has started with them."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-blocks")
 
     def has_begun(self, request_id: str) -> bool:
@@ -33,20 +35,23 @@ class BlockReader:
     def begin(self, request_id: str, block_hashes: Sequence[BlockHash]) -> None:
         """Begin to read a prefix, up to the first block that is not there, if there is room."""
         if len(self._reading) < self._max_requests:
-            self._jobs[request_id] = self._pool.submit(self._read, list(block_hashes))
+            asked = list(block_hashes[: self._max_blocks])
+            self._jobs[request_id] = self._pool.submit(self._read, asked)
 
     def is_done(self, request_id: str) -> bool:
-        """Whether a request's blocks are read, and `pop_read` has returned them."""
-        return self._jobs.get(request_id, self) is None
+        """Whether a request's blocks are read."""
+        job = self._jobs.get(request_id, self)
+        return job is None or (isinstance(job, Future) and job.done())
 
-    def pop_read(self) -> ReadBlocks:
-        """Return the blocks that were read since the last call, the first of a prefix last."""
-        read: ReadBlocks = []
-        for request_id, job in list(self._jobs.items()):
-            if job is not None and job.done():
-                self._jobs[request_id] = None
-                read += reversed(job.result())
-        return read
+    def get(self, request_id: str) -> Mapping[BlockHash, memoryview]:
+        """Return the blocks that were read for a request which waits."""
+        job = self._jobs.get(request_id)
+        return job.result() if job is not None and job.done() else {}
+
+    def drop(self, request_id: str) -> None:
+        """Drop the blocks of a request that has started; none are read for it again."""
+        if request_id in self._jobs:
+            self._jobs[request_id] = None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something is read; False, at once, if nothing is being read."""
@@ -55,7 +60,7 @@ class BlockReader:
         return bool(reading)
 
     def forget(self, request_id: str) -> None:
-        """Drop what belongs to a request that has ended."""
+        """Drop all about a request that has ended."""
         self._jobs.pop(request_id, None)
 
     def close(self) -> None:
@@ -63,14 +68,14 @@ class BlockReader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
-    def _reading(self) -> list[Future[ReadBlocks]]:
-        return [job for job in self._jobs.values() if job is not None]
+    def _reading(self) -> list[Future[dict[BlockHash, memoryview]]]:
+        return [job for job in self._jobs.values() if job is not None and not job.done()]
 
-    def _read(self, block_hashes: Sequence[BlockHash]) -> ReadBlocks:
-        read: ReadBlocks = []
+    def _read(self, block_hashes: Sequence[BlockHash]) -> dict[BlockHash, memoryview]:
+        read: dict[BlockHash, memoryview] = {}
         for block_hash in block_hashes:
             content = self._get(block_hash)
             if content is None or len(content) != self._block_bytes:
                 break
-            read.append((block_hash, content))
+            read[block_hash] = content
         return read

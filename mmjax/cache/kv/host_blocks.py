@@ -23,20 +23,15 @@ class HostBlocks:
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._slots
 
-    def find_prefix(self, block_hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the slots of the longest prefix that is there; changes nothing."""
-        found = []
-        for block_hash in block_hashes:
-            slot = self._slots.get(block_hash)
-            if slot is None:
-                break
-            found.append(slot)
-        return found
+    def find(self, block_hash: BlockHash) -> int | None:
+        """Return the slot of a block; None: it is not there. Changes nothing."""
+        return self._slots.get(block_hash)
 
     def touch(self, block_hashes: Sequence[BlockHash]) -> None:
         """Note that blocks are used: the first of them will be the last to go."""
         for block_hash in reversed(block_hashes):
-            self._slots.move_to_end(block_hash)
+            if block_hash in self._slots:
+                self._slots.move_to_end(block_hash)
 
     def keep(self, block_hash: BlockHash) -> int | None:
         """Return the slot that a block is to be copied to; None: there is a copy already."""

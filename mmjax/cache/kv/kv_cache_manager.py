@@ -1,20 +1,112 @@
 """The block tables of requests. Ids and counts only: no requests, no device arrays.
 
 Requests with a common prefix share its full, computed blocks by hash. Those that were evicted may
-be found in host memory.
+be found in host memory, and those of other engines in a directory.
+
+The pool of KV-cache blocks: free blocks, reference counts, hashes. Block ids only; no arrays.
+
+A full block keeps its hash after its last reference is dropped: it can be shared again until it is
+allocated for something else.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash
-from mmjax.cache.kv.block_pool import BlockPool
 from mmjax.cache.kv.block_reader import BlockReader
 from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.media.lru import CacheInfo
 from mmjax.rounding import cdiv
+
+
+class BlockPool:
+    """Allocates block ids, counts references, and finds blocks by hash.
+
+    Free blocks without a hash are reused first, then those that were freed longest ago.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        note_evicted: Callable[[int, BlockHash], None] = lambda block_id, block_hash: None,
+    ) -> None:
+        """`note_evicted` is called with a block that is about to lose what its hash stands for."""
+        self.num_blocks = num_blocks
+        self._note_evicted = note_evicted
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._by_hash: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without a reference."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """The referenced share of the pool, between 0 and 1."""
+        return 1.0 - len(self._free) / self.num_blocks
+
+    def find_prefix(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the blocks of the longest prefix that is cached; changes nothing."""
+        found = []
+        for block_hash in block_hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def cache(self, block_id: int, block_hash: BlockHash) -> None:
+        """Register a full block's hash, unless another block has the same hash already."""
+        assert self._ref_counts[block_id] > 0, f"{block_id=} is free"
+        if block_hash not in self._by_hash and block_id not in self._hash_of:
+            self._by_hash[block_hash] = block_id
+            self._hash_of[block_id] = block_hash
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take `num_blocks` free blocks and drop their hashes; as many must be free."""
+        assert num_blocks <= len(self._free), f"{num_blocks=} {len(self._free)=}"
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+            self._forget(block_id)
+        return block_ids
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Add one reference to each block; free ones leave the free queue."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Drop one reference to each block, in this order; the first is reused first."""
+        unhashed = []
+        for block_id in block_ids:
+            assert self._ref_counts[block_id] > 0, f"{block_id=} is free already"
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                if block_id not in self._hash_of:
+                    unhashed.append(block_id)
+        for block_id in reversed(unhashed):
+            self._free.move_to_end(block_id, last=False)
+
+    def forget_all(self) -> None:
+        """Drop all hashes; references stay."""
+        self._by_hash.clear()
+        self._hash_of.clear()
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+            self._note_evicted(block_id, block_hash)
 
 
 class BlockCopy(NamedTuple):
@@ -23,6 +115,10 @@ class BlockCopy(NamedTuple):
     block_id: int
     slot: int
     block_hash: BlockHash
+
+
+BlockSource = int | memoryview
+"""Where a block is copied from: a slot of host memory, or what was read from a directory."""
 
 
 class KVCacheManager:
@@ -55,7 +151,7 @@ class KVCacheManager:
         self._num_restored = 0
         """Slots that were chosen to be copied back since then."""
         self._to_restore: dict[str, list[BlockHash]] = {}
-        """request_id -> hashes of the blocks behind its shared ones that host memory has."""
+        """request_id -> hashes of the blocks behind its shared ones that were found elsewhere."""
         self.block_size = block_size
         self.max_blocks = cdiv(max_model_len, block_size)
         self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
@@ -73,8 +169,8 @@ class KVCacheManager:
         self.prefix_info = CacheInfo(0, 0)
         """Prompt tokens found in the prefix cache, and looked up, of all admitted requests."""
         self.host_info = CacheInfo(0, 0)
-        """Tokens of these, and of requests that were preempted, that host memory had, of those that
-        the device had not."""
+        """Tokens of these, and of requests that were preempted, that host memory or a directory
+        had, of those that the device had not."""
 
     @property
     def num_blocks(self) -> int:
@@ -91,22 +187,39 @@ class KVCacheManager:
         """The referenced share of all blocks, between 0 and 1."""
         return self._pool.usage
 
-    def count_cached_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> int:
+    def count_cached_tokens(
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int
+    ) -> int:
         """Return how many of a request's first tokens are in cached blocks; changes nothing.
 
-        Blocks of the device, and behind them those of host memory. The last of its `num_tokens`
-        never counts: its logits are needed, so it must be computed.
+        Blocks of the device, and behind them those of host memory, or read for it. The last of its
+        `num_tokens` never counts: its logits are needed, so it must be computed.
         """
         limit = max(0, num_tokens - 1) // self.block_size
         num_found = len(self._pool.find_prefix(block_hashes[:limit]))
-        if self.host is not None:
-            num_found += len(self.host.find_prefix(block_hashes[num_found:limit]))
+        num_found += len(self._find_sources(request_id, block_hashes[num_found:limit]))
         return num_found * self.block_size
+
+    def _find_sources(
+        self, request_id: str, block_hashes: Sequence[BlockHash]
+    ) -> list[BlockSource]:
+        """Return where the longest prefix is copied from."""
+        if self.host is None:
+            return []
+        read = {} if self._reader is None else self._reader.get(request_id)
+        sources: list[BlockSource] = []
+        for block_hash in block_hashes:
+            slot = self.host.find(block_hash)
+            source = read.get(block_hash) if slot is None else slot
+            if source is None:
+                break
+            sources.append(source)
+        return sources
 
     def start(self, request_id: str, block_hashes: Sequence[BlockHash] = ()) -> int:
         """Open a request's block table with the cached blocks of `block_hashes`.
 
-        What only host memory has gets no blocks yet: `allocate_slots`, then `restore_blocks`.
+        What the device lacks gets no blocks yet: `allocate_slots`, then `restore_blocks`.
 
         Returns:
             How many tokens these blocks hold.
@@ -120,32 +233,33 @@ class KVCacheManager:
         table[: len(shared)] = shared
         num_found = len(shared)
         if self.host is not None:
-            num_found += len(self.host.find_prefix(block_hashes[num_found:]))
+            num_found += len(self._find_sources(request_id, block_hashes[num_found:]))
             self._to_restore[request_id] = list(block_hashes[len(shared) : num_found])
         return num_found * self.block_size
 
-    def restore_blocks(self, request_id: str, num_asked: int) -> list[tuple[int, int]]:
-        """Return what is to be copied from host memory for a request that starts.
+    def restore_blocks(self, request_id: str, num_asked: int) -> list[tuple[BlockSource, int]]:
+        """Return what is to be copied to the device for a request that starts, and to which blocks.
 
-        Slots, and the blocks that they are copied to before the next step. `num_asked`: tokens that
-        the request was looked up for.
+        Before the next step. `num_asked`: tokens that the request was looked up for.
         """
         hashes = self._to_restore.pop(request_id, [])
         if self.host is None:
             return []
         first = self._num_hashed[request_id]
         block_ids = self._block_ids[request_id][first : first + len(hashes)]
-        slots = self.host.find_prefix(hashes)
+        sources = self._find_sources(request_id, hashes)
         self.host.touch(hashes)
+        if self._reader is not None:
+            self._reader.drop(request_id)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             self._pool.cache(block_id, block_hash)
         self._num_hashed[request_id] += len(hashes)
-        self._num_restored += len(hashes)
+        self._num_restored += sum(isinstance(source, int) for source in sources)
         info, size = self.host_info, self.block_size
         self.host_info = CacheInfo(
             info.hits + len(hashes) * size, info.total + num_asked - first * size
         )
-        return list(zip(slots, block_ids, strict=True))
+        return list(zip(sources, block_ids, strict=True))
 
     def is_read(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> bool:
         """Return whether a directory has no more for a request that waits; begin to read it."""
@@ -153,22 +267,13 @@ class KVCacheManager:
         if reader is None or not block_hashes:
             return True
         if not reader.has_begun(request_id):
-            num_found = self.count_cached_tokens(block_hashes, num_tokens) // self.block_size
+            num_found = self.count_cached_tokens(request_id, block_hashes, num_tokens)
+            num_found //= self.block_size
             limit = max(0, num_tokens - 1) // self.block_size
             if num_found >= min(limit, len(block_hashes)):
                 return True
             reader.begin(request_id, block_hashes[num_found:limit])
         return reader.is_done(request_id)
-
-    def pop_read(self) -> list[tuple[int, memoryview]]:
-        """Return what was read from the directory since the last call, and its slots.
-
-        It is found by hash from now on. Of blocks with one slot the last has it.
-        """
-        if self._reader is None or self.host is None:
-            return []
-        read = [(self.host.keep(name), content) for name, content in self._reader.pop_read()]
-        return [(slot, content) for slot, content in read if slot is not None]
 
     def wait_read(self, timeout_s: float) -> bool:
         """Wait until something is read; False, at once, if nothing is being read."""

@@ -251,6 +251,8 @@ class BatchBuilder:
         self.max_encoder_blocks = max_encoder_blocks
         self.has_states = has_states
         """Whether the model has recurrent layers."""
+        self._padding: dict[StepBucket, np.ndarray] = {}
+        """Buffers of padding, which are copied."""
 
     def layout(self, bucket: StepBucket) -> Layout:
         """Return the layout of a step of one bucket."""
@@ -259,6 +261,13 @@ class BatchBuilder:
 
     def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return a buffer of padding, and views of its fields."""
+        padding = self._padding.get(bucket)
+        if padding is None:
+            padding = self._padding[bucket] = self._make_padding(bucket)
+        flat = padding.copy()
+        return flat, self.layout(bucket).views(flat)
+
+    def _make_padding(self, bucket: StepBucket) -> np.ndarray:
         layout = self.layout(bucket)
         flat = np.zeros(layout.size + self.sample_layout.size, np.int32)
         fields = layout.views(flat)
@@ -268,7 +277,7 @@ class BatchBuilder:
             if name in fields:
                 fields[name][:] = value
         self._sample_fields(flat[layout.size :])
-        return flat, fields
+        return flat
 
     def _sample_fields(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Return views of a sample's fields, of which no row has an adapter."""

@@ -1,6 +1,7 @@
 """Compilation: in parallel, while others serve or when a call first needs it; counted meanwhile."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
+from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, SampleBucket, StepBucket
 from mmjax.system.allocator import return_free_pages
 from mmjax.system.logger import get_logger, reporting
 from mmjax.system.progress import has_bars
@@ -27,6 +28,10 @@ _FETCH_EVENT = "/jax/compilation_cache/cache_hits"
 _STACK_BYTES = 64 * 2**20
 """The stack of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
 MAX_COMPILE_THREADS = 8
+_SHORT_FUNCTIONS: tuple[str, ...] = ("step", "sample", "write", "pool")
+"""Those whose programs may be run before they are needed."""
+_MAX_FIRST_RUN_S = 0.2
+"""Of a program that is run before it is needed: behind it larger ones are left."""
 _ONE_ORDER = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 """Leaves only products to XLA's CPU library (YNNPACK). By default it also computes sums of 4,096
 numbers and more, in another order than XLA's own loops compute shorter ones."""
@@ -249,6 +254,10 @@ class CompiledPrograms:
         self._order, self._num_first = order, num_first
         self._num_threads, self._use_tqdm = num_threads, use_tqdm
         self._compiled: dict[ProgramKey, Any] = {}
+        self._uncalled: set[ProgramKey] = set()
+        """Those that were compiled and never called."""
+        self._slow_widths: dict[str, int] = dict.fromkeys(_SHORT_FUNCTIONS, sys.maxsize)
+        """Of functions, from which width on programs are not called before they are needed."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._error: BaseException | None = None
@@ -265,7 +274,24 @@ class CompiledPrograms:
             assert not self._order, f"{key=} is called before it is compiled"
             self._compile([key], use_tqdm=self._use_tqdm)
             compiled = self._compiled[key]
+        self._uncalled.discard(key)
         return compiled(**arguments)
+
+    def find_uncalled(self) -> ProgramKey | None:
+        """Return the smallest program that is compiled, was never called, and is worth a first run.
+
+        Encoders are not, nor what is larger than a program whose own time is long beside that.
+        """
+        with self._changed:
+            uncalled = list(self._uncalled)
+        slow = self._slow_widths
+        left = [key for key in uncalled if _width(key) < slow.get(key.function, 0)]
+        return min(left, key=_width, default=None)
+
+    def note_first_run(self, key: ProgramKey, seconds: float) -> None:
+        """Note how long a program took."""
+        if seconds > _MAX_FIRST_RUN_S:
+            self._slow_widths[key.function] = _width(key)
 
     @property
     def num_left(self) -> int:
@@ -319,9 +345,17 @@ class CompiledPrograms:
             raise _Closed
         with self._changed:
             self._compiled[key] = compiled
+            self._uncalled.add(key)
             if self._order:
                 done = set(takewhile(self._compiled.__contains__, self._order))
                 ready = self._buckets.among(done)
                 if ready != self.ready:
                     self.ready = ready
                     self._changed.notify_all()
+
+
+def _width(key: ProgramKey) -> int:
+    """Return the tokens, rows or units of a program."""
+    if isinstance(key.size, StepBucket):
+        return key.size.num_tokens
+    return key.size.num_rows if isinstance(key.size, SampleBucket) else key.size

@@ -1,6 +1,7 @@
 """The functions that are jitted, and what they take."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -159,6 +160,24 @@ def encode(
     return pool, to_storage(flat, pool.dtype) if returns_rows else dst_rows[0]
 
 
+def with_read_params(function: Any, described: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
+    """Return a function whose `params` are those that it reads, by name; `described`: of all.
+
+    A call costs the host time for each array that it is given. In place of the others stand zeros,
+    which XLA drops.
+    """
+
+    @wraps(function.func)
+    def call(*, params: Mapping[str, Array], **arguments: Any) -> Any:
+        leaves = {
+            name: params[name] if name in params else jnp.zeros(leaf.shape, leaf.dtype)
+            for name, leaf in described.items()
+        }
+        return function(params=unflatten_params(leaves), **arguments)
+
+    return call
+
+
 def encode_alone(
     graphdef: Any,
     unread: Mapping[str, jax.ShapeDtypeStruct],
@@ -254,13 +273,17 @@ def copy_states(kv_cache: KVCache, source: Int[Array, ""], target: Int[Array, ""
     )
 
 
-def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array, "n ..."]]:
-    """Return blocks of a cache, of each of its arrays; recurrent layers have none."""
-    return [array[ids] for array in jax.tree.leaves(_find_paged(kv_cache))]
+def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array, "n arrays ..."]]:
+    """Return blocks of a cache, those of arrays of one shape in one; recurrent layers have none.
+
+    A call costs the host time for each array that it moves.
+    """
+    arrays = jax.tree.leaves(_find_paged(kv_cache))
+    return [jnp.stack([arrays[place][ids] for place in alike], axis=1) for alike in _group(arrays)]
 
 
 def scatter_blocks(
-    kv_cache: KVCache, ids: Int[Array, " n"], blocks: Sequence[Shaped[Array, "n ..."]]
+    kv_cache: KVCache, ids: Int[Array, " n"], blocks: Sequence[Shaped[Array, "n arrays ..."]]
 ) -> tuple[KVCache, Int[Array, ""]]:
     """Write what `gather_blocks` returned to blocks.
 
@@ -268,8 +291,18 @@ def scatter_blocks(
     """
     paged = _find_paged(kv_cache)
     arrays, structure = jax.tree.flatten(paged)
-    written = [array.at[ids].set(rows) for array, rows in zip(arrays, blocks, strict=True)]
-    return (*jax.tree.unflatten(structure, written), *kv_cache[len(paged) :]), ids[0]
+    for alike, rows in zip(_group(arrays), blocks, strict=True):
+        for number, place in enumerate(alike):
+            arrays[place] = arrays[place].at[ids].set(rows[:, number])
+    return (*jax.tree.unflatten(structure, arrays), *kv_cache[len(paged) :]), ids[0]
+
+
+def _group(arrays: Sequence[Array]) -> list[list[int]]:
+    """Return the places of arrays of one shape and dtype each."""
+    groups: dict[Any, list[int]] = {}
+    for place, array in enumerate(arrays):
+        groups.setdefault((array.shape, array.dtype), []).append(place)
+    return list(groups.values())
 
 
 def _find_paged(kv_cache: KVCache) -> KVCache:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmjax.cache.disk_store import DiskStore
 from mmjax.cache.kv.block_hash import BlockHash
-from mmjax.cache.kv.kv_cache_manager import BlockCopy
+from mmjax.cache.kv.kv_cache_manager import BlockCopy, BlockSource
 from mmjax.engine.device.programs import Programs
 from mmjax.layers.attention.kv_cache import KVCache
 
@@ -75,18 +75,15 @@ class HostPool:
         self,
         kv_cache: KVCache,
         copied: Sequence[BlockCopy],
-        restored: Sequence[tuple[int, int]],
-        read: Sequence[tuple[int, memoryview]] = (),
+        restored: Sequence[tuple[BlockSource, int]],
     ) -> KVCache:
-        """Begin to copy blocks to slots, and then slots to blocks, before a step.
+        """Begin to copy blocks to slots, and then others to blocks, before a step.
 
-        First of all what was `read` from the directory is written to its slots.
-
-        A block may be in both, a slot not.
+        A block may be in both, a slot not. What was read from a directory gets no slot: memory that
+        nobody has touched takes longer to write than all else of a short prompt.
         """
         start = time.perf_counter()
         self._take_arrived()
-        self._write(read)
         for part in _divide(copied):
             self._copy(kv_cache, part)
         copied_at = time.perf_counter()
@@ -109,16 +106,6 @@ class HostPool:
             self.store.close()
         self.store = None
 
-    def _write(self, read: Sequence[tuple[int, memoryview]]) -> None:
-        self._await_slots({slot for slot, _ in read})
-        for slot, content in read:
-            start = 0
-            for array in self._arrays:
-                row = array[slot]
-                stop = start + row.nbytes
-                row[...] = np.frombuffer(content[start:stop], row.dtype).reshape(row.shape)
-                start = stop
-
     def _await_slots(self, slots: set[int]) -> None:
         """Wait for what is on its way to any of some slots."""
         while any(slots.intersection(one.slots) for one in self._copies):
@@ -134,19 +121,33 @@ class HostPool:
             array.copy_to_host_async()
         self._copies.append(_Copy(slots, hashes, arrays))
 
-    def _restore(self, kv_cache: KVCache, restored: Sequence[tuple[int, int]]) -> KVCache:
-        self._await_slots({slot for slot, _ in restored})
+    def _restore(self, kv_cache: KVCache, restored: Sequence[tuple[BlockSource, int]]) -> KVCache:
+        self._await_slots({source for source, _ in restored if isinstance(source, int)})
         for part in _divide(restored):
-            slots, block_ids = zip(*part, strict=True)
-            while self._restores and self._count_restores() + len(slots) > self._max_staged:
+            sources, block_ids = zip(*part, strict=True)
+            while self._restores and self._count_restores() + len(sources) > self._max_staged:
                 jax.block_until_ready(self._restores.popleft()[1])
-            # Indexing by a list copies: what is on its way does not change with the slot.
-            rows = self._programs.put_blocks([array[list(slots)] for array in self._arrays])
+            rows = self._programs.put_blocks(self._stack(sources))
             ids = self._programs.placement.put(np.array(block_ids, np.int32))
             kv_cache, written = self._programs.scatter_blocks(kv_cache, ids, rows)
-            self._restores.append((len(slots), written))
-            self.restored_bytes += len(slots) * self.bytes_per_block
+            self._restores.append((len(sources), written))
+            self.restored_bytes += len(sources) * self.bytes_per_block
         return kv_cache
+
+    def _stack(self, sources: Sequence[BlockSource]) -> list[np.ndarray]:
+        """Copy blocks, so that what is on its way does not change with its slot."""
+        stacked = [np.empty((len(sources), *one.shape[1:]), one.dtype) for one in self._arrays]
+        for place, source in enumerate(sources):
+            start = 0
+            for array, slots in zip(stacked, self._arrays, strict=True):
+                row = array[place]
+                stop = start + row.nbytes
+                if isinstance(source, int):
+                    row[...] = slots[source]
+                else:
+                    row[...] = np.frombuffer(source[start:stop], row.dtype).reshape(row.shape)
+                start = stop
+        return stacked
 
     def _count_copies(self) -> int:
         return sum(len(one.slots) for one in self._copies)

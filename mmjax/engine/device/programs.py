@@ -41,6 +41,7 @@ from mmjax.engine.device.functions import (
     sample,
     scatter_blocks,
     step,
+    with_read_params,
     write_extra,
     write_rows,
 )
@@ -75,6 +76,9 @@ class DeviceArrays(NamedTuple):
     """Encoder outputs."""
     previous: Int[Array, " sampled"]
     """The last sample."""
+
+
+_STATIC_NAMES = ("layout", "num_rows", "is_plain")
 
 
 class AlignCall(NamedTuple):
@@ -148,6 +152,8 @@ class Programs:
         self._unread = {name: described.pop(name) for name in unread}
         self.params = unflatten_params(described)
         """Shapes, dtypes and shardings of the parameters that are held."""
+        self._read: dict[str, frozenset[str]] = {}
+        """By function, the parameters that it reads."""
         self._plan_caches(model.kv_cache_spec, cache_type)
         self._jit(model, logprobs_mode)
 
@@ -187,6 +193,18 @@ class Programs:
                 return partial(encode_alone, graphdef, self._unread, compute)
             return partial(encode, graphdef, self.adapted, compute, returns_rows=keeps)
 
+        described = flatten_params(self.params)
+        self._readers = {
+            "step": partial(
+                step, graphdef, self.adapted, self._is_small(placement, model, is_tower=False)
+            ),
+            "sample": partial(sample, graphdef, self.adapted, placement, logprobs_mode),
+            "pool": partial(pool_rows, graphdef),
+        }
+        """Functions that are called for each token, over whole trees of parameters."""
+        step_of, sample_of, pool_of = (
+            with_read_params(function, described) for function in self._readers.values()
+        )
         self._functions = {
             **{
                 function: jit(
@@ -205,19 +223,17 @@ class Programs:
             ),
             "write": jit(write_rows, donate_argnames="pool", out_shardings=whole),
             "step": jit(
-                partial(
-                    step, graphdef, self.adapted, self._is_small(placement, model, is_tower=False)
-                ),
+                step_of,
                 static_argnames="layout",
                 donate_argnames="state",
                 out_shardings=(self._shardings.state, whole),
             ),
             "sample": jit(
-                partial(sample, graphdef, self.adapted, placement, logprobs_mode),
-                static_argnames=("layout", "num_rows", "is_plain"),
+                sample_of,
+                static_argnames=_STATIC_NAMES,
                 out_shardings=whole,
             ),
-            "pool": jit(partial(pool_rows, graphdef), out_shardings=whole),
+            "pool": jit(pool_of, out_shardings=whole),
         }
         self._jit_others(jit, kv_cache, whole)
 
@@ -232,7 +248,7 @@ class Programs:
             partial(write_extra, self._shape.graphdef), donate_argnames="pool", out_shardings=whole
         )
         self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
-        self._block_sharding = self.placement.heads(self._cache_type.HEAD_AXIS)
+        self._block_sharding = self.placement.heads(self._cache_type.HEAD_AXIS + 1)
         self.gather_blocks = jit(gather_blocks, out_shardings=self._block_sharding)
         self.scatter_blocks = jit(
             scatter_blocks, donate_argnames="kv_cache", out_shardings=(kv_cache, whole)
@@ -389,6 +405,13 @@ class Programs:
         return programs
 
     def _make(self, key: ProgramKey, arrays: DeviceArrays) -> Program:
+        described = self._describe_call(key, arrays)
+        if key.function in self._readers:
+            described["params"] = self.select_params(key.function, self.params)
+        return Program(_label(key), self._functions[key.function], described)
+
+    def _describe_call(self, key: ProgramKey, arrays: DeviceArrays) -> dict[str, Any]:
+        """Return a call's arguments; of a function with `params` by name without these."""
         describe = {
             "step": self._describe_step,
             "encode": partial(self._describe_encode, "encode"),
@@ -399,7 +422,20 @@ class Programs:
             "sample": self._describe_sample,
             "pool": self._describe_pool,
         }[key.function]
-        return Program(_label(key), self._functions[key.function], describe(key.size, arrays))
+        return describe(key.size, arrays)
+
+    def select_params(self, function: str, params: Params) -> dict[str, Any]:
+        """Return by name the parameters that "step", "sample" or "pool" is called with."""
+        leaves = flatten_params(params)
+        return {name: leaves[name] for name in sorted(self._find_read_by(function))}
+
+    def _find_read_by(self, function: str) -> frozenset[str]:
+        if function not in self._read:
+            kinds = {_kind(key.size): key for key in self.buckets.keys if key.function == function}
+            arrays, read = self.describe_arrays(1), self._readers[function]
+            found = (self._trace(read, self._describe_call(key, arrays)) for key in kinds.values())
+            self._read[function] = frozenset[str]().union(*found)
+        return self._read[function]
 
     def find_encoder_params(self) -> frozenset[str]:
         """Return the names of the parameters that encoder outputs depend on.
@@ -414,20 +450,25 @@ class Programs:
 
     def _find_read(self, function: str, bucket: int) -> frozenset[str]:
         given = self._describe_encode(function, bucket, self.describe_arrays(1))
+        del given["params"]
         compute = self.encoders.by_function[function].compute
-        call = partial(encode, self._shape.graphdef, self.adapted, compute)
-        params = given.pop("params")
-        traced = jax.make_jaxpr(lambda params, rest: call(params=params, **rest))(params, given)
+        return self._trace(partial(encode, self._shape.graphdef, self.adapted, compute), given)
+
+    def _trace(self, function: Any, given: Mapping[str, Any]) -> frozenset[str]:
+        """Return the names of the parameters that a function reads."""
+        static = {name: given[name] for name in _STATIC_NAMES if name in given}
+        rest = {name: one for name, one in given.items() if name not in static}
+        call = partial(function, **static)
+        traced = jax.make_jaxpr(lambda params, rest: call(params=params, **rest))(self.params, rest)
         _, is_read = dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))
         # The parameters' leaves come first, in the order of the tree.
-        return frozenset(compress(flatten_params(params), is_read))
+        return frozenset(compress(flatten_params(self.params), is_read))
 
     def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
         sizes = (self.max_blocks, self.max_encoder_blocks)
         layout = step_layout(bucket, *sizes, has_states=bool(self.num_state_slots))
         return {
             "layout": layout,
-            "params": self.params,
             "state": arrays.state,
             "pool": arrays.pool,
             "previous": arrays.previous,
@@ -468,7 +509,6 @@ class Programs:
             "layout": self.sample_layout,
             "num_rows": bucket.num_rows,
             "is_plain": bucket.is_plain,
-            "params": self.params,
             "hidden": arrays.state.hidden,
             "packed": self._describe((self.sample_layout.size,)),
             "tables": jax.tree.map(lambda table: self._describe(table.shape), tables),
@@ -478,7 +518,7 @@ class Programs:
 
     def _describe_pool(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
         hidden = arrays.state.hidden
-        return {"params": self.params, "hidden": hidden, "rows": self._describe((size,))}
+        return {"hidden": hidden, "rows": self._describe((size,))}
 
     def _describe(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)
@@ -491,6 +531,13 @@ def _find_states(arrays: DeviceArrays) -> list[StateCache]:
 
 def _describe_param(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _kind(size: Any) -> Any:
+    """Return what a size's program does that others of its function do not."""
+    if isinstance(size, StepBucket):
+        return size.has_spans, size.num_states > 0, size.has_adapters
+    return size.is_plain if isinstance(size, SampleBucket) else None
 
 
 def _label(key: ProgramKey) -> str:

@@ -3,6 +3,7 @@
 Every array on the device has its final size from the start.
 """
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from jaxtyping import Array
 
 from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.cache.disk_store import DiskStoreStats
-from mmjax.cache.stored_rows import StoredRows, make_row_key
+from mmjax.cache.stored_rows import StoredRows, UnsavedRows, make_row_key
 from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
@@ -57,7 +58,7 @@ class InFlight(NamedTuple):
     """Ready once its items are encoded; None: it has none."""
     reports: "Sequence[PromptReport]" = ()
     alignments: "Sequence[AlignmentReport]" = ()
-    unsaved: "Sequence[UnsavedRows]" = ()
+    unsaved: Sequence[UnsavedRows] = ()
     """Outputs of its encoder calls that are to be kept on disk."""
     found: Collection[str] = ()
     """What `Request.encoded` calls its items whose rows were found on disk."""
@@ -76,23 +77,6 @@ class PooledRows(NamedTuple):
     """Whose they are, and how many rows each has."""
     calls: Sequence[tuple[Array, int]]
     """The rows of all, in order, and how many of each array."""
-
-
-class UnsavedRows(NamedTuple):
-    """What was encoded in one step, by pieces."""
-
-    places: Mapping[bytes, np.ndarray]
-    """By the key on disk, the rows of the pool that an item has, int32[rows]."""
-    calls: Sequence[tuple[np.ndarray, Array]]
-    """Of each call the rows that it wrote, int32[outputs], and what it wrote, [outputs, D]."""
-
-    def read(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Yield by the keys what was written for each, `[rows, D]`, when it is."""
-        written = np.concatenate([dst_rows for dst_rows, _ in self.calls])
-        rows = np.concatenate([np.asarray(array) for _, array in self.calls])
-        order = np.argsort(written, kind="stable")
-        for key, held in self.places.items():
-            yield key, rows[order[np.searchsorted(written, held, sorter=order)]]
 
 
 class PromptReport(NamedTuple):
@@ -141,6 +125,8 @@ class ModelRunner:
         self._programs = programs
         self.params = params
         """By names of the tree; none while the weights are released."""
+        self._params_by: dict[str, dict[str, Array]] = {}
+        """By function, those that it reads, by name."""
         self._placement = programs.placement
         self._encoders = programs.encoders
         self._num_blocks = num_blocks
@@ -190,6 +176,19 @@ class ModelRunner:
     def replace_param(self, name: str, array: Array) -> None:
         """Put an array, placed as the programs have it, in the place of a parameter."""
         set_param(self.params, name, array)
+        # The former array goes now, or two would be held of each.
+        self._params_by.clear()
+
+    def release_params(self) -> None:
+        """Drop all parameters."""
+        self.params.clear()
+        self._params_by.clear()
+
+    def _select_params(self, function: str) -> dict[str, Array]:
+        found = self._params_by.get(function)
+        if found is None:
+            found = self._params_by[function] = self._programs.select_params(function, self.params)
+        return found
 
     def write_extra(self) -> None:
         """Write the model's learned embeddings to the pool, as the parameters have them now."""
@@ -298,7 +297,9 @@ class ModelRunner:
         if in_flight.pooled is not None:
             output = _read_pooled(in_flight.pooled)
         elif in_flight.sampled:
-            output = _read(in_flight.sampled, jax.device_get(in_flight.drawn))
+            drawn = in_flight.drawn
+            is_full = isinstance(drawn, SampleOutput)
+            output = _read(in_flight.sampled, jax.device_get(drawn) if is_full else drawn)
         else:
             jax.block_until_ready(in_flight.drawn)
         for request_id in in_flight.late:
@@ -327,11 +328,11 @@ class ModelRunner:
         self._state, rest = self._compiled(
             "step",
             bucket,
-            params=self.params,
+            params=self._select_params("step"),
             state=self._state,
             pool=self._pool,
             previous=self._previous,
-            packed=self._placement.put(packed),
+            packed=self._placement.give(packed),
             adapters=self._adapters if bucket.has_adapters else None,
         )
         return rest
@@ -347,13 +348,10 @@ class ModelRunner:
         self._adapters = self._programs.load_adapter(self._adapters, *on_device)
 
     def move_blocks(self, output: SchedulerOutput) -> None:
-        """Copy KV blocks that were evicted to host memory, and those that were found there back."""
+        """Copy evicted KV blocks to host memory, and those back that were found elsewhere."""
         if self.host_pool is not None:
             kv_cache = self.host_pool.move(
-                self._state.kv_cache,
-                output.copied_blocks,
-                output.restored_blocks,
-                output.read_blocks,
+                self._state.kv_cache, output.copied_blocks, output.restored_blocks
             )
             self._state = self._state._replace(kv_cache=kv_cache)
 
@@ -433,7 +431,7 @@ class ModelRunner:
         return self._compiled(
             "sample",
             bucket,
-            params=self.params,
+            params=self._select_params("sample"),
             hidden=self._state.hidden,
             packed=packed,
             tables=on_device,
@@ -466,7 +464,8 @@ class ModelRunner:
     def _run_pool(self, rows: np.ndarray) -> Array:
         self._lead("pool", len(rows))
         placed = self._placement.put(rows)
-        given = {"params": self.params, "hidden": self._state.hidden, "rows": placed}
+        params = self._select_params("pool")
+        given = {"params": params, "hidden": self._state.hidden, "rows": placed}
         return self._compiled("pool", len(rows), **given)
 
     def _run_encode(self, call: EncoderCall) -> None:
@@ -638,6 +637,22 @@ class ModelRunner:
             jax.block_until_ready((self._state, self._pool))
         jax.device_get(self._previous)
 
+    def run_ahead(self) -> bool:
+        """Run one program for the first time, on padding; False: none is left that is worth it.
+
+        So no request waits for what a first run prepares: products of XLA's library on the CPU, a
+        millisecond each, kernels and graphs on a GPU. Nothing may be in flight.
+        """
+        key = None if self._placement.is_shared else self._compiled.find_uncalled()
+        if key is None:
+            return False
+        start = time.perf_counter()
+        packed = np.zeros(self._programs.sample_layout.size, np.int32)
+        self._run_padding(key, self._placement.put(packed))
+        jax.block_until_ready((self._state, self._pool, self._previous))
+        self._compiled.note_first_run(key, time.perf_counter() - start)
+        return True
+
     def _run_padding(
         self, key: ProgramKey, rest: Array | None, kind: SampleKind = SampleKind.NO_TABLES
     ) -> Array | None:
@@ -684,18 +699,16 @@ def _kind_of(tables: SampleTables) -> SampleKind:
     return kind
 
 
-def _read(
-    sampled: Sequence[ScheduledRequest], drawn: np.ndarray | SampleOutput
-) -> ModelRunnerOutput:
+def _read(sampled: Sequence[ScheduledRequest], drawn: Array | SampleOutput) -> ModelRunnerOutput:
     """Return each request's tokens, with log-probabilities where it asked for them."""
     is_full = isinstance(drawn, SampleOutput)
-    tokens = (drawn.token_ids if is_full else drawn).tolist()
+    tokens = np.asarray(drawn.token_ids if is_full else drawn).tolist()
     output: ModelRunnerOutput = {}
     for row, scheduled in enumerate(sampled):
         num_wanted = scheduled.request.sampling_params.logprobs
         logprobs = None
         if is_full and num_wanted is not None:
-            logprobs = _read_row(drawn, row, tokens[row], num_wanted)
+            logprobs = drawn.read(row, tokens[row], num_wanted)
         token = SampledToken(tokens[row], logprobs)
         output.setdefault(scheduled.request.request_id, []).append(token)
     return output
@@ -729,15 +742,7 @@ def _read_report(report: PromptReport, vocab_size: int) -> list[TokenLogprobs | 
     for drawn in jax.device_get(report.drawn):
         part = token_ids[len(logprobs) : len(logprobs) + len(drawn.ranks)]
         logprobs += [
-            _read_row(drawn, row, token_id, num_wanted) if token_id < vocab_size else None
+            drawn.read(row, token_id, num_wanted) if token_id < vocab_size else None
             for row, token_id in enumerate(part)
         ]
     return logprobs
-
-
-def _read_row(drawn: SampleOutput, row: int, token_id: int, num_wanted: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_ids=[token_id, *drawn.top_token_ids[row, :num_wanted].tolist()],
-        logprobs=[float(drawn.logprobs[row]), *drawn.top_logprobs[row, :num_wanted].tolist()],
-        sampled_rank=int(drawn.ranks[row]),
-    )

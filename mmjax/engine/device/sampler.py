@@ -22,6 +22,7 @@ from mmjax.params.sampling_params import (
     MAX_STOP_TOKEN_IDS,
 )
 from mmjax.rounding import cdiv
+from mmjax.transport.messages import TokenLogprobs
 
 _GROUP = 64
 """Token ids per group in the argmax's first stage, if it divides the vocabulary."""
@@ -39,6 +40,14 @@ class SampleOutput(NamedTuple):
     """Ranks of these tokens by probability, from 1."""
     top_token_ids: Int[Array, "R W"]
     top_logprobs: Float[Array, "R W"]
+
+    def read(self, row: int, token_id: int, num_wanted: int) -> TokenLogprobs:
+        """Return a row's log-probabilities, once they are on the host: its token's come first."""
+        return TokenLogprobs(
+            token_ids=[token_id, *self.top_token_ids[row, :num_wanted].tolist()],
+            logprobs=[float(self.logprobs[row]), *self.top_logprobs[row, :num_wanted].tolist()],
+            sampled_rank=int(self.ranks[row]),
+        )
 
 
 # ---- what few samples need -----------------------------------------------------------------------

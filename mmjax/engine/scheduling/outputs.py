@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from mmjax.cache.adapter_slots import NO_SLOT
-from mmjax.cache.kv.kv_cache_manager import BlockCopy
+from mmjax.cache.kv.kv_cache_manager import BlockCopy, BlockSource
 from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.transport.messages import Alignment, TokenLogprobs
 from mmjax.weights.adapter import Adapter
@@ -76,12 +76,10 @@ class SchedulerOutput:
     """Slots from which to which states are copied, one after the other, before the step."""
     kept_states: Sequence[tuple[int, int]] = ()
     """Likewise, after the step."""
-    read_blocks: Sequence[tuple[int, memoryview]] = ()
-    """Slots of host memory, and what was read from a directory for them; before what follows."""
     copied_blocks: Sequence[BlockCopy] = ()
     """KV blocks that are copied to slots of host memory, before anything is written to them."""
-    restored_blocks: Sequence[tuple[int, int]] = ()
-    """Slots of host memory that are copied to KV blocks, after that and before the step."""
+    restored_blocks: Sequence[tuple[BlockSource, int]] = ()
+    """What is copied to KV blocks, and to which, after that and before the step."""
 
     @property
     def has_adapters(self) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 from mmjax.cache.adapter_slots import NO_SLOT, AdapterSlots
 from mmjax.cache.awaited_rows import AwaitedRows
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv.kv_cache_manager import KVCacheManager
+from mmjax.cache.kv.kv_cache_manager import BlockSource, KVCacheManager
 from mmjax.cache.state_slots import NO_STATE, StateSlots
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.admission import ItemSizes
@@ -69,7 +69,7 @@ class _Plan:
     loads: list[AdapterLoad] = field(default_factory=list)
     restored_states: list[tuple[int, int]] = field(default_factory=list)
     kept_states: list[tuple[int, int]] = field(default_factory=list)
-    restored_blocks: list[tuple[int, int]] = field(default_factory=list)
+    restored_blocks: list[tuple[BlockSource, int]] = field(default_factory=list)
     num_preempted: int = 0
 
     @property
@@ -502,7 +502,6 @@ class Scheduler:
             self._limits.max_num_encoder_input_tokens,
             self._max_num_encoder_states,
         )
-        read_blocks = self.kv_cache.pop_read()
         self._schedule_running(plan)
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
@@ -527,7 +526,6 @@ class Scheduler:
             adapter_loads=plan.loads,
             restored_states=plan.restored_states,
             kept_states=plan.kept_states,
-            read_blocks=read_blocks,
             copied_blocks=copied_blocks,
             restored_blocks=plan.restored_blocks,
         )

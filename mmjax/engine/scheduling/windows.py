@@ -42,7 +42,9 @@ class WindowFitter:
             return False
         start = 0
         if request.encoder is None:
-            start = self._kv_cache.count_cached_tokens(request.block_hashes, request.num_tokens)
+            start = self._kv_cache.count_cached_tokens(
+                request.request_id, request.block_hashes, request.num_tokens
+            )
         needed = [
             item
             for item in request.media_items
@@ -80,7 +82,7 @@ class WindowFitter:
         `states_left`; the request may then hold blocks, which the caller must free.
         """
         cache, request_id = self._kv_cache, request.request_id
-        num_found = cache.count_cached_tokens(request.block_hashes, request.num_tokens)
+        num_found = cache.count_cached_tokens(request_id, request.block_hashes, request.num_tokens)
         num_blocks = num_found // cache.block_size
         if self._state_slots is not None:
             found = request.block_hashes[:num_blocks]

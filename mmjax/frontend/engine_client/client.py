@@ -19,9 +19,8 @@ from mmjax.errors import (
     RequestQuarantinedError,
     RequestTimeoutError,
 )
-from mmjax.frontend.engine_client.adapters import AdapterClient
 from mmjax.frontend.engine_client.admission import Capacity, Quarantine, TokenReservation
-from mmjax.frontend.engine_client.control import ControlClient
+from mmjax.frontend.engine_client.control import AdapterClient, ControlClient
 from mmjax.frontend.engine_client.request_stream import RequestObserver, RequestStream
 from mmjax.frontend.engine_client.request_table import RequestTable
 from mmjax.frontend.engine_client.stats_log import StatsLog

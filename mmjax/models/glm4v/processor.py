@@ -3,21 +3,124 @@
 Before: `<|begin_of_image|> <|image|> <|end_of_image|>`. After: `<|begin_of_image|> <|image|>*N
 <|end_of_image|>`, all N take embeddings; N is the item's grid over merge_size^2. A video's
 `<|video|>` becomes such an image for each step, and its second: `12`, GLM-4.6V's `12.5 seconds`.
+
+GLM-V's images and videos -> patches: which frames are seen, and how large they are.
+
+As HF's `Glm4vVideoProcessor` and `Glm46VVideoProcessor`, which need torchvision.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from mmjax.models.family import make_factories
 from mmjax.models.glm4v.host_inputs import Glm4vHostInputs
-from mmjax.models.glm4v.image_processor import (
-    Glm4vVideoPatcher,
-    Glm46VVideoPatcher,
-    GlmImagePatcher,
-)
 from mmjax.models.grid_family import StampedGridInfo
 from mmjax.models.grid_inputs import GridHostInputs
 from mmjax.processing.chat_turns import write_parts, write_turns
+from mmjax.processing.image_processors.frames import FrameSampling, Timing
+from mmjax.processing.image_processors.patches import ImagePatcher
+from mmjax.processing.image_processors.sampled_videos import SampledVideoPatcher
+
+
+class GlmImagePatcher(ImagePatcher):
+    """HF's image processor, whose numbers of pixels are of all frames of a patch together."""
+
+    def get_frame_pixels(self, kwargs: Mapping[str, Any]) -> int:
+        """Return the largest number of pixels of an image."""
+        return self.get_pixel_limits(kwargs)[1] // self.hf.temporal_patch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4vSampling(FrameSampling):
+    """So many frames a second; of longer videos than `max_duration`, as many as of that."""
+
+    fps: int | float = 2
+    max_duration: int | float = 300
+    max_frames: int | None = 640
+    """What memory is planned for."""
+
+    requested = frozenset({"do_sample_frames", "fps"})
+
+    def choose(self, timing: Timing) -> np.ndarray:
+        return make_even(self.choose_once(timing, read_duration(timing)))
+
+    def choose_once(self, timing: Timing, duration: int | float) -> np.ndarray:
+        """Return frames' places in their order; the same may come again."""
+        total, most = timing.total, int(self.max_duration * self.fps)
+        if duration > self.max_duration:
+            if most >= total:
+                return np.arange(total)
+            places = np.ceil(np.linspace(0, duration, most) * timing.fps)
+        else:
+            number = max(math.floor(duration * self.fps), 1)
+            if self.fps >= 2 * timing.fps:  # not one is left out
+                last = math.ceil((number - 1) * timing.fps / self.fps)
+                return np.arange(min(last, total - 1) + 1)
+            places = np.ceil(np.arange(min(number, 2 * total)) * timing.fps / self.fps)
+        return np.minimum(places, total - 1).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm46VSampling(Glm4vSampling):
+    """Fewer frames a second, the longer a video is."""
+
+    temporal_patch_size: int = 2
+
+    requested = frozenset({"do_sample_frames"})
+
+    def choose_once(self, timing: Timing, duration: int | float) -> np.ndarray:
+        shown = min(duration, 2400)
+        per_second = (3 if shown <= 30 else 1 if shown <= 300 else 0.5) * self.temporal_patch_size
+        wanted = max(min(int(shown * per_second), 640), 1)
+        last = timing.total - 1
+        if timing.total < wanted:
+            return np.linspace(0, last, wanted, dtype=np.int64)
+        places: list[int] = []
+        second, step = 0.0, 1 / per_second
+        for place in range(timing.total):
+            # As HF: the product, not the quotient, decides.
+            if place * (1 / timing.fps) >= second:
+                second += step
+                places.append(place)
+                if second >= int(duration):
+                    break
+        if len(places) < wanted:
+            return np.linspace(places[0], places[-1], wanted, dtype=np.int64)
+        if len(places) > wanted:
+            return np.linspace(0, last, wanted, dtype=np.int64)
+        return np.array(places)
+
+
+class Glm4vVideoPatcher(SampledVideoPatcher):
+    """GLM-4.1V's and GLM-4.5V's."""
+
+    sampling = Glm4vSampling()
+
+    def time_steps(self, seconds: np.ndarray) -> np.ndarray:
+        """Return float64[steps] of [steps, depth]: those of the first frames."""
+        return seconds[:, 0]
+
+
+class Glm46VVideoPatcher(Glm4vVideoPatcher):
+    """GLM-4.6V's."""
+
+    sampling = Glm46VSampling()
+
+
+def read_duration(timing: Timing) -> int | float:
+    """Return the seconds of a video, guessed where nobody says them."""
+    return timing.duration or round((timing.total - 1) / timing.fps) + 1
+
+
+def make_even(places: np.ndarray) -> np.ndarray:
+    """Return each place once, and the last one twice where their number is odd."""
+    once = np.unique(places)
+    return np.concatenate([once, once[-1:]]) if len(once) % 2 else once
+
 
 CHAT_TEMPLATE = write_turns(
     start=r"'<|' + message.role + '|>\n'",

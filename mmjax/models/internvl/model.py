@@ -14,7 +14,7 @@ from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
 from mmjax.layers.vision import join_squares
 from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
-from mmjax.models.text_model import build_text_model, text_rules
+from mmjax.models.text_model import build_text_model, is_head_tied, text_rules
 from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze
@@ -159,7 +159,7 @@ class InternVLForConditionalGeneration(InternVLModel):
             hf_config,
             _read_vision(hf_config),
             projector_act=hf_config.projector_hidden_act,
-            is_tied=_is_tied(hf_config),
+            is_tied=is_head_tied(hf_config),
             dtype=dtype,
         )
 
@@ -289,14 +289,3 @@ def _read_vision(hf_config: Any) -> ViTConfig:
         has_scales=True,
         has_final_norm=layer == -1 and not vision.use_mean_pooling,
     )
-
-
-def _is_tied(hf_config: Any) -> bool:
-    """Return whether the head is the table of tokens, as the transformers that wrote it meant it.
-
-    Before 5.0 the text model's own key said so, and the key here was not written.
-    """
-    written_by = getattr(hf_config, "transformers_version", None) or ""
-    if written_by.startswith("4."):
-        return hf_config.get_text_config().tie_word_embeddings
-    return hf_config.tie_word_embeddings

@@ -4,22 +4,246 @@ Before: `look <image>`. After, of a picture of one row and two columns: `look <|
 <|img_row_1_col_1|> <image>*N <|img_row_1_col_2|> <image>*N <|img_thumbnail|> <image>*M
 <|image_end|>`; of one that is not cut, `<|image_start|> <image>*M <|image_end|>`. Only the N and
 the M take embeddings.
+
+Pictures -> patches of tiles and of the whole, as HF's `Lfm2VlImageProcessor`, by Pillow.
+
+HF's class needs torchvision. A picture is scaled so that its squares of patches fit the budget of
+embeddings; one that is too large for that is cut into tiles, and the scaled one comes last.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from mmjax.errors import check_settings
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
-from mmjax.models.lfm2_vl.image_processor import Budget, Lfm2VLImageProcessor, find_largest
 from mmjax.processing.chat_turns import write_chatml, write_parts
+from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
+from mmjax.processing.image_processors.tiling import (
+    check_limits,
+    choose_arrangement,
+    cut_tiles,
+    list_arrangements,
+)
+from mmjax.processing.items.items import ImageSize
+from mmjax.processing.items.parse import ImagesOnlyDataParser
+from mmjax.processing.media.decode import map_in_threads
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
+
+MAX_TOKENS = 4096
+"""Of a picture that is not cut: no model has seen as many."""
+
+
+class Plan(NamedTuple):
+    """What becomes of a picture."""
+
+    columns: int
+    rows: int
+    """Of its tiles; 1 and 1 where it is not cut."""
+    whole: ImageSize | None
+    """What it is scaled to as a whole; None: its tiles stand alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What decides how a picture is cut; defaults are HF's."""
+
+    do_image_splitting: bool = True
+    min_tiles: int = 2
+    max_tiles: int = 10
+    use_thumbnail: bool = True
+    min_image_tokens: int = 64
+    max_image_tokens: int = 256
+    max_pixels_tolerance: float = 2.0
+    tile_size: int = 512
+    encoder_patch_size: int = 16
+    downsample_factor: int = 2
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> "Budget":
+        """Return the budget of settings by name; `RequestValueError` for what none can be."""
+        check_limits(given["min_tiles"], given["max_tiles"], ("min_tiles", "max_tiles"))
+        for name in ("do_image_splitting", "use_thumbnail"):
+            if not isinstance(given[name], bool):
+                raise bad_kwarg(name, given[name], "true or false")
+        for name in ("min_image_tokens", "max_image_tokens"):
+            value = given[name]
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise bad_kwarg(name, value, "a number of embeddings from 1 on")
+        least, most = given["min_image_tokens"], given["max_image_tokens"]
+        if not least <= most <= MAX_TOKENS:
+            expected = f"from `min_image_tokens`, which is {least}, to {MAX_TOKENS}"
+            raise bad_kwarg("max_image_tokens", most, expected)
+        return Budget(**given)
+
+    @property
+    def unit(self) -> int:
+        """The side of the square of pixels that one embedding stands for."""
+        return self.encoder_patch_size * self.downsample_factor
+
+    @property
+    def most_tokens(self) -> int:
+        """Embeddings that a whole picture or a tile may have (HF: `max_num_patches`)."""
+        of_tile = (self.tile_size // self.unit) ** 2 if self.do_image_splitting else 0
+        return max(self.max_image_tokens, of_tile)
+
+    def plan(self, given: ImageSize) -> Plan:
+        """Return the tiles of a picture, and what it is scaled to as a whole."""
+        whole = self._fit(given)
+        if not self.do_image_splitting or not self._is_large(given):
+            return Plan(1, 1, whole)
+        arrangements = list_arrangements(self.min_tiles, self.max_tiles)
+        columns, rows = choose_arrangement(given, arrangements, self.tile_size)
+        is_cut = columns * rows > 1
+        return Plan(columns, rows, whole if self.use_thumbnail or not is_cut else None)
+
+    def count_tokens(self, given: ImageSize) -> int:
+        """Return how many embeddings a picture has."""
+        columns, rows, whole = self.plan(given)
+        tiles = columns * rows if columns * rows > 1 else 0
+        of_whole = 0 if whole is None else math.prod(whole) // self.unit**2
+        return tiles * (self.tile_size // self.unit) ** 2 + of_whole
+
+    def _is_large(self, given: ImageSize) -> bool:
+        """Return whether a picture is too large to be scaled as a whole alone."""
+        width, height = (
+            max(self.encoder_patch_size, round(side / self.unit) * self.unit) for side in given
+        )
+        return width * height > self.max_image_tokens * self.unit**2 * self.max_pixels_tolerance
+
+    def _fit(self, given: ImageSize) -> ImageSize:
+        """Return whole units close to a picture's shape, within the budget (`smart_resize`)."""
+        unit, area = self.unit, given.width * given.height
+        least, most = (n * unit**2 for n in (self.min_image_tokens, self.max_image_tokens))
+        width, height = (max(unit, round(side / unit) * unit) for side in given)
+        if width * height > most:
+            shrunk = math.sqrt(area / most)
+            width, height = (max(unit, math.floor(x / shrunk / unit) * unit) for x in given)
+        elif width * height < least:
+            grown = math.sqrt(least / area)
+            width, height = (math.ceil(side * grown / unit) * unit for side in given)
+        if width * height > self.most_tokens * unit**2:
+            raise RequestValueError(
+                f"image is {given.width}x{given.height} pixels; scaled, it would have "
+                f"{width * height // unit**2} embeddings, and may have {self.most_tokens}: crop it",
+                param="multi_modal_data",
+            )
+        return ImageSize(width=width, height=height)
+
+
+@lru_cache(maxsize=64)
+def find_largest(budget: Budget) -> tuple[ImageSize, int]:
+    """Return the size of a picture with the most embeddings, and their number."""
+    counts: dict[ImageSize, int] = {}
+    for size in _list_candidates(budget):
+        with suppress(RequestValueError):  # of a sliver
+            counts[size] = budget.count_tokens(size)
+    # An operator describes a smaller one, and neither side may be longer.
+    largest = max(counts, key=lambda size: (counts[size], min(size)))
+    return largest, counts[largest]
+
+
+def _list_candidates(budget: Budget) -> Iterator[ImageSize]:
+    """Yield a picture of every shape that has whole units within the budget, small and large."""
+    area = 2 * budget.max_pixels_tolerance * budget.max_image_tokens * budget.unit**2
+    area = max(area, budget.max_tiles * budget.tile_size**2)
+    for rows in range(1, budget.most_tokens + 1):
+        for columns in range(1, budget.most_tokens // rows + 1):
+            yield ImageSize(width=columns * budget.unit, height=rows * budget.unit)
+            scale = math.ceil(math.sqrt(area / (rows * columns)))
+            yield ImageSize(width=columns * scale, height=rows * scale)
+
+
+class Lfm2VLImageProcessor:
+    """The image part, by the settings of preprocessor_config.json."""
+
+    valid_kwargs = frozenset(
+        {
+            *("do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail"),
+            *("min_image_tokens", "max_image_tokens"),
+        }
+    )
+
+    def __init__(self, settings: Mapping[str, Any], *, patch_size: int, factor: int) -> None:
+        """`settings`: those of the file; what it leaves out is as in HF."""
+        self.own = {one.name: settings.get(one.name, one.default) for one in fields(Budget)}
+        wanted = {"encoder_patch_size": patch_size, "downsample_factor": factor}
+        check_settings(self.own, wanted, where="preprocessor_config.json")
+        tile = self.budget({}).tile_size
+        if tile % (patch_size * factor):
+            raise CheckpointError(
+                f"`tile_size` of preprocessor_config.json is {tile}; it must be a multiple of "
+                f"{patch_size * factor}, the pixels of an embedding's side"
+            )
+        self.resample = Image.Resampling(settings.get("resample", Image.Resampling.BILINEAR))
+        normalization = {name: settings.get(f"image_{name}", 0.5) for name in ("mean", "std")}
+        is_rescaled = settings.get("do_rescale", True)
+        self.affine = make_affine(
+            rescale_factor=settings.get("rescale_factor", 1 / 255) if is_rescaled else 1.0,
+            **(normalization if settings.get("do_normalize", True) else {}),
+        )
+
+    def budget(self, kwargs: Mapping[str, Any]) -> Budget:
+        """Return what a call's kwargs ask for, over the checkpoint's settings."""
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        return Budget.of({**self.own, **given})
+
+    def __call__(
+        self, images: Sequence[Image.Image], *, return_tensors: str = "np", **kwargs: Any
+    ) -> dict[str, np.ndarray]:
+        """Return the patches of all tiles and whole pictures, one behind the other.
+
+        Returns:
+            `pixel_values` uint8[patches, rows, columns, 3], row by row; `spatial_shapes`
+            int64[units, 2], the rows and columns of patches of each tile and whole picture;
+            `image_tiles` int64[images, 2], rows and columns of tiles; and of each image
+            `image_num_units` and `image_num_patches` int64[images].
+        """
+        budget = self.budget(kwargs)
+        plans = [budget.plan(ImageSize(*image.size)) for image in images]
+        pairs = list(zip(images, plans, strict=True))
+        cut = map_in_threads(lambda pair: self._cut(*pair, budget), pairs)
+        shapes = [[np.array(unit.shape[:2]) for unit in units] for units in cut]
+        size = budget.encoder_patch_size
+        patches = [[_cut_patches(unit, size) for unit in units] for units in cut]
+        return {
+            "pixel_values": np.concatenate([one for units in patches for one in units]),
+            "spatial_shapes": np.concatenate(shapes).reshape(-1, 2) // size,
+            "image_tiles": np.array([(plan.rows, plan.columns) for plan in plans], np.int64),
+            "image_num_units": np.array([len(units) for units in cut], np.int64),
+            "image_num_patches": np.array([sum(map(len, units)) for units in patches], np.int64),
+            "image_affine": self.affine,
+        }
+
+    def _cut(self, image: Image.Image, plan: Plan, budget: Budget) -> list[np.ndarray]:
+        """Return the tiles of a picture, then the whole, each uint8[height, width, 3]."""
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        units: list[Image.Image] = []
+        if plan.columns * plan.rows > 1:
+            canvas = (plan.columns, plan.rows)
+            options = {"has_thumbnail": False, "resample": self.resample}
+            units += cut_tiles(image, canvas, budget.tile_size, **options)
+        if plan.whole is not None:
+            units.append(image.resize(plan.whole, self.resample))
+        return [np.asarray(unit) for unit in units]
+
+
+def _cut_patches(pixels: np.ndarray, size: int) -> np.ndarray:
+    """Cut uint8[height, width, C] into [patches, size, size, C], row by row."""
+    height, width, channels = pixels.shape
+    split = pixels.reshape(height // size, size, width // size, size, channels)
+    return split.swapaxes(1, 2).reshape(-1, size, size, channels)
+
 
 IMAGE, START, END = "<image>", "<|image_start|>", "<|image_end|>"
 THUMBNAIL = "<|img_thumbnail|>"

@@ -2,8 +2,15 @@ r"""PaliGemma's processor: the images, BOS, the text and a newline are a prompt.
 
 Before: `<image>detect car`. After: `<image>*256 <bos> detect car \n`; the first 256 take
 embeddings.
+
+PaliGemma's objects, of `<loc0123><loc0456><loc0789><loc1011> car ; ...`, in pixels.
+
+An object is a box, its sides from above, left, below and right in 1024ths of a side; behind it, if
+it was segmented, 16 codes of its mask (`<seg000>` to `<seg127>`); then its name (big_vision's
+`paligemma/segmentation`).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,14 +19,38 @@ import numpy as np
 from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.family import FamilyInfo, FamilyProcessor, make_factories
 from mmjax.models.host_inputs import UnitHostInputs
-from mmjax.models.paligemma.answers import parse_objects
 from mmjax.models.retrieval.prompts import (
     RetrievalInfo,
     RetrievalProcessor,
     write_chat_template,
 )
-from mmjax.processing.items.parse import ImageSize
+from mmjax.processing.items.items import ImageSize
 from mmjax.processing.prompt_updates.updates import as_ids
+
+_NUM_BINS, _NUM_CODES = 1024, 16
+_OBJECT = re.compile(rf"((?:<loc\d{{4}}>){{4}})\s*((?:<seg\d{{3}}>){{{_NUM_CODES}}})?([^<>;]*)")
+_NUMBER = re.compile(r"\d+")
+
+
+def parse_objects(text: str, image_size: ImageSize) -> dict[str, Any]:
+    """Return `{"objects": {...}}`, lists of one length; nothing where an answer has no box.
+
+    `bboxes`: left, top, right and bottom in pixels of the picture; `labels`: the names; where any
+    object was segmented, `codes`: its 16 codes, none of the others.
+    """
+    found: dict[str, list[Any]] = {"bboxes": [], "labels": [], "codes": []}
+    for places, codes, label in _OBJECT.findall(text):
+        sides = [int(number) / _NUM_BINS for number in _NUMBER.findall(places)]
+        top, left, bottom, right = sides
+        width, height = image_size.width, image_size.height
+        box = (left * width, top * height, right * width, bottom * height)
+        found["bboxes"].append([round(side) for side in box])
+        found["labels"].append(label.strip())
+        found["codes"].append([int(number) for number in _NUMBER.findall(codes)])
+    if not any(found["codes"]):
+        del found["codes"]
+    return {"objects": found} if found["bboxes"] else {}
+
 
 IMAGE_TOKEN = "<image>"
 CHAT_TEMPLATE = r"""

@@ -7,7 +7,7 @@ for each kind of media: those of the original code, and those of HF's port aroun
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,7 @@ from mmjax.errors import RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import keep_bytes, make_affine
 from mmjax.processing.image_processors.image import bad_kwarg, check_count, to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
+from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.items import ImageSize
 
 MAX_TILES = 128
@@ -261,17 +262,20 @@ class OriginalFrameCutter:
         }
 
 
-class HFTileCutter:
-    """HF's `GotOcr2ImageProcessorPil`."""
+class HFCutter:
+    """An image processor of HF's that cuts tiles."""
+
+    folders: ClassVar[Mapping[str, str]]
+    """As `load_image_processor` takes them."""
 
     def __init__(self, hf_processor: Any, tile_size: int) -> None:
         self.hf = hf_processor
         self.tile_size = tile_size
 
     @classmethod
-    def from_pretrained(cls, path: Path, tile_size: int) -> "HFTileCutter":
+    def from_pretrained(cls, path: Path, tile_size: int) -> Self:
         """Load the checkpoint's image processor, which must fit the tower."""
-        hf_processor = _got_ocr2().from_pretrained(path)
+        hf_processor = load_image_processor(path, cls.folders)
         size = hf_processor.size
         _check_size({"height": size.height, "width": size.width}, tile_size)
         return cls(hf_processor, tile_size)
@@ -280,23 +284,35 @@ class HFTileCutter:
     def valid_kwargs(self) -> frozenset[str]:
         return frozenset(self.hf.valid_kwargs.__annotations__)
 
-    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
-        """Return `pixel_values` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
+    def cut(self, images: Sequence[Image.Image], **kwargs: Any) -> Mapping[str, Any]:
+        """Return HF's outputs: `pixel_values` uint8[tiles, 3, S, S], and how it divides."""
         self.get_limits(kwargs)
         outputs = self.hf(list(images), **kwargs)
         _check_tiles(outputs["pixel_values"], self.tile_size)
-        return {
-            "pixel_values": outputs["pixel_values"],
-            "image_num_patches": np.asarray(outputs["num_patches"], dtype=np.int64),
-            "image_affine": outputs["image_affine"],
-        }
+        return outputs
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """As `TileCutter`'s."""
         given = {key: value for key, value in kwargs.items() if value is not None}
         names = ("min_patches", "max_patches")
         fewest, most = (given.get(name, getattr(self.hf, name)) for name in names)
         limits = check_limits(fewest, most, names)
         return limits if given.get("crop_to_patches", self.hf.crop_to_patches) else (1, 1)
+
+
+class HFTileCutter(HFCutter):
+    """HF's `GotOcr2ImageProcessorPil`."""
+
+    folders: ClassVar = {"GotOcr2": "got_ocr2"}
+
+    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
+        """Return `pixel_values` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
+        outputs = self.cut(images, **kwargs)
+        return {
+            "pixel_values": outputs["pixel_values"],
+            "image_num_patches": np.asarray(outputs["num_patches"], dtype=np.int64),
+            "image_affine": outputs["image_affine"],
+        }
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
         given = {key: value for key, value in kwargs.items() if value is not None}
