@@ -37,8 +37,9 @@ ROWS = [
     if not family.updates_encoder_prompt
 ]
 """Whisper's prompts hold no placeholders: `test_whisper_transcripts.py` has what it says."""
-SLOW_ENGINES = {"gemma4_unified clips", "voxtral"}
-"""Items of many sizes have more programs to compile; `test_voxtral_transcripts.py` has a few."""
+SLOW_ENGINES = {"gemma4 clips", "gemma4_unified clips", "voxtral"}
+"""Items of many sizes have more programs to compile; `test_voxtral_transcripts.py` has a few, and
+`tests/engine/test_schedules.py` those of Gemma 4."""
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 

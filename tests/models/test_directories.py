@@ -52,6 +52,7 @@ def test_the_parity_command_finds_no_difference(
     assert "parity: yes" in said.out
 
 
+@pytest.mark.slow  # 8 s a family; `test_array_laws.py` has engines over four devices
 @pytest.mark.parametrize("family", CASES)
 def test_four_devices_decode_as_one(family: Family, tmp_path: Path):
     path = family.write(tmp_path)

@@ -34,7 +34,7 @@ from mmjax.models.registry import load_model_class
 from mmjax.weights.files.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
-from tests.families import ALL_FAMILIES, published_names
+from tests.families import ALL_FAMILIES, NEAR, published_names
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.family import Family
 from tests.families.published import Layout, Shapes
@@ -132,8 +132,15 @@ def is_smallest(name: str) -> bool:
 
 
 CHECKPOINTS = [
-    # A tree of a large model takes seconds; all sizes are in `make test-slow`.
-    pytest.param(Checkpoint(name), id=name, marks=() if is_smallest(name) else pytest.mark.slow)
+    # A tree of a large model takes seconds; all sizes are in `make test-slow`. Of families that are
+    # near to another one `test_array_laws.py` has a small tree, in which each tensor has its place.
+    pytest.param(
+        Checkpoint(name),
+        id=name,
+        marks=()
+        if is_smallest(name) and PUBLISHED[name]["family"] not in NEAR
+        else pytest.mark.slow,
+    )
     for name in PUBLISHED
 ]
 
