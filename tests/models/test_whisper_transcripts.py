@@ -188,8 +188,15 @@ class Judged:
 THRESHOLDS = {"compression_ratio_threshold": 99.0, "logprob_threshold": -99.0}
 
 
-@pytest.mark.parametrize("prompt", ["", "the red circle"])
-@pytest.mark.parametrize("name", ["ratio", "logprob", "silence"])
+JUDGED = [
+    # By default each reason once: silence behind a text, the others without one.
+    pytest.param(name, text, marks=() if (name == "silence") == bool(text) else pytest.mark.slow)
+    for name in ("ratio", "logprob", "silence")
+    for text in ("", "the red circle")
+]
+
+
+@pytest.mark.parametrize(("name", "prompt"), JUDGED)
 def test_windows_are_judged_as_hf_does(
     llm: LLM,
     reference: Reference,
