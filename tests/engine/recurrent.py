@@ -1,5 +1,9 @@
-"""A tiny random model with recurrent layers: Gemma 3's tower before a decoder of its own."""
+"""A tiny random model with recurrent layers: Gemma 3's tower before a decoder of its own.
 
+And what engines of such models are asked.
+"""
+
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -7,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -31,7 +36,8 @@ from mmjax.layers.recurrent.delta import DeltaTokens, gated_delta_rule
 from mmjax.layers.rope import text_angles
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration, Gemma3MultiModalProjector
 from mmjax.towers.vit import ViT, ViTConfig
-from tests.engine.tiny import engine_config, tiny_config
+from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
+from tests.engine.tiny import drain, engine_config, tiny_config, tokens_of
 
 WIDTH, VOCAB_SIZE = 32, 96
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 8
@@ -182,19 +188,70 @@ def recurrent_params() -> tuple[Any, Any]:
 def recurrent_engine(
     *,
     num_blocks: int | None = None,
-    num_state_snapshots: int = 4,
     tensor_parallel_size: int = 1,
     **settings: Any,
 ) -> EngineCore:
     """Start an engine over the tiny model."""
-    settings = {"max_model_len": 320, "max_num_batched_tokens": 64, **settings}
+    settings = {"max_model_len": 320, "num_state_snapshots": 4, **settings}
     config = engine_config(**settings)
     block_bytes = 2 * HEAD_DIM * config.cache.block_size * 4
-    cache = replace(
-        config.cache,
-        num_state_snapshots=num_state_snapshots,
-        kv_cache_memory_bytes=None if num_blocks is None else num_blocks * block_bytes,
-    )
+    memory = None if num_blocks is None else num_blocks * block_bytes
+    cache = replace(config.cache, kv_cache_memory_bytes=memory)
     parallel = ParallelConfig(tensor_parallel_size=tensor_parallel_size)
     config = replace(config, cache=cache, parallel=parallel)
     return EngineCore(config, model_class=TinyRecurrent, params=recurrent_params()[1])
+
+
+# ---- what is asked, and what must hold -----------------------------------------------------------
+
+
+Answer = list[tuple[int, Any]]
+"""Tokens, each with its log-probabilities."""
+
+
+def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Answer]:
+    """Serve all requests at once; return their answers."""
+    for request in requests:
+        core.add_request(request)
+    news = drain(core)
+    return [answer_of(news[request.request_id]) for request in requests]
+
+
+def answer_of(news: Sequence[RequestOutputDelta]) -> Answer:
+    """Return what a request was given in all."""
+    logprobs = [one for delta in news for one in delta.new_logprobs or ()]
+    return [
+        (token, msgspec.to_builtins(one))
+        for token, one in zip(tokens_of(news), logprobs, strict=True)
+    ]
+
+
+def check_random(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> None:
+    """Serve requests that arrive and are aborted at any step, within the planned slots."""
+    rng, slots = random.Random(len(requests)), core._scheduler.state_slots
+    assert slots is not None
+    num_planned = core.config.scheduler.max_num_seqs + core.config.cache.num_state_snapshots
+    assert slots.num_slots == num_planned
+    num_bytes = count_state_bytes(core)
+    to_come, open_ids, most_snapshots = list(requests), [], 0
+    while to_come or core.has_unfinished():
+        if to_come and rng.random() < 0.4:
+            request = to_come.pop()
+            open_ids.append(request.request_id)
+            core.add_request(request)
+        if open_ids and rng.random() < 0.05:
+            core.abort([rng.choice(open_ids)])
+        core.step()
+        assert slots.num_running == len(core._scheduler.running)
+        assert slots.num_running + slots.num_snapshots <= num_planned
+        most_snapshots = max(most_snapshots, slots.num_snapshots)
+    assert slots.num_running == 0
+    assert most_snapshots >= core.config.cache.num_state_snapshots
+    assert count_state_bytes(core) == num_bytes == core._runner._programs.state_bytes
+    assert core.compilations == 0
+
+
+def count_state_bytes(core: EngineCore) -> int:
+    """Return the bytes of all slots on the device."""
+    caches = core._runner._state.kv_cache
+    return sum(x.nbytes for one in caches if isinstance(one, StateCache) for x in one.arrays)

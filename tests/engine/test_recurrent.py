@@ -16,12 +16,17 @@ from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.attention.kv_cache import StateCache
 from mmjax.layers.module import bind
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.recurrent import recurrent_engine, recurrent_params
+from tests.engine.recurrent import (
+    Answer,
+    answer_of,
+    check_random,
+    recurrent_engine,
+    recurrent_params,
+    serve,
+)
 from tests.engine.tiny import drain, message
 
 BLOCK_SIZE = 8
-Answer = list[tuple[int, Any]]
-"""Tokens, each with its log-probabilities."""
 
 
 def words(seed: int, number: int) -> list[int]:
@@ -43,19 +48,6 @@ PROMPTS: list[list[Any]] = [
     [words(4, 50), (1, 1), words(8, 90)],
     [words(0, 64), (5, 1), words(9, 63)],
 ]
-
-
-def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Answer]:
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    return [answer_of(news[request.request_id]) for request in requests]
-
-
-def answer_of(news: Any) -> Answer:
-    tokens = [token for delta in news for token in delta.new_token_ids]
-    logprobs = [one for delta in news for one in delta.new_logprobs or ()]
-    return [(token, msgspec.to_builtins(one)) for token, one in zip(tokens, logprobs, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +131,7 @@ def test_beside_others_and_in_chunks(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("max_num_batched_tokens", [100, 128, 512, 2048])
 def test_in_chunks_of_any_size(alone: list[Answer], max_num_batched_tokens: int) -> None:
     """An engine for each takes half a minute."""
@@ -254,36 +247,22 @@ def test_evicted_blocks_are_found_up_to_a_snapshot(cramped: EngineCore) -> None:
     assert answer_of(news) == cold
 
 
+def make_random(number: int) -> list[EngineCoreRequest]:
+    rng = random.Random(number)
+    return [
+        ask(f"{one}", rng.choice(PROMPTS)[: rng.randint(1, 3)], max_tokens=rng.randint(1, 12))
+        for one in range(number)
+    ]
+
+
 def test_random_requests_stay_within_what_was_planned(cramped: EngineCore) -> None:
-    check_random(cramped, 40)
+    check_random(cramped, make_random(40))
 
 
 @pytest.mark.slow
 def test_1000_random_requests_stay_within_what_was_planned(cramped: EngineCore) -> None:
     """Full counts: the same in minutes."""
-    check_random(cramped, 1000)
-
-
-def check_random(core: EngineCore, number: int) -> None:
-    rng, slots = random.Random(number), core._scheduler.state_slots
-    assert slots is not None
-    to_come = [
-        ask(f"{one}", rng.choice(PROMPTS)[: rng.randint(1, 3)], max_tokens=rng.randint(1, 12))
-        for one in range(number)
-    ]
-    open_ids: list[str] = []
-    while to_come or core.has_unfinished():
-        if to_come and rng.random() < 0.4:
-            request = to_come.pop()
-            open_ids.append(request.request_id)
-            core.add_request(request)
-        if open_ids and rng.random() < 0.05:
-            core.abort([rng.choice(open_ids)])
-        core.step()
-        assert slots.num_running == len(core._scheduler.running)
-        assert slots.num_running + slots.num_snapshots <= slots.num_slots == 6
-    assert slots.num_running == 0
-    assert core.compilations == 0
+    check_random(cramped, make_random(1000))
 
 
 def test_a_failed_step_and_new_weights_forget_snapshots(

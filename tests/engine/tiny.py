@@ -175,6 +175,7 @@ def engine_config(
     enable_prefix_caching: bool = True,
     kv_offload_gb: float = 0.0,
     kv_offload_dir: Path | None = None,
+    num_state_snapshots: int = 16,
     precompile: Precompile | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
@@ -196,6 +197,7 @@ def engine_config(
             enable_prefix_caching=enable_prefix_caching,
             kv_offload_gb=kv_offload_gb,
             kv_offload_dir=kv_offload_dir,
+            num_state_snapshots=num_state_snapshots,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduler
