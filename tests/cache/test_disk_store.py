@@ -153,8 +153,8 @@ def test_damage_of_any_byte_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureF
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
             caplog.clear()
             assert store.get(b"key") is None
-            (record,) = caplog.records
-            assert record.name == LOGGER
+            # Another test's engine may log from a thread of its own.
+            (record,) = (one for one in caplog.records if one.name == LOGGER)
             assert "damaged" in record.getMessage()
             assert not path.exists()
         assert store.stats.damaged == len(whole)
