@@ -32,6 +32,7 @@ from mmjax.processing.tensors.fields import (
     MultiModalSharedField,
 )
 from mmjax.processing.tensors.inputs import ItemData, SharedItem
+from tests.cache.logs import find_records
 from tests.cache.shm_kit import PAGE, UPDATES, feature, make_item, over_the_bridge, put, read
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
@@ -194,7 +195,7 @@ def test_too_large_an_item_goes_by_message(sender, receiver, caplog):
         for name in "bc":
             item = put(sender, name, num_bytes=3 * PAGE + 1)
             assert read(receiver, item) is item
-    (record,) = caplog.records
+    (record,) = find_records(caplog)
     assert "`--mm-shm-cache-max-object-size-mb`" in record.message
     assert sender.is_cached("abc") == [True, False, False]
 
@@ -256,7 +257,7 @@ def test_where_memory_ends_others_make_room(tmp_path, monkeypatch, caplog):
         assert sender.is_cached("789") == [False, True, True]
         assert put(sender, "large", num_bytes=4 * PAGE) == make_item(num_bytes=4 * PAGE)
     assert "no more shared memory" in caplog.text
-    assert len(caplog.records) == 1
+    assert len(find_records(caplog)) == 1
     sender.close()
 
 
