@@ -20,7 +20,6 @@ from mmjax.cache.disk_store import DiskStore
 from mmjax.errors import ConfigError
 from tests.cache.logs import find_records
 
-LOGGER = "mmjax.cache.disk_store"
 LIMIT = 2**20
 
 
