@@ -32,10 +32,7 @@ help: ## say what there is
 serve: $(VENV)/.serve ## answer questions about pictures on http://127.0.0.1:8000 (MODEL=, PORT=, ARGS=)
 	@$(BIN)/python -m mmjax.serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: lint suite ## run everything that CI runs
-
-.PHONY: suite
-suite: chromium $(VENV)/.dev
+test: chromium lint ## run everything that CI runs
 	@$(PYTEST) -m "not slow and not hub"
 
 test-slow: chromium lint $(VENV)/.ray $(VENV)/.docs ## the same with full counts
