@@ -7,10 +7,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from mmjax.layers.gpu.capability import compiles_triton
+
 Backend = Literal["xla", "ragged", "triton", "cudnn"]
 """Plain XLA on any platform; the kernels for paged attention on TPU and CUDA; cuDNN for dense."""
 
-_AMPERE = 8.0
 _CUDA = ("cuda", "gpu")
 _MAX_TRITON_ROW = 1152
 """Bytes of a key, as DeepSeek's latent has in bfloat16: the smallest tiles of wider ones would not
@@ -49,27 +50,10 @@ def _ragged_takes(num_kv_heads: int, dtype: Any) -> bool:
 
 
 def triton_takes(head_dim: int, dtype: Any) -> bool:
-    """Return whether our kernels for CUDA can be used, which Triton compiles from Ampere on."""
+    """Return whether our kernels for CUDA take such keys."""
     is_known = any(dtype == known for known in (jnp.float32, *_HALF))
     fits = head_dim * jnp.dtype(dtype).itemsize <= _MAX_TRITON_ROW
-    return is_known and fits and _capability() >= _AMPERE and _has_pallas_triton()
-
-
-@cache
-def _has_pallas_triton() -> bool:
-    """Return whether this version of JAX has the backend: it is deprecated from JAX 0.11 on."""
-    return find_spec("jax.experimental.pallas.triton") is not None
-
-
-def _capability() -> float:
-    """Return the GPU's compute capability; 0 for AMD's GPUs, which have names instead."""
-    name = str(gpu_attribute("compute_capability", 9.0))
-    return float(name) if name[0].isdigit() else 0.0
-
-
-def gpu_attribute(name: str, of_hopper: Any) -> Any:
-    """Return an attribute of the GPU; an H100's where programs are lowered without one."""
-    return getattr(jax.local_devices()[0], name, of_hopper)
+    return is_known and fits and compiles_triton()
 
 
 @cache

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.layers.attention.backend import gpu_attribute
 from mmjax.layers.attention.paged import MASKED, apply_soft_cap
+from mmjax.layers.gpu.capability import gpu_attribute
 
 LEAST = 16
 """Rows, and columns, of the smallest product of tensor cores."""

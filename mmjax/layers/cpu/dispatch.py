@@ -1,4 +1,4 @@
-"""Choose at lowering between a kernel in C++ and XLA's programs.
+"""Choose at lowering between a kernel and XLA's programs.
 
 A primitive of JAX, since only lowering knows the platform and over how many devices a program
 runs: XLA does not know how to divide a kernel among devices.
@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from mmjax.layers.cpu.library import find_kernels
+from mmjax.layers.gpu.capability import compiles_triton
 
 Form = Callable[..., Array]
 """One way to compute an array of others."""
@@ -21,22 +22,25 @@ Form = Callable[..., Array]
 _kernel_p = Primitive("mmjax_kernel")
 
 
-def by_platform(*args: Any, kernel: Form, cpu: Form, default: Form) -> Array:
+def by_platform(
+    *args: Any, kernel: Form, cpu: Form, default: Form, gpu: Form | None = None
+) -> Array:
     """Return `kernel(*args)` on one CPU that has the kernels; `args` are pytrees of arrays.
 
-    `cpu`: on other CPUs, and over several; `default`: on all other platforms, under `vmap` and
-    where gradients are taken. All give an array of one shape and dtype.
+    `cpu`: on other CPUs, and over several; `gpu`: on one GPU of CUDA for which Triton compiles;
+    `default`: on all other platforms, under `vmap` and where gradients are taken. All give an array
+    of one shape and dtype.
     """
     leaves, tree = jax.tree.flatten(args)
 
     def of_leaves(form: Form) -> Form:
         return lambda *leaves: form(*jax.tree.unflatten(tree, leaves))
 
-    forms = {"kernel": kernel, "cpu": cpu, "default": default}
+    forms = {"kernel": kernel, "cpu": cpu, "default": default, "gpu": gpu or default}
     return _kernel_p.bind(*leaves, **{name: of_leaves(form) for name, form in forms.items()})
 
 
-def _compute(*args: Array, kernel: Form, cpu: Form, default: Form) -> Array:
+def _compute(*args: Array, kernel: Form, cpu: Form, default: Form, **_: Any) -> Array:
     if jax.default_backend() != "cpu":
         return default(*args)
     return (kernel if find_kernels() is not None else cpu)(*args)
@@ -57,9 +61,18 @@ def _lower_elsewhere(ctx: Any, *args: Any, default: Form, **_: Any) -> Any:
 
 
 def _lower_for_cpu(ctx: Any, *args: Any, kernel: Form, cpu: Form, **_: Any) -> Any:
-    num_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-    has_kernel = num_devices == 1 and find_kernels() is not None
+    has_kernel = _is_alone(ctx) and find_kernels() is not None
     return _lower(kernel if has_kernel else cpu, ctx, *args)
+
+
+def _lower_for_cuda(ctx: Any, *args: Any, gpu: Form, default: Form, **_: Any) -> Any:
+    has_kernel = _is_alone(ctx) and compiles_triton()
+    return _lower(gpu if has_kernel else default, ctx, *args)
+
+
+def _is_alone(ctx: Any) -> bool:
+    """Return whether the program runs on one device."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
 
 
 def _batch(args: Any, axes: Any, *, default: Form, **_: Any) -> Any:
@@ -76,3 +89,4 @@ batching.primitive_batchers[_kernel_p] = _batch
 ad.primitive_jvps[_kernel_p] = _differentiate
 mlir.register_lowering(_kernel_p, _lower_elsewhere)
 mlir.register_lowering(_kernel_p, _lower_for_cpu, platform="cpu")
+mlir.register_lowering(_kernel_p, _lower_for_cuda, platform="cuda")

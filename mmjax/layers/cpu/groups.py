@@ -16,15 +16,14 @@ from jaxtyping import Array, Float, Int32
 
 from mmjax.layers.cpu.dispatch import by_platform
 from mmjax.layers.cpu.product import MAX_FEW_ROWS, MIN_WEIGHT_SIZE, product
+from mmjax.layers.gpu.nibbles import MIDDLE, PACK, nibble_product, takes
 from mmjax.rounding import cdiv
 
 Code = Literal["uint4", "uint8", "float8"]
 
 GROUP_STEP = 32
 """Groups are of a multiple of it, unless a row is one group: what kernels read at a time."""
-_PACK = 64
-"""Codes of 4 bits that share 32 bytes: the first 32 of them are the low halves, then the high."""
-_MIDDLES = MappingProxyType({"uint4": 8, "uint8": 128})
+_MIDDLES = MappingProxyType({"uint4": MIDDLE, "uint8": 128})
 """The zero of codes without zeros of their own."""
 
 
@@ -49,7 +48,7 @@ class Layout:
     def describe(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return `{suffix of a parameter's name: its shape and dtype}` of weights `[..., F, D]`."""
         *lead, width = shape
-        row = cdiv(width, _PACK) * _PACK // 2 if self.code == "uint4" else width
+        row = cdiv(width, PACK) * PACK // 2 if self.code == "uint4" else width
         groups = self.num_groups(width)
         code_dtype = jnp.float8_e4m3fn if self.code == "float8" else jnp.uint8
         arrays: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -113,9 +112,9 @@ def find_grouped(module: nnx.Module, name: str, layout: Layout) -> Grouped:
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     """Return codes of 4 bits, uint8 `[..., D]`, as `Grouped.codes` has them."""
-    padding = -codes.shape[-1] % _PACK
+    padding = -codes.shape[-1] % PACK
     padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, padding)])
-    blocks = padded.reshape(*codes.shape[:-1], -1, 2, _PACK // 2)
+    blocks = padded.reshape(*codes.shape[:-1], -1, 2, PACK // 2)
     packed = blocks[..., 0, :] | (blocks[..., 1, :] << 4)
     return packed.reshape(*codes.shape[:-1], -1)
 
@@ -124,7 +123,7 @@ def dequantize(weight: Grouped, width: int, dtype: Any) -> Float[Array, "*lead F
     """Return the numbers that `weight` stands for; inputs stay as its order has them."""
     layout, codes = weight.layout, weight.codes
     if layout.code == "uint4":
-        blocks = codes.reshape(*codes.shape[:-1], -1, _PACK // 2)
+        blocks = codes.reshape(*codes.shape[:-1], -1, PACK // 2)
         halves = jnp.stack([blocks & 15, blocks >> 4], axis=-2)
         codes = halves.reshape(*codes.shape[:-1], -1)[..., :width]
     numbers = codes.astype(jnp.float32)
@@ -146,7 +145,8 @@ def grouped_product(x: Float[Array, "T D"], weight: Grouped) -> Float[Array, "T 
         x = x[:, weight.order]
     is_large = weight.codes.shape[0] * x.shape[1] >= MIN_WEIGHT_SIZE
     if is_large and 0 < x.shape[0] <= MAX_FEW_ROWS and has_expert_kernel(x):
-        return by_platform(x, weight, kernel=_by_kernel, cpu=_by_xla, default=_by_xla)
+        gpu = _by_triton if takes(x, weight.layout.code) else _by_xla
+        return by_platform(x, weight, kernel=_by_kernel, cpu=_by_xla, default=_by_xla, gpu=gpu)
     return _by_xla(x, weight)
 
 
@@ -175,6 +175,11 @@ def order_rows(
 def _by_xla(x: Array, weight: Grouped) -> Array:
     whole = dequantize(weight, x.shape[1], x.dtype)
     return product(x, whole, jnp.dtype(jnp.float32))
+
+
+def _by_triton(x: Array, weight: Grouped) -> Array:
+    arrays = (weight.codes, weight.scale, weight.zero)
+    return nibble_product(x, *arrays, group_size=weight.layout.group_size)
 
 
 def _by_kernel(x: Array, weight: Grouped) -> Array:

@@ -1,0 +1,49 @@
+"""The kernel for weights of 4 bits on CUDA is XLA's product; interpreted without a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.layers.cpu.groups import Grouped, Layout, dequantize, grouped_product, pack_nibbles
+from mmjax.layers.gpu.nibbles import nibble_product
+from tests.layers.on_gpu import as_on_gpu
+
+
+def draw(shape: tuple[int, int], layout: Layout) -> Grouped:
+    """Return random codes, scales and zeros."""
+    rng = np.random.default_rng(sum(shape))
+    groups = (shape[0], layout.num_groups(shape[1]))
+    return Grouped(
+        layout=layout,
+        codes=jnp.asarray(pack_nibbles(rng.integers(0, 16, shape, np.uint8))),
+        scale=jnp.asarray(rng.uniform(0.5, 2.0, groups), layout.scale_dtype),
+        zero=jnp.asarray(rng.integers(0, 16, groups, np.uint8)) if layout.has_zero else None,
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16])
+@pytest.mark.parametrize(
+    ("shape", "group_size", "has_zero"),
+    [((64, 256), 32, False), ((200, 1000), 32, True), ((72, 640), 128, True), ((5, 70), 0, False)],
+)
+def test_it_is_the_product_with_dequantized_weights(
+    num_rows: int, shape: tuple[int, int], group_size: int, has_zero: bool
+):
+    layout = Layout(code="uint4", group_size=group_size, has_zero=has_zero)
+    weight = draw(shape, layout)
+    x = jax.random.normal(jax.random.key(0), (num_rows, shape[1]), jnp.bfloat16)
+    whole = dequantize(weight, shape[1], jnp.bfloat16).astype(jnp.float32)
+    expected = x.astype(jnp.float32) @ whole.T
+    arrays = (weight.codes, weight.scale, weight.zero)
+    is_interpreted = jax.default_backend() == "cpu"
+    got = nibble_product(x, *arrays, group_size=group_size, interpret=is_interpreted)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_a_product_of_few_rows_is_lowered_to_it():
+    weight = draw((1024, 1024), Layout(code="uint4", group_size=32))
+    x = jnp.ones((2, 1024), jnp.bfloat16)
+    with as_on_gpu():
+        text = jax.jit(grouped_product).trace(x, weight).lower(lowering_platforms=("cuda",))
+    assert "__gpu$xla.gpu.triton" in text.as_text()
