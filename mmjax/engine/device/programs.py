@@ -195,9 +195,7 @@ class Programs:
 
         described = flatten_params(self.params)
         self._readers = {
-            "step": partial(
-                step, graphdef, self.adapted, self._is_small(placement, model, is_tower=False)
-            ),
+            "step": partial(step, graphdef, self.adapted, self._adds_row_to_one(placement, model)),
             "sample": partial(sample, graphdef, self.adapted, placement, logprobs_mode),
             "pool": partial(pool_rows, graphdef),
         }
@@ -267,6 +265,15 @@ class Programs:
             for part in spec.states
         )
         return (*[heads] * len(spec.layers), *states)
+
+    @classmethod
+    def _adds_row_to_one(cls, placement: Placement, model: Any) -> bool:
+        """Return whether a lone token is computed beside padding (`step`).
+
+        On a GPU XLA makes a quarter fewer kernels of two rows than of one, whose norms it does not
+        fuse and whose products it adds up without matrix units (docs/performance.md).
+        """
+        return placement.platform == "gpu" or cls._is_small(placement, model, is_tower=False)
 
     @staticmethod
     def _is_small(placement: Placement, model: Any, *, is_tower: bool) -> bool:
