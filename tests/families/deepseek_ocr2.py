@@ -20,7 +20,16 @@ from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, assemble, call_processor
 from tests.families.published import MODULE, Published
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
+from tests.families.tiny import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    Parts,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    joined,
+)
 from tests.oracle import fill_with_unit_norms
 
 IMAGE_TOKEN = 95
@@ -126,8 +135,23 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     return {"text": {"hidden_size": width, "num_attention_heads": num_heads}}
 
 
+class DeepseekOcr2Family(TinyFamily):
+    """Prompts about images are much longer than the answers of tests."""
+
+    @property
+    def workload(self) -> list[Parts]:
+        """The usual prompts, the longest first, and text alone behind it.
+
+        A prompt starts where all of it has room: of two about images that fit beside each other,
+        one is answered before the other is computed. Text fits into what the longest leaves of a
+        small cache, and its blocks are then taken from it.
+        """
+        first, text, longest, *others = super().workload
+        return [longest, text, first, *others]
+
+
 fill = partial(fill_with_unit_norms, sharpness=1.4)
-TINY = TinyFamily(
+TINY = DeepseekOcr2Family(
     name="deepseek_ocr2",
     model_class=ours.DeepseekOcr2ForConditionalGeneration,
     reference_class=DeepseekOcr2ForConditionalGeneration,

@@ -85,6 +85,16 @@ def count_least_blocks(model: TinyModel, max_model_len: int, block_size: int = 8
     return cdiv(max_model_len, block_size) + cdiv(model.paged.max_encoder_len, block_size)
 
 
+def cramp(model: TinyModel, samples: Sequence[Sample], max_tokens: int) -> dict[str, int]:
+    """Return sizes of an engine that holds the longest of some requests, and one block more.
+
+    Requests that it serves at once must preempt each other: in room for a family's longest prompt
+    some families' prompts of these tests lie side by side.
+    """
+    longest = max(len(sample.token_ids) for sample in samples) + max_tokens
+    return {"max_model_len": longest, "num_blocks": count_least_blocks(model, longest) + 1}
+
+
 def find_modality(tensors: Iterable[str]) -> str:
     """Return an item's modality, by the names of its tensors."""
     if "input_features" in tensors:

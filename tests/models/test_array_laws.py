@@ -21,7 +21,7 @@ from mmjax.parity.reference import calls_by_modality, generate_reference, run_re
 from mmjax.rounding import cdiv
 from tests.families import ALL_FAMILIES, NEAR, TINY_FAMILIES, served_model
 from tests.families.tiny import Parts, TinyFamily, TinyModel
-from tests.models.served import count_least_blocks, make_request, serve, start_engine
+from tests.models.served import cramp, make_request, serve, start_engine
 from tests.oracle import TOLERANCE, assert_close
 
 WITH_GOLDEN_MODELS = {"deepseek_vl2", "molmo", "qwen_vl"}
@@ -168,18 +168,15 @@ ENGINES = [
 @pytest.mark.parametrize("settings", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
-    model, is_cramped = served_model(name), settings.get("is_cramped", False)
+    model, settings = served_model(name), dict(settings)
+    samples, expected = make_workload(name)
+    is_cramped = settings.pop("is_cramped", False)
+    if is_cramped:
+        settings |= cramp(model, samples, MAX_TOKENS)
     if "max_num_batched_tokens" in settings:
         chunk = max(settings["max_num_batched_tokens"], model.family.longest_run)
-        settings = {**settings, "max_num_batched_tokens": chunk}
-    core = start_engine(
-        model,
-        num_blocks=count_least_blocks(model, model.family.max_model_len) + 1
-        if is_cramped
-        else None,
-        **{key: value for key, value in settings.items() if key != "is_cramped"},
-    )
-    samples, expected = make_workload(name)
+        settings["max_num_batched_tokens"] = chunk
+    core = start_engine(model, **settings)
     batch = [make_request(f"{n}", one, max_tokens=MAX_TOKENS) for n, one in enumerate(samples)]
     assert serve(core, batch) == expected
     for request, answer in zip(batch, expected, strict=True):

@@ -15,7 +15,7 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.families import TINY_FAMILIES
 from tests.families.tiny import TinyModel
 from tests.models.adapters import EMBEDDINGS, HEAD, TEXT, TOWERS, make_adapter
-from tests.models.served import count_least_blocks, make_request, serve, start_engine
+from tests.models.served import cramp, make_request, serve, start_engine
 from tests.oracle import assert_close
 
 pytestmark = [
@@ -125,7 +125,7 @@ class AdaptedModel:
             chunk = max(settings["max_num_batched_tokens"], self.model.family.longest_run)
             settings["max_num_batched_tokens"] = chunk
         if is_cramped:
-            settings["num_blocks"] = count_least_blocks(self.model, self.model.family.max_model_len)
+            settings |= cramp(self.model, self.samples, MAX_TOKENS)
         core = start_engine(self.model, lora=lora, **settings)
         for one, path in self.paths.items():
             core.load_adapter(one, path)

@@ -15,7 +15,7 @@ from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.tiny import TinyModel
-from tests.models.served import count_least_blocks, make_request, serve, start_engine
+from tests.models.served import cramp, make_request, serve, start_engine
 
 MAX_TOKENS = 16
 ENGINES: dict[str, dict[str, Any]] = {
@@ -84,13 +84,13 @@ def test_answers_are_those_of_one_pass(name: str, engine: str):
     samples = [model.draw_sample(parts) for parts in model.family.workload]
     alone = quantize(model, "int8")
     expected = [list(alone.generate(sample, MAX_TOKENS)) for sample in samples]
-    if settings.pop("is_cramped", False):
-        settings["num_blocks"] = count_least_blocks(model, model.family.max_model_len) + 1
+    if is_cramped := settings.pop("is_cramped", False):
+        settings |= cramp(model, samples, MAX_TOKENS)
         chunk = settings["max_num_batched_tokens"]
         settings["max_num_batched_tokens"] = max(chunk, model.family.longest_run)
     core = start_engine(model, quantization="int8", **settings)
     batch = [make_request(f"{n}", one, max_tokens=MAX_TOKENS) for n, one in enumerate(samples)]
     assert serve(core, batch) == expected
     assert serve(core, batch) == expected, "out of the cache"
-    assert (core.num_preemptions > 0) == ("num_blocks" in settings)
+    assert (core.num_preemptions > 0) == is_cramped
     assert core.compilations == 0
