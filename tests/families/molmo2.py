@@ -158,6 +158,7 @@ TINY = TinyFamily(
         "image": make_cutter().find_largest({})[1],
         "video": NUM_FRAMES * make_frames().num_frame_tokens,
     },
+    max_model_len=96,
     # Two images, and the text between them.
     longest_run=2 * make_cutter().find_largest({})[1] + 16,
     max_items=2,

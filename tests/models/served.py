@@ -24,9 +24,18 @@ from tests.families.tiny import TinyModel
 
 
 def start_engine(model: TinyModel, **settings: Any) -> EngineCore:
-    """Start an engine of a row of the table; `settings` as of `start_model`."""
+    """Start an engine of a row of the table; `settings` as of `start_model`.
+
+    It has room for the largest item, and for all of a prompt's that are encoded in one step.
+    """
     family = model.family
-    sizes = {"max_model_len": family.max_model_len, **settings}
+    largest = max(family.max_embeds.values()) * count_encoded_together(model)
+    sizes = {
+        "max_model_len": family.max_model_len,
+        "max_num_encoder_input_tokens": largest,
+        "encoder_cache_size": largest,
+        **settings,
+    }
     return start_model(
         family.model_class, model.config, model.params, max_embeds=family.max_embeds, **sizes
     )
@@ -78,6 +87,11 @@ def make_config(
         max_embeds_per_item=dict(max_embeds),
     )
     return config if mm is None else config.with_mm(mm)
+
+
+def count_encoded_together(model: TinyModel) -> int:
+    """Return the items of a prompt that are encoded in one step, since they see each other."""
+    return model.family.max_items if model.paged.sees in ("all_items", "prompt") else 1
 
 
 def count_least_blocks(model: TinyModel, max_model_len: int, block_size: int = 8) -> int:
