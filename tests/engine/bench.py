@@ -25,7 +25,12 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.dense import Answer, DenseOracle
 from tests.engine.tiny import EOS, drain, tokens_of
 from tests.families.tiny import Media, Part, Parts, TinyFamily, TinyModel, Words
-from tests.models.served import count_least_blocks, make_request, start_engine
+from tests.models.served import (
+    count_encoded_together,
+    count_least_blocks,
+    make_request,
+    start_engine,
+)
 
 MAX_ANSWER = 20
 ULPS = 2e-6
@@ -63,8 +68,7 @@ class Bench:
         self.model = model
         self.largest = max(*model.family.max_embeds.values(), model.paged.max_encoder_len)
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_num_batched_tokens
-        goes_at_once = model.paged.sees in ("all_items", "prompt")
-        self.most_encoded = self.largest * (model.family.max_items if goes_at_once else 2)
+        self.most_encoded = self.largest * max(2, count_encoded_together(model))
         self.core = start_engine(
             model,
             max_model_len=choose_max_model_len(model),
@@ -199,6 +203,8 @@ class Bench:
             max_num_batched_tokens=max_num_batched_tokens,
             encoder_budget=min(encoder_rows, budget),
             keeps_runs_whole=not is_causal,
+            # As at a start: runs go in parts only of what sees nothing behind it.
+            sees="past" if is_causal else self.limits.sees,
         )
         runner.rows.reset()
         runner._builder.has_spans = not is_causal
