@@ -1,7 +1,7 @@
 """Every served family with recurrent layers: answers have the bits of a request alone.
 
 In steps of any size, from each snapshot, and preempted at any step. `test_recurrent.py` has more
-laws, over a tiny model of both kinds of layers.
+laws, over a tiny model of both kinds of layers, in the default run.
 """
 
 import random
@@ -21,8 +21,6 @@ from tests.models.served import count_least_blocks, make_request, start_engine
 
 MAX_MODEL_LEN = 320
 RECURRENT = [name for name, family in TINY_FAMILIES.items() if family.longest_run == CHUNK]
-IN_DEFAULT_RUN = {"lfm2_vl"}
-"""The fewest arrays to compile."""
 
 
 def test_the_table_has_them() -> None:
@@ -90,11 +88,7 @@ class Served:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-        for name in RECURRENT
-    ],
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
 )
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     served = Served(request.param)
@@ -139,7 +133,6 @@ def test_preempted_at_any_step(served: Served) -> None:
     assert not served.core.has_unfinished()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 100, 128, 512, 1024, 2048])
 def test_in_steps_of_any_size_and_again_from_snapshots(
@@ -160,7 +153,6 @@ def test_in_steps_of_any_size_and_again_from_snapshots(
         engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_1000_random_requests_stay_within_what_was_planned(served: Served) -> None:
     """In the smallest chunks, with blocks for a little more than the longest prompt."""
