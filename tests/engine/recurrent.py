@@ -217,6 +217,23 @@ def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Answe
     return [answer_of(news[request.request_id]) for request in requests]
 
 
+def serve_found(core: EngineCore, request: EngineCoreRequest) -> tuple[int, Answer]:
+    """Serve one request; return how many of its tokens were found, and its answer."""
+    core.add_request(request)
+    news = drain(core)[request.request_id]
+    return news[0].num_cached_tokens, answer_of(news)
+
+
+def serve_preempted(core: EngineCore, request: EngineCoreRequest, after: int) -> Answer:
+    """Serve one request, which is preempted after so many steps; return its answer."""
+    core.add_request(request)
+    news = [delta for _ in range(after) for delta in core.step()]
+    for running in list(core._scheduler.running):
+        core._scheduler._preempt(running)
+    news += drain(core).get(request.request_id, [])
+    return answer_of(news)
+
+
 def answer_of(news: Sequence[RequestOutputDelta]) -> Answer:
     """Return what a request was given in all."""
     logprobs = [one for delta in news for one in delta.new_logprobs or ()]

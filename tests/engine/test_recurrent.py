@@ -23,6 +23,8 @@ from tests.engine.recurrent import (
     recurrent_engine,
     recurrent_params,
     serve,
+    serve_found,
+    serve_preempted,
 )
 from tests.engine.tiny import drain, message
 
@@ -95,11 +97,9 @@ def test_programs_that_run_ahead_change_no_state(cramped: EngineCore, alone: lis
     cramped.step()
     while cramped.is_warming:
         cramped.step()
-    request = ask("after", PROMPTS[0])
-    cramped.add_request(request)
-    news = drain(cramped)["after"]
-    assert answer_of(news) == alone[0]
-    assert news[0].num_cached_tokens
+    num_found, answer = serve_found(cramped, ask("after", PROMPTS[0]))
+    assert answer == alone[0]
+    assert num_found
 
 
 def dense_logprobs(token_ids: list[int]) -> np.ndarray:
@@ -151,10 +151,7 @@ def test_a_second_turn_begins_at_the_snapshot(roomy: EngineCore) -> None:
     (cold,) = serve(roomy, [ask("cold", second)])
     roomy.reset_prefix_cache()
     serve(roomy, [ask("first", first)])
-    roomy.add_request(ask("second", second))
-    news = drain(roomy)["second"]
-    assert news[0].num_cached_tokens == 192
-    assert answer_of(news) == cold
+    assert serve_found(roomy, ask("second", second)) == (192, cold)
 
 
 def test_another_question_about_a_picture_begins_behind_it(roomy: EngineCore) -> None:
@@ -163,10 +160,7 @@ def test_another_question_about_a_picture_begins_behind_it(roomy: EngineCore) ->
     (cold,) = serve(roomy, [ask("cold", [*parts, words(32, 70)])])
     roomy.reset_prefix_cache()
     serve(roomy, [ask("one", [*parts, words(31, 80)])])
-    roomy.add_request(ask("two", [*parts, words(32, 70)]))
-    news = drain(roomy)["two"]
-    assert news[0].num_cached_tokens == 128
-    assert answer_of(news) == cold
+    assert serve_found(roomy, ask("two", [*parts, words(32, 70)])) == (128, cold)
 
 
 @pytest.mark.parametrize("num_shared", [63, 64, 129, 192])
@@ -176,10 +170,7 @@ def test_a_hit_at_each_snapshot_there_may_be(roomy: EngineCore, num_shared: int)
     (cold,) = serve(roomy, [ask("cold", [prompt])])
     roomy.reset_prefix_cache()
     serve(roomy, [ask("shared", [prompt[:num_shared]])])
-    roomy.add_request(ask("hit", [prompt]))
-    news = drain(roomy)["hit"]
-    assert news[0].num_cached_tokens == (num_shared - 1) // 64 * 64
-    assert answer_of(news) == cold
+    assert serve_found(roomy, ask("hit", [prompt])) == ((num_shared - 1) // 64 * 64, cold)
 
 
 def test_an_answer_is_no_prefix(roomy: EngineCore) -> None:
@@ -188,13 +179,12 @@ def test_an_answer_is_no_prefix(roomy: EngineCore) -> None:
     prompt = words(50, 60)
     (found,) = serve(roomy, [ask("first", [prompt], max_tokens=100)])
     longer = prompt + [token for token, _ in found]
-    roomy.add_request(ask("second", [longer]))
-    news = drain(roomy)["second"]
-    assert news[0].num_cached_tokens == 0
+    num_found, second = serve_found(roomy, ask("second", [longer]))
+    assert num_found == 0
     # It begins at the second one's snapshot, and must not find the first one's blocks.
     (third,) = serve(roomy, [ask("third", [longer])])
     roomy.reset_prefix_cache()
-    assert serve(roomy, [ask("cold", [longer])]) == [answer_of(news)] == [third]
+    assert serve(roomy, [ask("cold", [longer])]) == [second] == [third]
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 9, 12])
@@ -203,12 +193,8 @@ def test_preempted_at_any_step(roomy: EngineCore, after: int) -> None:
     roomy.reset_prefix_cache()
     (expected,) = serve(roomy, [ask("whole", parts, max_tokens=10)])
     roomy.reset_prefix_cache()
-    roomy.add_request(ask("preempted", parts, max_tokens=10))
-    news = [delta for _ in range(after) for delta in roomy.step()]
-    for request in list(roomy._scheduler.running):
-        roomy._scheduler._preempt(request)
-    news += drain(roomy).get("preempted", [])
-    assert answer_of(news) == expected
+    request = ask("preempted", parts, max_tokens=10)
+    assert serve_preempted(roomy, request, after) == expected
 
 
 @pytest.mark.parametrize("num_known", [1, 5, 9])
@@ -240,11 +226,8 @@ def test_evicted_blocks_are_found_up_to_a_snapshot(cramped: EngineCore) -> None:
     cramped.reset_prefix_cache()
     serve(cramped, [ask("first", [prompt]), ask("other", [words(82, 290)])])
     before = cramped.stats().kv_offload_hits
-    cramped.add_request(ask("second", [prompt, words(81, 30)]))
-    news = drain(cramped)["second"]
-    assert news[0].num_cached_tokens == 192
+    assert serve_found(cramped, ask("second", [prompt, words(81, 30)])) == (192, cold)
     assert cramped.stats().kv_offload_hits > before
-    assert answer_of(news) == cold
 
 
 def make_random(number: int) -> list[EngineCoreRequest]:
