@@ -161,35 +161,22 @@ def encode(
 
 
 def with_read_params(function: Any, described: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
-    """Return a function whose `params` are those that it reads, by name; `described`: of all.
+    """Return a function whose `params` are some, by name or as a tree; `described`: of all.
 
-    A call costs the host time for each array that it is given. In place of the others stand zeros,
-    which XLA drops.
+    In place of those that it does not read stand zeros, which XLA drops. A call costs the host time
+    for each array that it is given; an encoder without its model does not hold the others.
     """
 
     @wraps(function.func)
-    def call(*, params: Mapping[str, Array], **arguments: Any) -> Any:
+    def call(*, params: Params, **arguments: Any) -> Any:
+        given = flatten_params(params)
         leaves = {
-            name: params[name] if name in params else jnp.zeros(leaf.shape, leaf.dtype)
+            name: given[name] if name in given else jnp.zeros(leaf.shape, leaf.dtype)
             for name, leaf in described.items()
         }
         return function(params=unflatten_params(leaves), **arguments)
 
     return call
-
-
-def encode_alone(
-    graphdef: Any,
-    unread: Mapping[str, jax.ShapeDtypeStruct],
-    compute: Compute,
-    *,
-    params: Params,
-    **arguments: Any,
-) -> tuple[Array, Array]:
-    """Return what `encode` returns, where only the parameters are held that it reads."""
-    leaves = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in unread.items()}
-    whole = unflatten_params({**flatten_params(params), **leaves})
-    return encode(graphdef, None, compute, params=whole, returns_rows=True, **arguments)
 
 
 def encode_prompts(

@@ -33,7 +33,6 @@ from mmjax.engine.device.functions import (
     align,
     copy_states,
     encode,
-    encode_alone,
     encode_prompts,
     gather_blocks,
     load_adapter,
@@ -178,7 +177,7 @@ class Programs:
         )
 
     def _jit(self, model: Any, logprobs_mode: LogprobsMode) -> None:
-        graphdef, placement, keeps = self._shape.graphdef, self.placement, self.keeps_rows
+        graphdef, placement = self._shape.graphdef, self.placement
         # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
         kv_cache = self._shard_cache(model.kv_cache_spec)
@@ -188,12 +187,13 @@ class Programs:
             exact = with_exact_products(function, placement.platform, self._shape.dtype)
             return jax.jit(exact, compiler_options=compiler_options(placement.platform), **options)
 
-        def make_encode(compute: Any) -> Any:
-            if self._unread:
-                return partial(encode_alone, graphdef, self._unread, compute)
-            return partial(encode, graphdef, self.adapted, compute, returns_rows=keeps)
+        described = flatten_params(self.params) | self._unread
 
-        described = flatten_params(self.params)
+        def make_encode(compute: Any) -> Any:
+            returns_rows = self.keeps_rows or bool(self._unread)
+            function = partial(encode, graphdef, self.adapted, compute, returns_rows=returns_rows)
+            return with_read_params(function, described) if self._unread else function
+
         self._readers = {
             "step": partial(step, graphdef, self.adapted, self._adds_row_to_one(placement, model)),
             "sample": partial(sample, graphdef, self.adapted, placement, logprobs_mode),
