@@ -145,6 +145,39 @@ def test_50_kills_of_recurrent_states(family: Family, tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_while_blocks_are_written_to_a_directory(tmp_path: Path) -> None:
+    """The device holds fewer blocks than are asked for; what a dead process left is read or missed.
+
+    A file that it was writing is nobody's block.
+    """
+    folder, rng, numbers = tmp_path / "kv", random.Random(0), range(9)
+    directory = ("--kv-offload-gb", "0.01", "--kv-offload-dir", str(folder))
+    small = ("--kv-cache-memory-bytes", "1500000", "--precompile", "none", *FEW)
+
+    async def body() -> None:
+        async with serving(default_config(*small)) as service:
+            expected = await ask_all(service, numbers, 32)
+        async with serving(default_config(*small, *directory), has_standby=True) as service:
+            num_files = 0
+            for number in range(8):
+                asked = asyncio.create_task(ask_all(service, numbers, 32))
+                await until_tokens(service, rng.randrange(1, 200))
+                await service.kill()
+                assert await asked == expected, f"{number=}"
+                found = len([*folder.glob("*.mmjax")])
+                assert found >= num_files, "blocks outlive the process"
+                num_files = found
+            assert await ask_all(service, numbers, 32) == expected
+            heartbeat = service.supervisor.heartbeat
+            assert heartbeat is not None
+            assert heartbeat.kv_files_hits > 0
+            assert service.supervisor.num_restarts == 8
+
+    asyncio.run(body())
+
+
 async def embed(service: Service, number: int) -> bytes:
     """Return the vectors of a prompt: one, or one for each token."""
     service.num_requests += 1
