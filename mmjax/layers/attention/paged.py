@@ -25,7 +25,8 @@ block an iteration, which is faster; below, it sums in the order of prefill, bit
 
 COLUMNS_ALIKE = 64
 """XLA gives products of few and of many rows to CPU kernels that add alike where the right side has
-at most 16 columns or a multiple of this; not with 24, 32, 48 or 80, as heads may have."""
+16 columns or a multiple of this; not with 24, 32, 48 or 80, as heads may have, and on CPUs without
+AVX-512 not with 8."""
 
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z _value"]]
 """State of an online softmax: running maximum, sum of weights, weighted values."""
@@ -193,7 +194,7 @@ def _add_gaps(tiles: Tiles, metadata: PagedAttentionMetadata, group: int) -> Til
 
 def _columns_alike(width: int) -> int:
     """Return how wide a product must be for a row to add alike in tiles of any number of rows."""
-    return width if width <= 16 else round_up(width, COLUMNS_ALIKE)
+    return round_up(width, 16 if width <= 16 else COLUMNS_ALIKE)
 
 
 def _pad_single_row(tiles: Tiles) -> Tiles:
