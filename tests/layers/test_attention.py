@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmjax.engine.device.compilation import compiler_options
 from mmjax.layers.attention.api import DenseAttentionMetadata, attention, dense_attention
 from mmjax.layers.attention.dense import CACHED_SCORES, MANY_SCORES
 from mmjax.layers.attention.kv_cache import TransposedCache
@@ -124,6 +125,24 @@ def test_neighbours_never_matter_when_decoding(seed: int):
     alone, _ = attend(lay_out_decoding([first]), **OPTIONS["window"])
     crowded, _ = attend(lay_out_decoding([*others, first], seed=seed + 1), **OPTIONS["window"])
     np.testing.assert_array_equal(alone[0], crowded[-1])
+
+
+@pytest.mark.parametrize("head_dim", [4, 8, 16, 24, 48, 64])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_a_row_has_the_same_bits_in_tiles_of_any_size(head_dim: int, num_kv_heads: int):
+    chunk = draw_causal_chunk(np.random.default_rng(0), 0, 96, Heads(4, num_kv_heads, head_dim))
+    whole, *others = [attend_causally(chunk, tile) for tile in (64, 32, 16, 8)]
+    for other in others:
+        np.testing.assert_array_equal(whole, other)
+
+
+def attend_causally(chunk: Chunk, tile: int) -> np.ndarray:
+    """Return what a lone chunk's new tokens attend to."""
+    num_tokens = 4 if tile == 1 else 128
+    (out,), _ = attend(
+        lay_out([chunk], num_tokens=num_tokens, num_requests=4, tile=tile), scale=0.3
+    )
+    return out
 
 
 @pytest.mark.parametrize("seed", range(4))
