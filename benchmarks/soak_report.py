@@ -117,10 +117,18 @@ def slope(points: Points) -> float:
 
 
 def find_unexpected_lines(log: str) -> list[str]:
-    """Return the log's lines that tell of a fault which nobody has caused."""
+    """Return the log's lines that tell of a fault which nobody has caused; tracebacks whole."""
     marks = ("ERROR", "CRITICAL", "Traceback", "leaked", "Warning:")
-    lines = [line for line in log.splitlines() if any(mark in line for mark in marks)]
-    return [line for line in lines if not any(part in line for part in _EXPECTED_LINES)]
+    found, in_traceback = [], False
+    lines = log.splitlines()
+    for before, line in zip(["", *lines], lines, strict=False):
+        is_first = "Traceback" in line
+        if is_first and before not in found:
+            found.append(before)  # it says where an exception was that nobody caught
+        if is_first or in_traceback or any(mark in line for mark in marks):
+            found.append(line)
+        in_traceback = is_first or (in_traceback and line.startswith(" "))
+    return [line for line in found if line and not any(part in line for part in _EXPECTED_LINES)]
 
 
 # ---- reports -------------------------------------------------------------------------------------

@@ -99,6 +99,16 @@ UserWarning: resource_tracker: There appear to be 1 leaked semaphore objects"""
     assert len(find_unexpected_lines(log)) == 2
 
 
+def test_an_exception_is_told_whole() -> None:
+    told = """Exception in thread heartbeat:
+Traceback (most recent call last):
+  File "a.py", line 3, in run
+    self.send()
+OSError: no such thread"""
+    log = f"INFO a line\n{told}\nINFO another"
+    assert find_unexpected_lines(log) == told.splitlines()
+
+
 def test_the_plot_has_all_panels() -> None:
     root = ET.fromstring(plot(make_record(), "a title"))
     texts = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text")]
