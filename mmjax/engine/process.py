@@ -396,12 +396,13 @@ class HeartbeatThread:
 
     def _send_stats(self, sender: Sender) -> None:
         try:
-            stats = self._loop.core.stats()
+            beat = msgspec.structs.replace(self._loop.core.stats(), loop=self._see_loop())
         except Exception:
             # Without heartbeats P0 would restart P1.
             logger.exception("the engine has no statistics")
-            stats = Heartbeat(num_running=0, num_waiting=0, kv_cache_usage=0.0, num_compilations=0)
-        sender.send(msgspec.structs.replace(stats, loop=self._see_loop()))
+            beat = Heartbeat(num_running=0, num_waiting=0, kv_cache_usage=0.0, num_compilations=0)
+            beat = msgspec.structs.replace(beat, loop=self._loop.state)
+        sender.send(beat)
 
     def _see_loop(self) -> LoopState:
         """Return the loop's state with the age of its turn."""

@@ -305,6 +305,18 @@ def test_figures_that_cannot_be_had_do_not_stop_the_heart(
     assert [frontend.receive(Heartbeat).num_running for _ in range(2)] == [0, 0]
 
 
+def test_a_look_at_threads_that_fails_does_not_stop_the_heart(
+    frontend: Frontend, core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no such thread")
+
+    monkeypatch.setattr(HeartbeatThread, "_see_loop", fail)
+    frontend.serve(core)
+    turns = [frontend.receive(Heartbeat, timeout_s=5.0).loop.num_turns for _ in range(4)]
+    assert turns[-1] > turns[0], "P0 still learns that the loop goes on"
+
+
 def test_what_a_step_computes_is_noted_before_it(
     frontend: Frontend, core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

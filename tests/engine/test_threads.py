@@ -32,6 +32,38 @@ def test_a_step_that_works_is_seen_to_work() -> None:
     assert all(looks and all(looks) for looks in works.values()), works
 
 
+def test_looks_survive_collections_that_let_other_threads_go_on() -> None:
+    """A look must not make objects of frames: they may be gone when a collection has ended."""
+    code = """
+import gc, os, sys, threading, time
+from mmjax.engine.device.threads import DeviceThreads, StepThreads
+
+def call(depth):
+    files = [open(os.devnull) for _ in range(3)]
+    if depth:
+        call(depth - 1)
+
+def work():
+    while True:
+        call(5)
+
+threads = StepThreads(DeviceThreads())
+gc.callbacks.append(lambda *_: time.sleep(1e-5))
+gc.set_threshold(20)
+sys.setswitchinterval(1e-5)
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+end = time.monotonic() + 8
+while time.monotonic() < end:
+    threads.look()
+os._exit(0)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, check=False, stderr=subprocess.PIPE, env=env, timeout=200)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
 def test_a_system_that_does_not_tell_of_threads_tells_of_the_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
 ) -> None:

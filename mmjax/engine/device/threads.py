@@ -1,12 +1,13 @@
 """The threads that compute steps, as the system counts them: whether they work, or only wait."""
 
 import contextlib
-import sys
+import faulthandler
+import os
+import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import jax
@@ -20,11 +21,22 @@ MIN_BUSY_SHARE = 0.5
 """The least share of time in which they compute or queue for a CPU. A thread that sleeps, and
 looks now and then whether it may go on, queues for a while each time."""
 _TASKS = Path("/proc/self/task")
-_COMPILERS = (compiler.__file__, compilation.__file__)
-_CALLERS = (str(Path(jax.__file__).parent), str(Path(__file__).parent))
+
+
+def _as_told(path: str | Path) -> str:
+    """Return a path as `faulthandler` writes it."""
+    return str(path).encode("ascii", "backslashreplace").decode()
+
+
+_COMPILERS = (_as_told(compiler.__file__), _as_told(compilation.__file__))
+_CALLERS = (_as_told(Path(jax.__file__).parent), _as_told(Path(__file__).parent))
 """Where the code lies that calls the devices, and waits for them."""
 _KERNEL_THREADS = "tf_XLAEigen"
 """The CPU's name of those that compute parts of one operation, and nothing else."""
+_MEMORY_FILES = hasattr(os, "memfd_create")
+"""Where the system has none, it has no `_TASKS`, either."""
+_THREAD_OR_FILE = re.compile(r'^(?:Current t|T)hread 0x([0-9a-f]+)|^  File "(.*)", line ', re.M)
+"""In what `faulthandler` tells: of each thread a line, then of each call, the innermost first."""
 
 
 class _Times(NamedTuple):
@@ -73,35 +85,53 @@ class StepThreads:
         """Return whether they have computed since the last look, or have waited for a CPU."""
         before, self._times = self._times, _read_times()
         elapsed, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
-        threads = self._find_threads(sys._current_frames()) & self._times.keys()
+        threads = self._find_threads(_find_files()) & self._times.keys()
         since = [self._times[one].since(before.get(one, _Times())) for one in threads]
         cpu_s = sum(one.cpu_s for one in since)
         busy_s = cpu_s + sum(one.queue_s for one in since)
         return cpu_s >= MIN_CPU_SHARE * elapsed or busy_s >= MIN_BUSY_SHARE * elapsed
 
-    def _find_threads(self, frames: dict[int, FrameType]) -> set[int]:
+    def _find_threads(self, code: Mapping[int, Sequence[str]]) -> set[int]:
         """Return the threads that the step needs now, by the code that its own one is in."""
-        files = list(_files(frames.get(self._ident)))
+        files = code.get(self._ident, ())
         if any(file in _COMPILERS for file in files):
             return self._times.keys() - {threading.get_native_id()}
         threads = {self._native_id, *self._devices.kernels}
         if files and files[0].startswith(_CALLERS):
             # A program that has called Python waits for that alone.
-            threads |= self._find_callbacks(frames) or self._devices.others
+            threads |= self._find_callbacks(code) or self._devices.others
         return threads
 
-    def _find_callbacks(self, frames: dict[int, FrameType]) -> frozenset[int]:
+    def _find_callbacks(self, code: Mapping[int, Sequence[str]]) -> frozenset[int]:
         """Return the devices' threads that run Python code, which begins in JAX for no other."""
-        begins = ((ident, list(_files(frame))[-1]) for ident, frame in frames.items())
+        begins = ((ident, files[-1]) for ident, files in code.items() if files)
         callbacks = [_native_id(ident) for ident, file in begins if file.startswith(_CALLERS[0])]
         return self._devices.others.intersection(callbacks)
 
 
-def _files(frame: FrameType | None) -> Iterable[str]:
-    """Yield the files of a thread's code, the innermost first."""
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back
+def _find_files() -> dict[int, list[str]]:
+    """Return the files of the code that each Python thread is in, the innermost first.
+
+    Not by `sys._current_frames`: it makes objects of other threads' frames. A garbage collection
+    that this starts may let these threads go on, and what is made is of frames that are no more:
+    with CPython 3.11 that ended the process by SIGSEGV.
+    """
+    if not _MEMORY_FILES:
+        return {}
+    descriptor = os.memfd_create("threads")
+    try:
+        faulthandler.dump_traceback(descriptor)
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("ascii", "replace")
+    finally:
+        os.close(descriptor)
+    files: dict[int, list[str]] = {}
+    own: list[str] = []
+    for ident, file in _THREAD_OR_FILE.findall(text):
+        if ident:
+            own = files.setdefault(int(ident, 16), [])
+        else:
+            own.append(file)
+    return files
 
 
 def _native_id(ident: int) -> int:
