@@ -120,16 +120,23 @@ def test_what_never_comes_from_p1_is_lost() -> None:
 
 SLEEPER = "import time; print(1, flush=True); time.sleep(600)"
 WORKER = "print(1, flush=True)\nwhile True: pass"
+READER = """
+import ctypes, time
+print(1, flush=True)
+ctypes.CDLL(None).vfork()  # the parent waits as for a disk, until the child ends
+time.sleep(600)
+"""
 
 
 @pytest.fixture
 def child(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-c", request.param]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         yield process
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def silent_for(pid: int, seconds: float) -> Fault | None:
@@ -143,11 +150,15 @@ def silent_for(pid: int, seconds: float) -> Fault | None:
     return fault
 
 
+def wait_for_state(pid: int, state: str) -> None:
+    """Wait: a process that has said that it runs may not sleep yet."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("child", [SLEEPER], indirect=True)
 def test_a_silent_process_that_does_nothing_hangs(child: "subprocess.Popen[str]") -> None:
-    # It has said that it runs, and may not sleep yet.
-    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-        time.sleep(0.01)
+    wait_for_state(child.pid, "S")
     assert silent_for(child.pid, TIMEOUT_S - 1) is None
     fault = silent_for(child.pid, TIMEOUT_S + 3)
     assert fault is not None
@@ -165,6 +176,15 @@ def test_a_stopped_process_was_stopped_from_outside(child: "subprocess.Popen[str
 
 @pytest.mark.parametrize("child", [WORKER], indirect=True)
 def test_a_silent_process_that_computes_has_more_time(child: "subprocess.Popen[str]") -> None:
+    assert silent_for(child.pid, MAX_BUSY_SILENCE_S - 2) is None
+    assert silent_for(child.pid, MAX_BUSY_SILENCE_S + 3) is not None
+
+
+@pytest.mark.parametrize("child", [READER], indirect=True)
+def test_a_silent_process_that_waits_for_a_disk_has_more_time(
+    child: "subprocess.Popen[str]",
+) -> None:
+    wait_for_state(child.pid, "D")
     assert silent_for(child.pid, MAX_BUSY_SILENCE_S - 2) is None
     assert silent_for(child.pid, MAX_BUSY_SILENCE_S + 3) is not None
 

@@ -13,7 +13,7 @@ from mmjax.frontend.engine_client.suspects import ExitCause
 from mmjax.transport.messages import Heartbeat, LoopState
 
 MAX_BUSY_SILENCE_S = 60.0
-"""Longest silence of a P1 that uses the CPU or waits for it."""
+"""Longest silence of a P1 that uses the CPU, or waits for it or for a disk."""
 MAX_TURN_S = 600.0
 """Longest turn, whatever the process does meanwhile: a step of a large model may take a minute."""
 NUM_LOSS_TICKS = 4
@@ -182,22 +182,26 @@ class ProcessActivity:
         self.is_stopped = False
 
     def look(self) -> bool:
-        """Return whether it used the CPU since the last look, or a thread of it waits for one."""
+        """Return whether it used the CPU since the last look, or has a thread that waits for it.
+
+        Or for a disk, as where memory is short and its pages must be read again.
+        """
         fields = _read_stat(self._folder / "stat")
         if fields is None:
             return False
         # proc_pid_stat(5), counted behind the name: state is field 3, utime 14, stime 15.
         before, self._cpu_ticks = self._cpu_ticks, int(fields[11]) + int(fields[12])
         self.is_stopped = fields[0] == "T"
-        return not self.is_stopped and (self._cpu_ticks > before >= 0 or self._waits_for_cpu())
+        return not self.is_stopped and (self._cpu_ticks > before >= 0 or self._has_waiting_thread())
 
-    def _waits_for_cpu(self) -> bool:
+    def _has_waiting_thread(self) -> bool:
         try:
             threads = os.listdir(self._folder / "task")
         except OSError:
             return False
         stats = (_read_stat(self._folder / "task" / thread / "stat") for thread in threads)
-        return any(fields is not None and fields[0] == "R" for fields in stats)
+        # proc_pid_stat(5): R runs or is about to, D waits for a disk.
+        return any(fields is not None and fields[0] in "RD" for fields in stats)
 
 
 def _read_stat(path: Path) -> list[str] | None:
