@@ -115,6 +115,7 @@ def test_cross_attention_may_have_heads_of_its_own() -> None:
     assert engine.compilations == 0
 
 
+@pytest.mark.slow
 def test_over_the_layout_of_a_tpu(
     monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
 ) -> None:

@@ -181,7 +181,9 @@ def test_what_an_adapter_encodes_is_not_kept(tmp_path: Path):
     assert len(list(store.iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "deepseek_ocr2"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", pytest.param("deepseek_ocr2", marks=pytest.mark.slow)]
+)
 def test_rows_of_packed_and_of_chosen_outputs(name: str, tmp_path: Path):
     """Of packs of patches, and where embeddings are some of an encoder's outputs, in any order."""
     model = served_model(name)

@@ -391,8 +391,8 @@ def with_workers(config: EngineConfig, *addresses: str, **more: Any) -> EngineCo
     return replace(config, cache=cache)
 
 
-FEW = ["qwen2_vl", "deepseek_ocr2"]
-"""Packs of patches; embeddings that are some of the outputs."""
+FEW = ["qwen2_vl"]
+"""Packs of patches."""
 MANY = [
     pytest.param(name, marks=pytest.mark.slow)  # 10 s for each family
     for name in sorted(TINY_FAMILIES.keys() - {*FEW})

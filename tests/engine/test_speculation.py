@@ -449,6 +449,7 @@ def _ask(rng: random.Random) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [picture, text]}]
 
 
+@pytest.mark.slow  # tokens are compared by default; texts are made of them
 def test_texts_and_stop_strings_are_those_without_guesses() -> None:
     speculation = compare_texts(40, "none")
     assert speculation.num_accepted_tokens > 15

@@ -305,6 +305,7 @@ def test_concurrent_calls_do_not_disturb_each_other(kernels: str) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow  # a minute for what changes with the kernels alone
 @needs_compiler
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     """All instruction sets of this machine, at widths and rows around those of their loops."""

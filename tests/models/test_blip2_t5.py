@@ -93,6 +93,7 @@ def test_answers_of_a_directory_are_hfs():
     assert list(text_alone[0].outputs[0].token_ids) not in expected
 
 
+@pytest.mark.slow  # answers of the same directory are compared above
 def test_parity_says_yes():
     parity = Parity(load_model_config(str(BLIP2_T5.checkpoint)), max_len=64)
     assert parity.takes_images(1)

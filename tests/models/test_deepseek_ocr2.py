@@ -260,6 +260,7 @@ def test_a_decoder_with_latents_is_refused(tmp_path: Path):
         write_config(tmp_path, raw)
 
 
+@pytest.mark.slow  # logits and tokens of both are compared by default
 def test_a_page_is_answered_with_tiles_and_without(tmp_path: Path):
     """With int8, too: what a picture's tiles say changes the answer."""
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 640}

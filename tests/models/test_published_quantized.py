@@ -27,7 +27,7 @@ from tests.weights.packers import FORMS, INT8, W8A8, Form, compressed_config, pa
 
 DENSE, WITH_EXPERTS = "gemma3", "glm4v_moe"
 BY_DEFAULT = [(DENSE, form) for form in ("awq", "gptq-actorder", "fp8-blocks")]
-BY_DEFAULT += [(WITH_EXPERTS, form) for form in ("w4a16", "int8")]
+BY_DEFAULT += [(WITH_EXPERTS, "int8")]
 OTHERS = [
     pytest.param(family, form, marks=pytest.mark.slow)
     for family in TINY_FAMILIES

@@ -132,6 +132,7 @@ def test_an_id_alone_is_no_grid(llm: LLM):
         chat(llm, {"type": "image_embeds", "image_embeds": None, "uuid": "one"})
 
 
+@pytest.mark.slow  # embeddings over HTTP are in `test_serve.py`, of the default model
 @pytest.mark.parametrize("checkpoint", ["qwen2_vl"], indirect=True)
 def test_over_http(checkpoint: tuple[Path, Any]):
     """Two processes; the rows are HF's, so that log-probabilities differ in their last bits."""
