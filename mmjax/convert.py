@@ -115,6 +115,7 @@ def _load(config: ModelConfig, layouts: Layouts | None, *, use_tqdm: bool) -> Pa
         _build(config, config.quantization or layouts),
         model_class.rules(config.hf_config),
         method=read_method(config.hf_config),
+        parts=config.parts,
         use_tqdm=use_tqdm,
     )
 

@@ -24,10 +24,14 @@ def digest_class(model_class: type) -> str:
     return f"{model_class.__module__}.{model_class.__qualname__} {blake3(code).hexdigest()}"
 
 
-def digest_settings(model_path: Path) -> str:
+def digest_settings(*directories: Path) -> str:
     """Return a digest of a checkpoint's files but its weights: configurations, vocabularies."""
-    paths = (one for one in model_path.iterdir() if one.suffix not in _WEIGHTS and one.is_file())
-    return _digest_files(model_path, paths)
+    return " ".join(
+        _digest_files(
+            path, (one for one in path.iterdir() if one.suffix not in _WEIGHTS and one.is_file())
+        )
+        for path in directories
+    )
 
 
 def describe_libraries(*names: str) -> list[str]:

@@ -78,7 +78,7 @@ def open_stored_items(
     namespace = fingerprint(
         "items",
         digest_class(type(processor)),
-        digest_settings(model_config.path),
+        digest_settings(model_config.path, *model_config.parts.values()),
         str(model_config.hf_config),
         sorted(mm.mm_processor_kwargs.items()),
         describe_libraries("transformers", "tokenizers", "pillow", "numpy"),

@@ -183,14 +183,15 @@ def _check_weights(config: Any, model_class: Any, published: Any) -> None:
     from mmjax.layers.module import flatten_params
     from mmjax.weights.files.method import read_method
     from mmjax.weights.files.packed import find_packed
-    from mmjax.weights.files.safetensors import is_snapshot, open_safetensors
+    from mmjax.weights.files.safetensors import is_snapshot
     from mmjax.weights.load import match_tensors
+    from mmjax.weights.parts import open_with_parts
 
     if is_snapshot(config.path):
         return
     _, params = _build(config, model_class, published=published)
     rules = model_class.rules(config.hf_config)
-    with open_safetensors(config.path) as tensors:
+    with open_with_parts(config.path, config.parts, rules) as tensors:
         plain, packed = find_packed(tensors, read_method(config.hf_config))
         found, expected = [*plain, *packed], flatten_params(params)
         match_tensors(found, expected, rules, source=str(config.path))

@@ -48,6 +48,10 @@ class ModelConfig:
     architecture: str
     """The registry's key: the first of config.json's `architectures`, unless `model_source` names
     a family by its vision tower."""
+    parts: Mapping[str, Path] = field(default_factory=dict)
+    """Directories of the checkpoints that this one was trained from, where config.json names them,
+    by what their tensors' names begin with here: they have the tensors that this one's files lack.
+    """
     model_class: str | None = None
     """The import path of the model's class, for a process that computes: what is registered in the
     one that starts it is not known there. None: as the registry says."""

@@ -35,7 +35,8 @@ def open_block_store(
     if cache.kv_offload_dir is None:
         return None
     # A block's hash has the names of its prompt's items, and not what they were processed with.
-    processing = mm.mm_processor_kwargs, mm.media_io_kwargs, digest_settings(config.model.path)
+    settings = digest_settings(config.model.path, *config.model.parts.values())
+    processing = mm.mm_processor_kwargs, mm.media_io_kwargs, settings
     namespace = fingerprint(
         "KV blocks",
         *_describe_engine(config, model_class, programs),

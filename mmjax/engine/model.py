@@ -172,6 +172,7 @@ def iter_own_params(
         mesh=mesh,
         left_out=left_out,
         method=read_method(config.model.hf_config),
+        parts=config.model.parts,
         use_tqdm=config.use_tqdm,
     )
 

@@ -4,7 +4,7 @@ Reads no tensors, but checks that their files are whole. Independent of the supp
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -52,9 +52,19 @@ _LANGUAGE_PARTS = {
     "internvl_chat": "llm_config",
     "molmo": None,
     "qwen": None,
+    "ultravox": "text_config",
 }
 """Model types unknown to transformers -> the key of their language model in config.json; None: its
 keys stand beside the others."""
+
+_PARTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "ultravox": {
+        "text_model_id": ("text_config", "language_model."),
+        "audio_model_id": ("audio_config", "audio_tower."),
+    }
+}
+"""Model types whose config.json may name, by these keys, checkpoints that they were trained from ->
+where one's own config.json belongs in it, and what its tensors' names begin with."""
 
 _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
     "davit": (
@@ -155,15 +165,27 @@ def load_model_config(
         served_model_name: One or several.
         fields: Other settings of ModelConfig, and `mm`.
     """
-    path = resolve_model(
-        model, revision=revision, download_dir=download_dir, needs_weights=needs_weights
-    )
-    if needs_weights:
-        # Imported here: numpy is slow, and P1 needs neither at its start.
-        from mmjax.weights.files.safetensors import check_weight_files
 
-        check_weight_files(path)
-    hf_config = _load_hf_config(path)
+    def find(model: str | None, revision: str | None = None) -> Path:
+        path = resolve_model(
+            model, revision=revision, download_dir=download_dir, needs_weights=needs_weights
+        )
+        if needs_weights:
+            # Imported here: numpy is slow, and P1 needs neither at its start.
+            from mmjax.weights.files.safetensors import check_weight_files
+
+            check_weight_files(path)
+        return path
+
+    path = find(model, revision)
+    if needs_weights:
+        from mmjax.weights.files.safetensors import is_snapshot
+
+        # It has the tensors of its parts, too.
+        needs_weights = not is_snapshot(path)
+    raw = _read_config(path)
+    parts = _find_parts(raw, find)
+    hf_config = _load_hf_config(path, _join_parts(raw, parts))
     if any(path.glob(WEIGHT_FILES[0])):
         for part in (hf_config, hf_config.get_text_config()):
             if part.model_type in _TIED_WITHOUT_KEY:
@@ -183,6 +205,7 @@ def load_model_config(
         path=path,
         hf_config=hf_config,
         architecture=_architecture(hf_config),
+        parts=parts,
         max_model_len=max_model_len,
         revision=revision,
         download_dir=download_dir,
@@ -386,7 +409,45 @@ def _explain_hub_cause(model: str, revision: str | None, cause: BaseException) -
     return None
 
 
-def _load_hf_config(path: Path) -> Any:
+def _find_parts(raw: Mapping[str, Any], find: Callable[[str], Path]) -> dict[str, Path]:
+    """Return the directories of the checkpoints that config.json names, as `ModelConfig.parts`."""
+    found: dict[str, Path] = {}
+    for key, (_, prefix) in _list_parts(raw).items():
+        model = raw.get(key)
+        if model is None:
+            continue
+        if not isinstance(model, str):
+            raise CheckpointError(f"`{key}` of config.json is {model!r}; expected a hub id")
+        try:
+            found[prefix] = find(model)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"`{key}` of config.json names `{model}`, which has what is not in the "
+                f"checkpoint's own files: {error}"
+            ) from error
+    return found
+
+
+def _list_parts(raw: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+    model_type = raw.get("model_type")
+    return _PARTS.get(model_type, {}) if isinstance(model_type, str) else {}
+
+
+def _join_parts(raw: dict[str, Any], parts: Mapping[str, Path]) -> dict[str, Any]:
+    """Return config.json with those of its parts where they belong."""
+    joined = dict(raw)
+    for name, prefix in _list_parts(raw).values():
+        if prefix in parts:
+            joined[name] = _read_config(parts[prefix])
+            if "quantization_config" in joined[name]:
+                raise CheckpointError(
+                    f"`{parts[prefix]}`, which config.json names for its `{name}`, is quantised; "
+                    "name the checkpoint that it was made of"
+                )
+    return joined
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(
@@ -398,6 +459,11 @@ def _load_hf_config(path: Path) -> Any:
         raise CheckpointError(f"`{file}` is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"`{file}` must hold an object, not {type(raw).__name__}")
+    return raw
+
+
+def _load_hf_config(path: Path, raw: dict[str, Any]) -> Any:
+    """Return the configuration of a directory; `raw`: its config.json, with that of its parts."""
     # Imported here: slow, and not needed for errors above.
     from transformers import AutoConfig
 
@@ -414,8 +480,8 @@ def _load_hf_config(path: Path) -> Any:
         return parts.get(found.model_type, lambda whole: whole)(found)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(
-            f"`{file}` names the model type `{raw.get('model_type')}`, whose configuration "
-            f"transformers could not build ({type(error).__name__}: {error})"
+            f"`{path / 'config.json'}` names the model type `{raw.get('model_type')}`, whose "
+            f"configuration transformers could not build ({type(error).__name__}: {error})"
         ) from error
 
 

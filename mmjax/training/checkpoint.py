@@ -23,12 +23,18 @@ def save_checkpoint(params: Params, source: Any, out: str | Path) -> None:
         out: A directory, which is made.
 
     Raises:
-        CheckpointError: If the source is quantised, or a snapshot, or `out` itself.
+        CheckpointError: If the source is quantised, a snapshot, or `out` itself, or has tensors in
+            other directories.
     """
     given = source if isinstance(source, str | Path) else source.config.model.path
     config, out = load_model_config(str(given), needs_weights=True), Path(out)
     if out.resolve() == config.path.resolve():
         raise CheckpointError(f"`{out}` is what the weights came from; name another directory")
+    if config.parts:
+        raise CheckpointError(
+            f"`{given}` has tensors in other checkpoints, which its config.json names; weights are "
+            "written back to a directory that has all of them"
+        )
     out.mkdir(parents=True, exist_ok=True)
     model_class: Any = load_model_class(config.architecture)
     save_params(params, config.path, out, model_class.rules(config.hf_config))

@@ -22,8 +22,9 @@ from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.weights.files.method import Method
 from mmjax.weights.files.packed import STORED, PackedTensor, find_packed, read_part
-from mmjax.weights.files.safetensors import StoredTensor, View, open_safetensors
+from mmjax.weights.files.safetensors import StoredTensor, View
 from mmjax.weights.maxtext import is_maxtext, open_maxtext
+from mmjax.weights.parts import open_with_parts
 from mmjax.weights.rules import Change, Part, Place, RuleTypes, map_tensor
 from mmjax.weights.sharding import Device, param_sharding
 
@@ -85,6 +86,7 @@ def iter_params(
     mesh: Mesh | Device | None = None,
     left_out: Collection[str] = (),
     method: Method | None = None,
+    parts: Mapping[str, Path] | None = None,
     use_tqdm: bool = True,
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yield every parameter of `abstract_params` by its dotted name, from a HF directory.
@@ -102,6 +104,7 @@ def iter_params(
         left_out: Attributes, or parameters, of the model that are not computed: their tensors are
             not read.
         method: How the files have matrices quantised (`read_method`); None: they have none.
+        parts: Where tensors are that the directory lacks, as `open_with_parts` takes it.
         use_tqdm: Whether progress is shown, in bytes.
 
     Raises:
@@ -110,7 +113,8 @@ def iter_params(
     path = Path(path)
     expected = flatten_params(abstract_params)
     quantized = find_quantized(expected)
-    opened = open_maxtext(path) if is_maxtext(path) else open_safetensors(path)
+    is_hfs = not is_maxtext(path)
+    opened = open_with_parts(path, parts or {}, rules) if is_hfs else open_maxtext(path)
     with opened as tensors:
         plain, packed = find_packed(tensors, method)
         # Scales of floats are made here.
