@@ -157,10 +157,14 @@ class FamilyInfo(BaseProcessingInfo):
         """Say for each tensor of the HF processor's output how it divides among items."""
         return item_fields("image", rows=("pixel_values",))
 
+    def load_feature_settings(self) -> Mapping[str, Any]:
+        """Return the feature extractor's settings, of the checkpoint's files."""
+        return load_feature_settings(self.ctx.model_config.path)
+
     @cached_property
     def log_mel(self) -> LogMel:
         """What makes spectrograms of clips; `CheckpointError` where the encoder takes others."""
-        made = LogMel.from_settings(load_feature_settings(self.ctx.model_config.path))
+        made = LogMel.from_settings(self.load_feature_settings())
         shape = (made.feature_size, made.num_frames)
         expected, _ = self.encoder_spec.inputs["input_features"]
         if shape != expected:

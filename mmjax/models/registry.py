@@ -161,6 +161,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
             factories="SMOLVLM_FACTORIES",
         ),
+        "UltravoxModel": ModelRow("ultravox", "fixie-ai/ultravox-v0_5-llama-3_2-1b"),
         "VoxtralForConditionalGeneration": ModelRow("voxtral", "mistralai/Voxtral-Mini-3B-2507"),
         "WhisperForConditionalGeneration": ModelRow(
             "whisper", "openai/whisper-tiny", has_one_unit_items=True

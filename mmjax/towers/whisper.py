@@ -1,7 +1,8 @@
 """Whisper's encoder (arXiv 2212.04356): a log-mel spectrogram to a state every 20 ms.
 
 Qwen2-Audio (arXiv 2407.10759) and Voxtral (arXiv 2507.13264) have it too, by the same names;
-Qwen2.5-Omni (arXiv 2503.20215) has it over each chunk of a clip.
+Qwen2.5-Omni (arXiv 2503.20215) has it over each chunk of a clip, and Ultravox
+(github.com/fixie-ai/ultravox) over chunks of 30 seconds of which the last may be shorter.
 """
 
 from dataclasses import dataclass
@@ -164,7 +165,8 @@ class WhisperEncoder(nnx.Module):
         """Return the normed states of spectrograms of the config's `num_frames`.
 
         `num_keys`: how many states of each clip, from the first, all of its states see; None: all
-        of them. Whisper and Voxtral see the silence behind a clip, Qwen2-Audio does not.
+        of them. Whisper and Voxtral see the silence behind a clip, Qwen2-Audio and Ultravox do
+        not.
         `num_frames`: of a chunk, behind which are zeros.
         """
         x = input_features.astype(self.conv1.weight.dtype).transpose(0, 2, 1)

@@ -34,6 +34,7 @@ from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
+from tests.families.ultravox import ULTRAVOX
 from tests.families.voxtral import VOXTRAL
 from tests.families.whisper import WHISPER
 
@@ -85,7 +86,8 @@ FAMILIES = {row.name: row for row in _ROWS}
 CLIP_FAMILIES = {
     row.name: row
     for row in (
-        *(GEMMA4_CLIPS, GEMMA4_UNIFIED_CLIPS, QWEN2_5_OMNI_CLIPS, QWEN2_AUDIO, VOXTRAL, WHISPER),
+        *(GEMMA4_CLIPS, GEMMA4_UNIFIED_CLIPS, QWEN2_5_OMNI_CLIPS, QWEN2_AUDIO, ULTRAVOX, VOXTRAL),
+        WHISPER,
     )
 }
 """Of models that take clips of sound; of those that take pictures, too, as asked about clips."""
@@ -103,6 +105,7 @@ NEAR = {
     "qwen3_5_moe": "qwen3_5",
     "qwen3_vl_moe": "qwen3_vl",
     "smolvlm": "idefics3",
+    "ultravox": "voxtral",
 }
 """Rows that are little but others of another row's parts: laws that take seconds a row ask them in
 the slow run alone. `tests/models/test_array_laws.py` compares the arrays of all with HF's."""

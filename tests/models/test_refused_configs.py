@@ -82,6 +82,12 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"vision": {"patch_size": [8, 4]}}, r"patch_size.*\[8, 4\]"),
         ({"text": {"model_type": "gpt2"}}, "gpt2"),
     ],
+    "ultravox": [
+        ({"stack_factor": 0}, "`stack_factor` of config.json is 0; expected 1"),
+        ({"hidden_size": 41}, "`hidden_size` is 41, of which the `projector_act` swiglu takes"),
+        ({"audio_latency_block_size": 100}, "`audio_latency_block_size` is 100; an Ultravox"),
+        ({"projector_act": "mish"}, "activation `mish` is unknown"),
+    ],
 }
 """Keywords of a family's `make_config`."""
 REFUSED_VALUES: Mapping[str, list[tuple[Values, str]]] = {
@@ -122,6 +128,10 @@ REFUSED_VALUES: Mapping[str, list[tuple[Values, str]]] = {
             {"test_vision_backbone": {"image_default_input_size": [126, 126], "image_num_pos": 82}},
             "come out even",
         ),
+    ],
+    "ultravox": [
+        ({"audio_config.model_type": "wav2vec2"}, "`audio_config.model_type` of config.json is 'w"),
+        ({"text_config.model_type": "gemma3"}, "`text_config.model_type` is `gemma3`"),
     ],
 }
 """Values of a config that is made: HF's own checks would refuse some, in words of their own."""
