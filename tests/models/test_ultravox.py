@@ -27,7 +27,7 @@ from mmjax.training.checkpoint import save_checkpoint
 from mmjax.training.samples import make_sample
 from tests.families.directories import GOLDEN_MODELS, edit_json, made_once
 from tests.families.ultravox import LATE_NORM, ULTRAVOX, write
-from tests.models.test_clip_laws import data_of, draw_clip
+from tests.models.test_clip_laws import RATE, data_of, draw_clip
 from tests.oracle import fill_with_unit_norms
 
 GOLDEN = GOLDEN_MODELS / "ultravox"
@@ -152,6 +152,27 @@ def test_a_snapshot_has_the_tensors_of_all_parts(tmp_path: Path):
     for part in ("llama", "whisper"):
         (tmp_path / part / "model.safetensors").unlink()
     assert answer(tmp_path / "snapshot") == CASES["a chunk"]["output_token_ids"]
+
+
+def test_parts_are_fetched_as_models_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, asked = write_parts(tmp_path, has_tower=True), list[tuple[str, bool]]()
+    ids = {"text_model_id": "owner/llama", "audio_model_id": "owner/whisper"}
+    edit_json(path / "config.json", ids)
+
+    def download(name: str, *, allow_patterns: list[str], cache_dir: Path, **_: Any) -> str:
+        assert cache_dir == tmp_path
+        assert not {"*", "*.bin", "*.pt", "*.py"} & {*allow_patterns}
+        asked.append((name, "*.safetensors" in allow_patterns))
+        return str(tmp_path / name.removeprefix("owner/"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = load_model_config(str(path), download_dir=tmp_path)
+    assert create_processor(config).info.audio_rate == RATE
+    load_model_config(str(path), download_dir=tmp_path, needs_weights=True)
+    assert asked == [(name, needed) for needed in (False, True) for name in ids.values()]
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"`text_model_id` .*llama.*HF_HUB_OFFLINE forbids"):
+        load_model_config(str(path))
 
 
 def test_parts_that_are_not_there(tmp_path: Path):
