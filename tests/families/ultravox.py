@@ -108,8 +108,14 @@ class Reference(nn.Module):
         self.multi_modal_projector = Projector(config)
         self.language_model: Any = LlamaForCausalLM(config.text_config)
 
+    def get_input_embeddings(self) -> Any:  # PEFT asks
+        return self.language_model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return self.language_model.get_output_embeddings()
+
     def embed(self, ids: Any, chunks: Any = None, **more: Any) -> Any:
-        embeds = self.language_model.get_input_embeddings()(ids)
+        embeds = self.get_input_embeddings()(ids)
         if chunks is not None:
             is_read, place = more.pop("is_read"), more.pop("place")
             rows = self.multi_modal_projector(self.audio_tower(chunks, **more))

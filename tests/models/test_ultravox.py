@@ -32,6 +32,7 @@ from tests.oracle import fill_with_unit_norms
 
 GOLDEN = GOLDEN_MODELS / "ultravox"
 CASES = {one["name"]: one for one in json.loads((GOLDEN / "expected.json").read_text())["cases"]}
+LONG = CASES["two chunks"]
 late = made_once(lambda folder: write(folder, **LATE_NORM))
 
 
@@ -124,13 +125,23 @@ def write_parts(folder: Path, *, has_tower: bool) -> Path:
     return path
 
 
-def answer(path: Path) -> list[int]:
-    case = CASES["a chunk"]
-    prompt: Any = {"prompt": case["prompt"], "multi_modal_data": clips_of(case)}
+def check_answers(path: Path) -> None:
+    """Ask an engine about all cases at once, and about one by its embeddings."""
+    cases = [case for case in CASES.values() if not case["is_late"]]
+    prompts: list[Any] = [
+        {"prompt": case["prompt"], "multi_modal_data": clips_of(case)} for case in cases
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    with LLM(path, use_tqdm_on_load=False, **ULTRAVOX.llm_settings) as llm:
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-    return list(output.outputs[0].token_ids)
+    own: Any = {**ULTRAVOX.llm_settings, "max_num_batched_tokens": 16, "enable_mm_embeds": True}
+    with LLM(path, use_tqdm_on_load=False, **own) as llm:
+        (embeds,) = (
+            llm.embed_multimodal(one) for one in prompts if one["prompt"] == LONG["prompt"]
+        )
+        data = {"audio": {"audio_embeds": embeds}}
+        prompts.append({"prompt": LONG["prompt"], "multi_modal_data": data})
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [case["output_token_ids"] for case in (*cases, LONG)]
 
 
 @pytest.mark.parametrize("has_tower", [False, True])
@@ -139,7 +150,7 @@ def test_what_files_lack_is_read_of_the_checkpoints_that_config_json_names(
 ):
     path = write_parts(tmp_path, has_tower=has_tower)
     assert examine(str(path)).media == ["audio"], "all tensors have their place"
-    assert answer(path) == CASES["a chunk"]["output_token_ids"]
+    check_answers(path)
     params = load(ULTRAVOX.checkpoint)[1].params
     with pytest.raises(CheckpointError, match="has tensors in other checkpoints"):
         save_checkpoint(params, path, tmp_path / "saved")
@@ -151,7 +162,7 @@ def test_a_snapshot_has_the_tensors_of_all_parts(tmp_path: Path):
     assert convert([str(path), str(tmp_path / "snapshot")]) == 0
     for part in ("llama", "whisper"):
         (tmp_path / part / "model.safetensors").unlink()
-    assert answer(tmp_path / "snapshot") == CASES["a chunk"]["output_token_ids"]
+    check_answers(tmp_path / "snapshot")
 
 
 def test_parts_are_fetched_as_models_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
