@@ -114,6 +114,14 @@ class Reference(nn.Module):
     def get_output_embeddings(self) -> Any:
         return self.language_model.get_output_embeddings()
 
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the weights alone."""
+        folder.mkdir(exist_ok=True)
+        tensors = dict(self.state_dict())
+        if self.config.text_config.tie_word_embeddings:
+            del tensors["language_model.lm_head.weight"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
     def embed(self, ids: Any, chunks: Any = None, **more: Any) -> Any:
         embeds = self.get_input_embeddings()(ids)
         if chunks is not None:
@@ -289,9 +297,7 @@ def make_reference(config: Any) -> Any:
 def write(folder: Path, **keys: Any) -> Path:
     """Write the files, and random weights by the published names."""
     write_files(folder, **keys)
-    model = make_reference(load_model_config(str(folder)).hf_config)
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    make_reference(load_model_config(str(folder)).hf_config).save_pretrained(folder)
     return folder
 
 
