@@ -90,8 +90,8 @@ class UltravoxHostInputs(HostInputs):
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the chunks, how many states of each are keys, and how many frames it has.
 
-        A clip of one chunk ends where its sound does. The last chunk of a longer one has silence
-        behind it, which its states are computed of, and which no state sees.
+        A clip of one chunk ends where its sound does. The last chunk of a longer one has zeros
+        behind it, of which states are computed that no state sees.
         """
         cut = self._cut(int(item["num_frames"]))
         widths = cut if len(cut) == 1 else [self.chunk_frames] * len(cut)
