@@ -86,6 +86,7 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"stack_factor": 0}, "`stack_factor` of config.json is 0; expected 1"),
         ({"hidden_size": 41}, "`hidden_size` is 41, of which the `projector_act` swiglu takes"),
         ({"audio_latency_block_size": 100}, "`audio_latency_block_size` is 100; an Ultravox"),
+        ({"num_projector_layers": 2}, "`num_projector_layers` is 2; an Ultravox is served whose"),
         ({"projector_act": "mish"}, "activation `mish` is unknown"),
     ],
 }

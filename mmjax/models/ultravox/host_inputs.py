@@ -27,6 +27,8 @@ class UltravoxConfig:
     projector_ln_mid: bool = False
     """Whether a norm stands before the second layer, as since version 0.5, or behind it."""
     audio_latency_block_size: int | None = None
+    num_projector_layers: int = 0
+    """Of attention, in projectors that vLLM has and the published code has not."""
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> "UltravoxConfig":
@@ -46,6 +48,11 @@ class UltravoxConfig:
             raise CheckpointError(
                 f"`audio_latency_block_size` is {config.audio_latency_block_size}; an Ultravox is "
                 "served whose encoder hears all of a chunk (null)"
+            )
+        if config.num_projector_layers:
+            raise CheckpointError(
+                f"`num_projector_layers` is {config.num_projector_layers}; an Ultravox is served "
+                "whose projector is two linear layers (0)"
             )
         if config.is_gated and config.hidden_size % 2:
             raise CheckpointError(
