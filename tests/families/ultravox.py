@@ -39,7 +39,7 @@ from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 from tests.oracle import fill_with_unit_norms
 
 EOS_TOKEN = 95
-NUM_FRAMES = (24, 13, 8, 61, 19, 50)
+NUM_FRAMES = (24, 13, 61, 72, 19, 50)
 """Of clips, by turns: a chunk is 24."""
 TEXT: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
@@ -228,7 +228,7 @@ TINY = TinyFamily(
     torch_inputs=torch_inputs,
     word_ids=range(3, 90),
     published_head_dim=64,
-    max_embeds={"audio": 11},
+    max_embeds={"audio": 12},
     variants={
         "a norm before the second layer": Variant({}, 8),
         "a norm behind it, another activation, one key head, a tied head": Variant(
