@@ -421,8 +421,12 @@ def _load_tokenizer(model_config: ModelConfig, load: Callable[[Path], Any] | Non
     try:
         if load is not None:
             return load(model_config.path)
+        # Of a type that it does not know, transformers would read the configuration again, and
+        # warn that a model of it is not supported.
+        known = model_config.hf_config
+        config = {} if type(known).model_type else {"config": known}
         # NOTE: unless it is said, a checkpoint with remote code is asked about on the terminal.
-        return AutoTokenizer.from_pretrained(model_config.path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **config)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the tokenizer of `{model_config.model}` cannot be loaded: {error}; "

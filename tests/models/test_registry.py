@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from transformers import configuration_utils
 
 from mmjax.errors import CheckpointError
 from mmjax.models.registry import (
@@ -17,6 +18,7 @@ from mmjax.models.registry import (
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.families import FAMILIES, gemma3
 from tests.families.directories import get_placeholder_str
+from tests.families.ultravox import ULTRAVOX
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -33,6 +35,16 @@ def test_a_directory_alone_gives_a_processor(name: str):
     maximum = MultiModalProfiler(processor).get_mm_max_tokens_per_item()["image"]
     assert inputs.mm_placeholders["image"][0].get_num_embeds() == maximum
     assert MULTIMODAL_REGISTRY.supports_multimodal_inputs(processor.info.ctx.model_config)
+
+
+def test_transformers_does_not_warn_of_a_type_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    told: list[str] = []
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(configuration_utils.logger, name, lambda text, *_: told.append(text))
+    create_processor(ULTRAVOX.path())
+    assert told == []
 
 
 @pytest.mark.parametrize("architecture", MODELS)
