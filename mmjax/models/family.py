@@ -51,6 +51,7 @@ from mmjax.processing.prompt_updates.updates import (
 )
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+from mmjax.rounding import cdiv
 
 Target = list[int] | PromptIndex
 
@@ -77,6 +78,8 @@ class FamilyInfo(BaseProcessingInfo):
     may be several tokens (`<`, `image`, `>`): such a one is replaced in the text, as HF does."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
+    cuts_clips: ClassVar[bool] = False
+    """Whether a clip may be longer than a unit, and becomes several."""
     adds_special_tokens: ClassVar[bool] = True
     """Whether the tokenizer adds its own to a text, where a request does not say; else the chat
     template writes BOS."""
@@ -181,13 +184,23 @@ class FamilyInfo(BaseProcessingInfo):
 
     def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
         """Return the samples of a clip with the most embeddings."""
-        return self.log_mel.num_samples
+        return self._get_max_clip_units(mm_counts) * self.log_mel.num_samples
 
     def get_max_clip_tokens(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> int:
         """Return how many embeddings that clip has."""
-        return self.num_unit_tokens
+        return self._get_max_clip_units(mm_counts) * self.num_unit_tokens
+
+    def _get_max_clip_units(self, mm_counts: Mapping[str, int] | None) -> int:
+        """Return the most units of a clip, if all clips share a prompt."""
+        if not self.cuts_clips:
+            return 1
+        num_clips = max((mm_counts or {}).get("audio", 0), 1)
+        limits, made = self.get_media_limits(), self.log_mel
+        most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
+        fitting = self.ctx.model_config.max_model_len // self.num_unit_tokens // num_clips
+        return max(min(fitting, cdiv(most, made.num_samples)), 1)
 
     def find_largest_image(self) -> tuple[ImageSize | None, int]:
         """Return the size of an image with the most embeddings, and how many: a unit's."""

@@ -28,7 +28,7 @@ from mmjax.processing.prompt_updates.updates import (
 )
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.validation import validate_all_applied
-from mmjax.rounding import cdiv, round_up
+from mmjax.rounding import round_up
 
 PLACEHOLDER = "<|audio|>"
 CHAT_TEMPLATE = write_turns(
@@ -77,6 +77,7 @@ class UltravoxFeatures:
 class UltravoxProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = AudioEmbedsDataParser
+    cuts_clips = True
     host_inputs = UltravoxHostInputs
     limits: ClassVar = {"audio": None}
     placeholders: ClassVar = {"audio": PLACEHOLDER}
@@ -119,23 +120,6 @@ class UltravoxProcessingInfo(FamilyInfo):
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
         return sum(self._chunks.count_chunk_rows(int(tensors["num_frames"])))
-
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        return self._get_max_frames(mm_counts) * self.log_mel.hop_length
-
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        return sum(self._chunks.count_chunk_rows(self._get_max_frames(mm_counts)))
-
-    def _get_max_frames(self, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the most frames of a clip, in whole chunks, if all clips share a prompt."""
-        num_tokens = self.ctx.model_config.max_model_len
-        num_clips = max((mm_counts or {}).get("audio", 0), 1)
-        limits, made = self.get_media_limits(), self.log_mel
-        most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
-        fitting = num_tokens // self.num_unit_tokens // num_clips
-        return max(min(fitting, cdiv(most, made.num_samples)), 1) * made.num_frames
 
 
 class UltravoxProcessor(FamilyProcessor[UltravoxProcessingInfo]):

@@ -29,7 +29,6 @@ from mmjax.processing.transcripts import (
     TranscriptRequest,
     find_language_code,
 )
-from mmjax.rounding import cdiv
 
 
 class VoxtralTranscriber:
@@ -213,6 +212,7 @@ class VoxtralFeatures:
 class VoxtralProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = AudioEmbedsDataParser
+    cuts_clips = True
     host_inputs = VoxtralHostInputs
     limits: ClassVar = {"audio": None}
     placeholders: ClassVar = {"audio": PLACEHOLDER}
@@ -243,23 +243,6 @@ class VoxtralProcessingInfo(FamilyInfo):
                 f"for each {self.log_mel.chunk_length} s that it begins",
                 param="multi_modal_data",
             )
-
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        return self._get_max_units(mm_counts) * self.log_mel.num_samples
-
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        return self._get_max_units(mm_counts) * self.num_unit_tokens
-
-    def _get_max_units(self, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the most units of a clip, if all clips share a prompt."""
-        num_tokens = self.ctx.model_config.max_model_len
-        num_clips = max((mm_counts or {}).get("audio", 0), 1)
-        limits, made = self.get_media_limits(), self.log_mel
-        most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
-        fitting = num_tokens // self.num_unit_tokens // num_clips
-        return max(min(fitting, cdiv(most, made.num_samples)), 1)
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
