@@ -129,7 +129,7 @@ def test_names_and_flags_are_given_once_and_explained() -> None:
 def test_what_mmjax_finds_itself_is_no_setting() -> None:
     found = {one.field for one in settings_of(ModelConfig)}
     names = {one.name for one in fields(ModelConfig)}
-    assert names - found == {"path", "hf_config", "architecture", "model_class", "mm"}
+    assert names - found == {"path", "parts", "hf_config", "architecture", "model_class", "mm"}
 
 
 # ---- LLM -----------------------------------------------------------------------------------------
