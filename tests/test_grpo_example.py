@@ -73,7 +73,8 @@ def test_a_step_makes_what_was_right_likelier(example: Any, monkeypatch: pytest.
     monkeypatch.setattr(example, "NUM_ANSWERS", 4)
     # About half of what is drawn is so.
     monkeypatch.setattr(example, "reward", lambda answer, scene: float(answer == "none"))
-    with LLM(max_num_seqs=8, max_model_len=128, use_tqdm_on_load=False) as llm:
+    sizes: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 128}
+    with LLM(use_tqdm_on_load=False, **sizes) as llm:
         before = llm.params["language_model"]["norm"]["weight"]
         with jax.numpy_dtype_promotion("standard"):  # as users have it: optax mixes dtypes
             (first,) = example.train(llm, 1, 0)

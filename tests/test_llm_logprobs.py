@@ -16,8 +16,9 @@ def ask(
     checkpoint: Path, mode: LogprobsMode, params: list[SamplingParams]
 ) -> list[tuple[list[int], list[dict[int, float]]]]:
     """Return each answer's tokens, and the log-probabilities at its places."""
-    settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "logprobs_mode": mode}
-    settings |= {"max_num_batched_tokens": 64, "precompile": "all", "use_tqdm_on_load": False}
+    settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 2, "logprobs_mode": mode}
+    settings |= {"max_num_batched_tokens": 64, "use_tqdm_on_load": False}
+    settings |= {"precompile": "all" if mode == "processed_logprobs" else "none"}
     with LLM(str(checkpoint), **settings) as llm:
         answers = []
         for one in params:

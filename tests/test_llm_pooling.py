@@ -16,9 +16,16 @@ from tests.families import FAMILIES
 from tests.kit import draw
 from tests.models.pooled import last_states, normalized
 
-SETTINGS: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 512, "use_tqdm_on_load": False}
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 512,
+    "use_tqdm_on_load": False,
+}
 START = "here are the picture and some crops to help you see better how many red shapes there are "
 """More than a block of the KV cache."""
+WHOLE = {"max_num_seqs": 3, "max_num_batched_tokens": 256}
+"""Room for all prompts in one step."""
 FAMILY = FAMILIES["qwen2_vl"]
 TEXTS: list[tuple[str, list[Any]]] = [
     (f"{START}which color", []),
@@ -82,7 +89,7 @@ def test_the_same_bits_whatever_is_beside() -> None:
         mean = PoolingParams(pooling_type="MEAN")
         means = [embed(llm, [one], pooling_params=mean)[0] for one in PROMPTS]
         assert llm.engine.stats().prefix_cache_hits > 0, "the last token's vector takes a prefix"
-    for settings in ({"max_num_batched_tokens": 7}, {"max_num_seqs": 3}):
+    for settings in ({"max_num_batched_tokens": 7}, WHOLE):
         with open_llm(**settings) as llm:
             for _ in ("cold", "warm"):
                 np.testing.assert_array_equal(embed(llm, PROMPTS), alone)

@@ -20,7 +20,12 @@ from tests.kit import draw
 
 QUERIES = ["which color is the circle", "two cats\nand a car", "x"]
 PICTURES = [draw(90, 70, 0), draw(60, 120, 1)]
-SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 512, "use_tqdm_on_load": False}
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 512,
+    "use_tqdm_on_load": False,
+}
 PROMPTS: list[Any] = [
     *QUERIES,
     *({"prompt": "", "multi_modal_data": {"image": picture}} for picture in PICTURES),
