@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from batches import BatchPlan, Phase, training_batch
@@ -20,7 +21,7 @@ from train_lora import ADAPTER_FOLDER, TARGET_MODULES, AdapterLearner, AdapterSt
 
 from mmjax import LLM, LoRARequest, SamplingParams
 from mmjax.models.model_source import resolve_adapter
-from tests.checkpoints.conftest import TINY_SCENES
+from tests.checkpoints.conftest import FEW_PROGRAMS, TINY_SCENES
 from tests.checkpoints.test_tiny_scenes import Reference, plain_picture
 from tests.engine.adapters import PREFIX
 
@@ -46,7 +47,7 @@ def test_it_is_small_and_pefts() -> None:
 
 @pytest.fixture(scope="module")
 def answer() -> Answerer:
-    return serve_answers(MODEL, lora=ADAPTER_FOLDER)
+    return serve_answers(MODEL, lora=ADAPTER_FOLDER, **FEW_PROGRAMS)
 
 
 def test_it_answers_in_italian(answer: Answerer) -> None:
@@ -63,7 +64,8 @@ def test_one_batch_has_both_languages() -> None:
         for text in questions
     ]
     italian = LoRARequest("italian", 1, "tiny_scenes/italian")
-    with LLM(max_model_len=512, enable_lora=True, max_loras=1, use_tqdm_on_load=False) as llm:
+    settings: dict[str, Any] = {"enable_lora": True, "max_loras": 1, **FEW_PROGRAMS}
+    with LLM(max_model_len=512, use_tqdm_on_load=False, **settings) as llm:
         outputs = llm.chat(
             [*chats, *chats],
             GREEDY,
@@ -108,7 +110,9 @@ def test_steps_lower_the_loss_and_leave_an_adapter(learner: AdapterLearner, tmp_
         pictures=2, single_rows=2, pair_rows=1, chat_rows=1, row_size=size, reword=reword
     )
     arrays = to_device_arrays(training_batch(0, 0, (Phase(start=0, plan=plan, emphasis={}),)))
-    state, losses = AdapterState(learner.initial, learner.optimizer.init(learner.initial)), []
+    # On its device from the start, as a step returns it: else the second step is compiled anew.
+    begun = AdapterState(learner.initial, learner.optimizer.init(learner.initial))
+    state, losses = jax.device_put(begun, jax.devices()[0]), []
     for _ in range(30):
         state, loss = learner.update(state, learner.params, arrays)
         losses.append(float(loss))

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 from questions import ONE_KINDS, PAIR_KINDS
 from scenes import COLORS, draw
 
-from tests.checkpoints.conftest import TINY_SCENES
+from tests.checkpoints.conftest import FEW_PROGRAMS, TINY_SCENES
 
 MODEL = TINY_SCENES / "model"
 FEW, MANY = 96, 2000
@@ -27,7 +27,7 @@ FEW, MANY = 96, 2000
 
 @pytest.fixture(scope="module")
 def answer() -> Answerer:
-    return serve_answers(MODEL)
+    return serve_answers(MODEL, **FEW_PROGRAMS)
 
 
 def test_it_is_small_and_whole():

@@ -33,8 +33,23 @@ def tiny_config() -> Any:
     return config
 
 
-def make_learner(num_steps: int = 30) -> Learner:
-    return Learner(tiny_config(), num_steps=num_steps, seed=0, use_bfloat16_products=True)
+def make_learner() -> Learner:
+    return Learner(tiny_config(), num_steps=300, seed=0, use_bfloat16_products=True)
+
+
+@pytest.fixture(scope="module")
+def learner() -> Learner:
+    """One for all tests, whose step is compiled once; updates take `begin(learner)`."""
+    with jax.numpy_dtype_promotion("standard"):
+        return make_learner()
+
+
+def begin(learner: Learner) -> LearnerState:
+    """Return a copy of the initial state: an update gives its state's memory away.
+
+    On its device, as an update returns it: else the second one is compiled anew.
+    """
+    return jax.device_put(jax.tree.map(jnp.copy, learner.initial_state), jax.devices()[0])
 
 
 def run(learner: Learner, state: LearnerState, start: int, stop: int) -> LearnerState:
@@ -43,10 +58,9 @@ def run(learner: Learner, state: LearnerState, start: int, stop: int) -> Learner
     return state
 
 
-def test_a_cut_run_goes_on_to_the_same_result(tmp_path: Path):
-    learner = make_learner()
+def test_a_cut_run_goes_on_to_the_same_result(learner: Learner, tmp_path: Path):
     snapshot = tmp_path / "run.safetensors"
-    state = run(learner, learner.initial_state, 0, 2)
+    state = run(learner, begin(learner), 0, 2)
     save_snapshot(snapshot, state)
     whole = run(learner, state, 2, 4)
     other = make_learner()
@@ -56,9 +70,8 @@ def test_a_cut_run_goes_on_to_the_same_result(tmp_path: Path):
         np.testing.assert_array_equal(one, two)
 
 
-def test_steps_lower_the_loss():
-    learner = make_learner(num_steps=300)
-    state, arrays = learner.initial_state, to_device_arrays(training_batch(0, 0, PHASES))
+def test_steps_lower_the_loss(learner: Learner):
+    state, arrays = begin(learner), to_device_arrays(training_batch(0, 0, PHASES))
     losses = []
     for _ in range(30):
         state, parts = learner.update(state, arrays)
@@ -73,8 +86,7 @@ def test_batches_are_the_seeds():
     assert (one.pixels != other.pixels).any()
 
 
-def test_the_export_bears_save_pretraineds_names(tmp_path: Path):
-    learner = make_learner()
+def test_the_export_bears_save_pretraineds_names(learner: Learner, tmp_path: Path):
     export(tmp_path, learner.initial_state.average)
     tensors = load_file(tmp_path / "model.safetensors")
     assert len(tensors) == len(flatten_params(learner.initial_state.average))
@@ -92,8 +104,8 @@ def test_muon_makes_steps_orthogonal(shape: tuple[int, ...]):
     assert singular.max() < 1.3
 
 
-def test_muon_takes_the_matrices_inside_the_blocks():
-    params = flatten_params(make_learner().initial_state.params)
+def test_muon_takes_the_matrices_inside_the_blocks(learner: Learner):
+    params = flatten_params(learner.initial_state.params)
     hidden = {name for name, leaf in params.items() if is_hidden_matrix(name, leaf.shape)}
     assert len(hidden) == 6 + 7 + 1
     assert not any("embed" in name or "norm" in name or "heads" in name for name in hidden)
