@@ -48,6 +48,12 @@ def test_what_a_directory_needs(tiny_gemma3: Path, capsys: pytest.CaptureFixture
     assert text.splitlines()[-1] == f"Serve it: mmjax serve {tiny_gemma3}"
 
 
+@pytest.fixture(scope="module")
+def need(tiny_gemma3: Path) -> int:
+    """Return the bytes that the checkpoint needs in float32."""
+    return models.examine(str(tiny_gemma3)).needs["float32"].total
+
+
 @pytest.mark.parametrize(
     ("share", "last_line", "expected_status"),
     [
@@ -58,13 +64,13 @@ def test_what_a_directory_needs(tiny_gemma3: Path, capsys: pytest.CaptureFixture
 )
 def test_what_fits_the_machine_is_advised(
     tiny_gemma3: Path,
+    need: int,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     share: float,
     last_line: str,
     expected_status: int,
 ) -> None:
-    need = models.examine(str(tiny_gemma3)).needs["float32"].total
     num_devices = 1 if share == 1.0 else 2
     machine = Machine("gpu", num_devices, total=4 * need, free=int(share * need))
     monkeypatch.setattr(models, "_find_machine", lambda: machine)
