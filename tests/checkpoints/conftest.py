@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 TINY_SCENES = Path(__file__).parents[2] / "checkpoints" / "tiny_scenes"
-FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+FEW_PROGRAMS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 """Settings of `LLM` under which few sizes of steps are compiled."""
 sys.path.insert(0, str(TINY_SCENES))
 

@@ -55,11 +55,11 @@ def need(tiny_gemma3: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("share", "last_line", "expected_status"),
+    ("share", "expected"),
     [
-        (1.0, "mmjax serve {model}", 0),
-        (0.6, "mmjax serve {model} --dtype bfloat16 --tensor-parallel-size 2", 0),
-        (0.1, "cannot hold it", 1),
+        (1.0, (0, "mmjax serve {model}")),
+        (0.6, (0, "mmjax serve {model} --dtype bfloat16 --tensor-parallel-size 2")),
+        (0.1, (1, "cannot hold it")),
     ],
 )
 def test_what_fits_the_machine_is_advised(
@@ -68,13 +68,13 @@ def test_what_fits_the_machine_is_advised(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     share: float,
-    last_line: str,
-    expected_status: int,
+    expected: tuple[int, str],
 ) -> None:
     num_devices = 1 if share == 1.0 else 2
     machine = Machine("gpu", num_devices, total=4 * need, free=int(share * need))
     monkeypatch.setattr(models, "_find_machine", lambda: machine)
     status, out, _ = run(capsys, str(tiny_gemma3))
+    expected_status, last_line = expected
     assert status == expected_status
     assert last_line.format(model=tiny_gemma3) in out.splitlines()[-1]
 
