@@ -1,6 +1,7 @@
 """What a row of the table is: HF's tiny random model, ours with its weights, prompts for both."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -247,6 +248,12 @@ class TinyModel:
     def make_paged(self, params: Any, max_len: int = 256) -> PagedModel:
         """Return our model with parameters of your own."""
         return PagedModel(self.family.model_class, self.config, params, max_len)
+
+    def with_weights(self, params: Any) -> PagedModel:
+        """Return our model with other numbers in a tree like its own, and `paged`'s programs."""
+        other = copy(self.paged)
+        other.params = params
+        return other
 
     def draw_sample(self, parts: Sequence[Part]) -> Sample:
         """Return a prompt of the parts."""

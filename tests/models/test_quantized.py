@@ -59,7 +59,7 @@ def restore(params: Any, plain: Any) -> Any:
 def test_the_logits_are_those_of_the_rounded_weights(name: str, quantization: str):
     model = served_model(name)
     rounded = quantize(model, quantization)
-    restored = model.make_paged(restore(rounded.params, model.params), model.paged.max_len)
+    restored = model.with_weights(restore(rounded.params, model.params))
     plain = flatten_params(model.params)
     quantized = find_quantized(flatten_params(rounded.params))
     blocks = {one for one in plain if ".layers." in one and one.startswith("language_model.")}
@@ -68,11 +68,11 @@ def test_the_logits_are_those_of_the_rounded_weights(name: str, quantization: st
     # Chameleon's norms have a row for each head.
     kept = (".gate.weight", ".shared_expert_gate.weight", "_norm.weight", "_norm.bias")
     assert quantized.keys() >= {one for one in matrices if not one.endswith(kept)}
-    for parts in model.family.variant_prompts(next(iter(model.family.variants))).values():
-        sample = model.draw_sample(parts)
-        found, expected = (one.run(sample)[LOGITS] for one in (rounded, restored))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
-        assert not np.allclose(found, model.paged.run(sample)[LOGITS], rtol=0, atol=1e-4)
+    # Quantised are the decoder's weights, which a prompt of each kind goes through.
+    sample = model.draw_sample(model.family.workload[0])
+    found, expected = (one.run(sample)[LOGITS] for one in (rounded, restored))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    assert not np.allclose(found, model.paged.run(sample)[LOGITS], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
