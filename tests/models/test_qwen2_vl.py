@@ -10,6 +10,7 @@ from mmjax.config.engine_config import MultiModalConfig
 from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestError
 from mmjax.parity.arrays import Sample
+from mmjax.parity.reference import generate_reference
 from tests.families import served_model
 from tests.families.qwen2_vl import CLASSES, Grid, draw_grid
 from tests.families.tiny import DrawnItem, Media, Part, Words
@@ -82,7 +83,9 @@ def sample() -> Sample:
 def test_embeddings_stand_in_for_images_and_videos(core: EngineCore, sample: Sample):
     request = make_request("pixels", sample)
     answers = serve(core, [request])
-    assert answers == [list(served_model("qwen2_vl").paged.generate(sample, 8))]
+    model = served_model("qwen2_vl")
+    hf = model.family.torch_call(model.reference, sample)
+    assert answers == [list(generate_reference(*hf, 8))]
     rows = [
         np.asarray(core._runner._pool)[core._runner.rows.get(feature.identifier)]
         for feature in request.mm_features
