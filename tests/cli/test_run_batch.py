@@ -25,6 +25,8 @@ from mmjax.server.batches.runner import run_lines
 ROOT = Path(__file__).parents[2]
 MAX_LINE_BYTES = 2000
 END_S = 280.0
+FEW_PROGRAMS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
+FEW_PROGRAMS += ("--precompile", "none")
 
 
 def write_line(number: int, **changes: Any) -> dict[str, Any]:
@@ -266,7 +268,7 @@ def test_each_line_is_answered_once_whatever_kills_the_command(
     total = 300
     write_input(tmp_path / "in.jsonl", map(write_line, range(1, total + 1)))
     output = tmp_path / "out.jsonl"
-    flags = (str(tiny_gemma3), "--max-model-len", "256", "--no-enable-standby-engine")
+    flags = (str(tiny_gemma3), *FEW_PROGRAMS, "--no-enable-standby-engine")
     for num_lines, number in ((40, signal.SIGKILL), (120, signal.SIGTERM)):
         process = start(tmp_path, *flags)
         kill_at(process, output, num_lines, number)
