@@ -39,6 +39,8 @@ def problems(file: Path) -> Iterator[str]:
 
 def debug_statements(text: str) -> Iterator[str]:
     """Yield the debugger calls of a Python file."""
+    if not any(name in text for name in (*DEBUGGERS, "breakpoint")):
+        return  # to parse takes longest
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = {alias.name for alias in node.names} | {getattr(node, "module", None)}

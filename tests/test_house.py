@@ -9,8 +9,9 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -100,10 +101,8 @@ def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
 
 
-def walk(
-    kind: type | tuple[type, ...], files: Iterable[Path] = FILES
-) -> Iterator[tuple[str, ast.AST]]:
-    """Yield every node of `kind` in our code, with `path:line`."""
+def walk(kind: type | tuple[type, ...], files: Iterable[Path]) -> Iterator[tuple[str, ast.AST]]:
+    """Yield every node of `kind` in some files, with `path:line`."""
     for file in files:
         path = file.relative_to(ROOT)
         for node in ast.walk(parse(file)):
@@ -152,6 +151,8 @@ def _floors() -> dict[str, int]:
 
 def _named_modules(file: Path) -> Iterator[str]:
     """Yield the packages of mmjax that texts of a file name, whole or as the start of a name."""
+    if re.search(r"[\"']mmjax\.", file.read_text(encoding="utf-8")) is None:
+        return  # to parse takes longest
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found = re.fullmatch(r"mmjax\.(\w+)[\w.]*(:\w*)?", node.value)
@@ -262,19 +263,47 @@ def test_no_file_is_too_long():
     assert {str(f.relative_to(ROOT)): n for f, n in counts.items() if n > MAX_LINES} == {}
 
 
-def test_no_definition_is_too_long_or_too_deep():
-    found = []
-    for place, node in walk((ast.FunctionDef, ast.AsyncFunctionDef)):
-        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+class Look(NamedTuple):
+    """What a look at a file's tree finds: to parse all files takes seconds, to keep all memory."""
+
+    is_silent: bool
+    """Whether it has code and no docstring."""
+    definitions: list[str]
+    """Those that are too long or too deep."""
+    hidden: list[str]
+    """Imports that hide annotations."""
+
+
+@cache
+def look_at(file: Path) -> Look:
+    path, text = file.relative_to(ROOT), file.read_text(encoding="utf-8")
+    tree = ast.parse(text, filename=str(file))
+    definitions, hidden = [], []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and _hides_annotations(node):
+            hidden.append(f"{path}:{node.lineno}")
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
         positional = [
             a for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("cls", "self")
         ]
         figures = (length(node), len(positional), nesting(node))
-        if any(
-            a > b for a, b in zip(figures, (MAX_FUNCTION, MAX_POSITIONAL, MAX_NESTING), strict=True)
-        ):
-            found.append(f"{place} {node.name}: lines, positional parameters, nesting {figures}")
-    assert found == []
+        bounds = (MAX_FUNCTION, MAX_POSITIONAL, MAX_NESTING)
+        if any(a > b for a, b in zip(figures, bounds, strict=True)):
+            place = f"{path}:{node.lineno} {node.name}"
+            definitions.append(f"{place}: lines, positional parameters, nesting {figures}")
+    is_silent = bool(text.strip()) and ast.get_docstring(tree) is None
+    return Look(is_silent, definitions, hidden)
+
+
+def _hides_annotations(node: ast.ImportFrom) -> bool:
+    return (node.module == "__future__" and node.names[0].name == "annotations") or any(
+        alias.name == "TYPE_CHECKING" for alias in node.names
+    )
+
+
+def test_no_definition_is_too_long_or_too_deep():
+    assert [one for file in FILES for one in look_at(file).definitions] == []
 
 
 def test_every_file_is_named_for_its_subject():
@@ -282,28 +311,12 @@ def test_every_file_is_named_for_its_subject():
 
 
 def test_every_module_says_what_it_is():
-    silent = [
-        str(file.relative_to(ROOT))
-        for file in FILES
-        if file.read_text(encoding="utf-8").strip() and ast.get_docstring(parse(file)) is None
-    ]
-    assert silent == []
+    assert [str(file.relative_to(ROOT)) for file in FILES if look_at(file).is_silent] == []
 
 
 def test_no_annotation_is_hidden():
     """`from __future__ import annotations` breaks shape checks; TYPE_CHECKING hides circles."""
-    words = ("annotations", "TYPE_CHECKING")
-    naming = [one for one in FILES if any(word in one.read_text("utf-8") for word in words)]
-    found = [
-        place
-        for place, node in walk(ast.ImportFrom, naming)
-        if isinstance(node, ast.ImportFrom)
-        and (
-            (node.module == "__future__" and node.names[0].name == "annotations")
-            or any(alias.name == "TYPE_CHECKING" for alias in node.names)
-        )
-    ]
-    assert found == []
+    assert [place for file in FILES for place in look_at(file).hidden] == []
 
 
 def _names_forbidden(node: ast.AST) -> bool:
