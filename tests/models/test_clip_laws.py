@@ -308,7 +308,16 @@ def as_inputs(family: Family, text: str, clips: list[np.ndarray]) -> dict[str, A
     return {**tensors, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.parametrize("family", ASKED_BY_HF)
+@pytest.mark.parametrize(
+    "family",
+    [
+        # Of the others an engine's tokens are compared below, and in `test_array_laws.py` logits.
+        row
+        if row.id in SLOW_ENGINES
+        else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow)
+        for row in ASKED_BY_HF
+    ],
+)
 def test_logits_at_every_position_are_hfs(family: Family) -> None:
     config = load_model_config(str(family.checkpoint))
     processor, model_class = create_processor(config), load_model_class(config.architecture)

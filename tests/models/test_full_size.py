@@ -131,14 +131,22 @@ def is_smallest(name: str) -> bool:
     return name == min(sizes, key=lambda n: sizes[n])
 
 
+NAMED_AS_MODULES = {
+    *("deepseek_ocr2", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "ovis2", "qwen3_vl"),
+    "whisper",
+}
+"""Whose files have the names of HF's module, all of them, and no others."""
+
+
 CHECKPOINTS = [
     # A tree of a large model takes seconds; all sizes are in `make test-slow`. Of families that are
-    # near to another one `test_array_laws.py` has a small tree, in which each tensor has its place.
+    # near to another one, and of those whose files have no names of their own, `test_array_laws.py`
+    # has a small tree, in which each tensor has its place.
     pytest.param(
         Checkpoint(name),
         id=name,
         marks=()
-        if is_smallest(name) and PUBLISHED[name]["family"] not in NEAR
+        if is_smallest(name) and PUBLISHED[name]["family"] not in {*NEAR, *NAMED_AS_MODULES}
         else pytest.mark.slow,
     )
     for name in PUBLISHED

@@ -17,15 +17,28 @@ from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.validation import validate_num_embeds
-from tests.families import ALL_FAMILIES, FAMILIES
+from tests.families import ALL_FAMILIES, FAMILIES, NEAR
 from tests.families.family import Family
 from tests.families.retrieval import RETRIEVAL
 from tests.kit import draw, num_examples
 
 SIZES = [(1, 1), (37, 211), (640, 480), (2000, 300), (56, 56), (520, 260)]
 FAMILY_ROWS = [pytest.param(family, id=name) for name, family in FAMILIES.items()]
+SLOW_IF_NEAR = {name: pytest.mark.slow if name in NEAR else () for name in FAMILIES}
+"""Processors of such rows are made of another row's parts: the default run compares them with HF's,
+and asks the other rows what caches and budgets do."""
+FAR_ROWS = [
+    pytest.param(family, id=name, marks=SLOW_IF_NEAR[name]) for name, family in FAMILIES.items()
+]
 CASES = [
     pytest.param(family, kwargs, id=f"{name}-{'-'.join(kwargs) or 'plain'}")
+    for name, family in FAMILIES.items()
+    for kwargs in family.extra_kwargs
+]
+FAR_CASES = [
+    pytest.param(
+        family, kwargs, id=f"{name}-{'-'.join(kwargs) or 'plain'}", marks=SLOW_IF_NEAR[name]
+    )
     for name, family in FAMILIES.items()
     for kwargs in family.extra_kwargs
 ]
@@ -194,7 +207,7 @@ def test_any_words_around_pictures_give_hf_tokens(
     assert_same(text, cached.apply(token_ids, mm_data, hf_processor_mm_kwargs=kwargs))
 
 
-@pytest.mark.parametrize("family", FAMILY_ROWS)
+@pytest.mark.parametrize("family", FAR_ROWS)
 @pytest.mark.parametrize("num_images", [0, 1])
 def test_text_without_special_tokens_gives_the_same_on_every_path(family: Family, num_images: int):
     """A chat template writes them itself."""
@@ -209,7 +222,7 @@ def test_text_without_special_tokens_gives_the_same_on_every_path(family: Family
     assert_same(text, cached.apply(prompt, mm_data, tokenization_kwargs=plain))
 
 
-@pytest.mark.parametrize(("family", "kwargs"), CASES)
+@pytest.mark.parametrize(("family", "kwargs"), FAR_CASES)
 @pytest.mark.parametrize("capacity", [0, 50_000, 2**26])
 def test_cold_warm_and_partly_warm_caches_agree(
     family: Family, kwargs: dict[str, Any], capacity: int
@@ -228,7 +241,7 @@ def test_cold_warm_and_partly_warm_caches_agree(
         assert_same(uncached, warm)
 
 
-@pytest.mark.parametrize("family", FAMILY_ROWS)
+@pytest.mark.parametrize("family", FAR_ROWS)
 def test_missing_items_go_to_hf_in_one_batch(family: Family, monkeypatch: pytest.MonkeyPatch):
     processor = make_cached(family)
     images = [draw(60 + i, 60, seed=i) for i in range(4)]
@@ -253,7 +266,7 @@ def test_missing_items_go_to_hf_in_one_batch(family: Family, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("family", "mm"),
     [
-        pytest.param(family, mm, id=f"{name}-{'-'.join(mm) or 'plain'}")
+        pytest.param(family, mm, id=f"{name}-{'-'.join(mm) or 'plain'}", marks=SLOW_IF_NEAR[name])
         for name, family in FAMILIES.items()
         for mm in family.mm_configs
     ],
@@ -269,7 +282,7 @@ def test_dummy_inputs_have_exactly_the_declared_maximum(family: Family, mm: dict
         assert measured[modality] == profiler.get_mm_max_tokens_per_item(4096)[modality]
 
 
-@pytest.mark.parametrize("family", FAMILY_ROWS)
+@pytest.mark.parametrize("family", FAR_ROWS)
 @settings(max_examples=num_examples(20), deadline=None)
 @given(width=st.integers(1, 1200), height=st.integers(1, 1200))
 def test_no_picture_exceeds_the_declared_maximum(family: Family, width: int, height: int):
@@ -294,7 +307,7 @@ def check_sizes(processor: BaseMultiModalProcessor[Any], prepared: PreparedInput
     validate_num_embeds(processor.info, prepared.mm_placeholders, described)
 
 
-@pytest.mark.parametrize("family", FAMILY_ROWS)
+@pytest.mark.parametrize("family", FAR_ROWS)
 def test_the_size_that_an_operator_describes_is_what_is_planned_for(family: Family):
     """Dummies and budget follow it; a picture that gives more is refused, and told the flag."""
     for kwargs in family.extra_kwargs:
@@ -317,7 +330,7 @@ def test_the_size_that_an_operator_describes_is_what_is_planned_for(family: Fami
             assert num_embeds <= plan(plain)
 
 
-@pytest.mark.parametrize("family", FAMILY_ROWS)
+@pytest.mark.parametrize("family", FAR_ROWS)
 def test_a_larger_picture_than_was_described_is_refused_by_the_flags_name(family: Family):
     options = {"width": 30, "height": 30}
     processor = family.make_processor(
@@ -349,7 +362,7 @@ def test_qwen2_vl_of_small_pictures_needs_4_embeddings():
     }
 
 
-@pytest.mark.parametrize("family", FAMILY_ROWS)
+@pytest.mark.parametrize("family", FAR_ROWS)
 def test_what_a_trusted_request_may_ask_for_is_planned_for(family: Family):
     """As much as the checkpoint, whatever the operator's own kwargs lower; and no more."""
     operators: Any = {"mm_processor_kwargs": family.lowering_kwargs}

@@ -7,15 +7,21 @@ import pytest
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.processing.encoder_budget import MultiModalProfiler
-from tests.families import CLIP_FAMILIES, FAMILIES
+from tests.families import CLIP_FAMILIES, FAMILIES, NEAR
 from tests.families.directories import get_placeholder_str
 from tests.families.family import Family
 from tests.kit import draw, draw_video
 from tests.processing.conftest import both_kinds
 
 OF_VIDEOS = [pytest.param(one, id=name) for name, one in FAMILIES.items() if one.video]
+# Processors of rows near to others are made of the others' parts, which the default run asks.
 DUMMIES = [
-    pytest.param(family, kwargs, id=f"{name}-{'-'.join(kwargs) or 'plain'}")
+    pytest.param(
+        family,
+        kwargs,
+        id=f"{name}-{'-'.join(kwargs) or 'plain'}",
+        marks=pytest.mark.slow if name in NEAR else (),
+    )
     for name, family in FAMILIES.items()
     if family.video
     for kwargs in family.video_kwargs
