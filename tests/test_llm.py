@@ -113,16 +113,19 @@ def test_priority_wants_a_policy_and_one_for_each(llm: LLM) -> None:
         llm.generate(["a", "b"], priority=[0, 1], use_tqdm=False)
 
 
-def test_priorities_reach_the_scheduler(tiny_gemma3: Path, monkeypatch: Any) -> None:
+def test_priorities_reach_the_scheduler(tiny_gemma3: Path) -> None:
     settings = {"max_model_len": 64, "max_num_seqs": 1, "use_tqdm_on_load": False}
     with LLM(str(tiny_gemma3), scheduling_policy="priority", **settings) as llm:
         with pytest.raises(RequestError, match="2 prompts and 1 priorities"):
             llm.generate(["a", "b"], priority=[0], use_tqdm=False)
         seen: list[EngineCoreRequest] = []
         add = llm.engine.add_request
-        monkeypatch.setattr(
-            llm.engine, "add_request", lambda message: (seen.append(message), add(message))
-        )
+
+        def watch(message: EngineCoreRequest) -> None:
+            seen.append(message)
+            add(message)
+
+        llm.engine.add_request = watch
         llm.generate(["a", "b", "c"], GREEDY, priority=[3, -2, 0], use_tqdm=False)
     assert [message.priority for message in seen] == [3, -2, 0]
 

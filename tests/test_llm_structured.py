@@ -19,7 +19,8 @@ NUM_SCHEMAS_SLOW = 200
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(max_model_len=512, max_num_seqs=4, use_tqdm_on_load=False) as llm:
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 64}  # few programs
+    with LLM(max_model_len=512, use_tqdm_on_load=False, **sizes) as llm:
         yield llm
 
 

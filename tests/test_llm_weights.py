@@ -169,6 +169,6 @@ def test_sleep_and_what_is_refused_meanwhile(llm: LLM, other: LLM):
         (lambda llm: llm.sleep(mode="now"), "`mode` is 'now'"),
     ],
 )
-def test_wrong_arguments_are_named(llm: LLM, call: Any, says: str):
+def test_wrong_arguments_are_named(other: LLM, call: Any, says: str):
     with pytest.raises(ValueError, match=says):
-        call(llm)
+        call(other)

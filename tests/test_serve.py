@@ -403,7 +403,7 @@ def test_a_port_in_use_is_said_at_once(url: str, tiny_gemma3: Path) -> None:
 def test_the_embedded_default_reads_a_picture() -> None:
     picture = Image.new("RGB", (320, 240), "white")
     ImageDraw.Draw(picture).ellipse((90, 60, 210, 180), fill="red")
-    server = Served(*FEW)
+    server = Served(*FEW, "--precompile", "none")
     try:
         address = server.wait_for(r"mmjax serving tiny_scenes at (\S+)\n").group(1)
         answer = ask_about(address, picture)
