@@ -11,10 +11,11 @@ namespace {
 // `Lanes` multiplies `Lanes::kWidth` numbers at a time: a `Sum` holds the sums of one row with one
 // feature, in lanes. Every output is summed in the same order whatever the tile, the rows beside it
 // and the thread are, so that a row has the same bits in any batch. `kFetches`: ask for the weights
-// of the next tile meanwhile.
+// of the next tile meanwhile. `stride`: from one row of `x` to the next.
 template <typename Lanes, int kRows, int kFeatures, bool kFetches>
-inline void multiply_tile(const typename Lanes::X* x, const typename Lanes::W* weight,
-                          typename Lanes::Out* out, int64_t width, int64_t features) {
+inline void multiply_tile(const typename Lanes::X* x, int64_t stride,
+                          const typename Lanes::W* weight, typename Lanes::Out* out, int64_t width,
+                          int64_t features) {
   typename Lanes::Sum sums[kRows][kFeatures];
   typename Lanes::Correction corrections[kFeatures];
   for (int f = 0; f < kFeatures; ++f) {
@@ -30,7 +31,7 @@ inline void multiply_tile(const typename Lanes::X* x, const typename Lanes::W* w
       Lanes::correct(corrections[f], weights[f]);
     }
     for (int r = 0; r < kRows; ++r) {
-      const auto inputs = Lanes::load_inputs(x + r * width + d);
+      const auto inputs = Lanes::load_inputs(x + r * stride + d);
       for (int f = 0; f < kFeatures; ++f) Lanes::add(sums[r][f], inputs, weights[f]);
     }
   }
@@ -42,7 +43,7 @@ inline void multiply_tile(const typename Lanes::X* x, const typename Lanes::W* w
       Lanes::correct(corrections[f], weights[f]);
     }
     for (int r = 0; r < kRows; ++r) {
-      const auto inputs = Lanes::load_inputs(x + r * width + d, left);
+      const auto inputs = Lanes::load_inputs(x + r * stride + d, left);
       for (int f = 0; f < kFeatures; ++f) Lanes::add(sums[r][f], inputs, weights[f]);
     }
   }
@@ -61,7 +62,7 @@ inline void multiply_rows(const typename Lanes::X* x, const typename Lanes::W* w
                           typename Lanes::Out* out, int64_t rows, int64_t width,
                           int64_t features) {
   auto tile = [=](auto multiply_some, int64_t r) {
-    multiply_some(x + r * width, weight, out + r * features, width, features);
+    multiply_some(x + r * width, width, weight, out + r * features, width, features);
   };
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4) tile(multiply_tile<Lanes, 4, kFeatures, kFetches>, r);
