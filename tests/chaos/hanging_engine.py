@@ -39,20 +39,23 @@ def run_slow_engine(config: EngineConfig, address_in: str, address_out: str) -> 
 
 
 def _run(act: Any, *arguments: Any) -> None:
-    dispatch = EngineCore._dispatch
+    dispatch, is_hanging = EngineCore._dispatch, threading.Event()
 
     def dispatch_or_act(core: EngineCore) -> Any:
         dispatched = dispatch(core)
         requests = [] if dispatched is None else dispatched.output.requests
         if any(one.request.sampling_params.max_tokens == CULPRIT_TOKENS for one in requests):
+            is_hanging.set()
             act()
         return dispatched
 
     EngineCore._dispatch = dispatch_or_act  # type: ignore[method-assign]
-    threading.Thread(target=_compute_for_ever, daemon=True).start()
+    threading.Thread(target=_compute_from, args=[is_hanging], daemon=True).start()
     process.run_engine(*arguments)
 
 
-def _compute_for_ever() -> None:
+def _compute_from(event: threading.Event) -> None:
+    """Compute for ever, but not before the event: starts would take twice as long."""
+    event.wait()
     while True:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**6)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -93,12 +94,12 @@ BUSY = pytest.mark.parametrize("num_busy", [0, pytest.param(20, marks=pytest.mar
 @BUSY
 @pytest.mark.parametrize("main", HANGING_MAINS)
 def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(
-    main: str, num_busy: int
+    main: str, num_busy: int, tiny_gemma3: Path
 ) -> None:
     """Prints after how long."""
 
     async def body() -> None:
-        config = default_config(*FEW, "--precompile", "none")
+        config = default_config(str(tiny_gemma3), *FEW, "--precompile", "none")
         main_path = f"tests.chaos.hanging_engine:{main}"
         async with serving(config, main=main_path, hang_timeout_s=HANG_S) as service:
             expected = await ask_all(service, range(3), 40)

@@ -49,13 +49,12 @@ async def ask_all(service: Service, numbers: Sequence[int], max_tokens: int) -> 
     )
 
 
-def test_a_kill_while_streams_run_and_one_while_p1_starts() -> None:
+def test_a_kill_while_streams_run_and_one_while_p1_starts(tiny_gemma3: Path) -> None:
     """A small sample; `benchmarks/kills.py` has the counts."""
 
     async def body() -> None:
-        async with serving(
-            default_config(*FEW, "--precompile", "none"), has_standby=True
-        ) as service:
+        config = default_config(str(tiny_gemma3), *FEW, "--precompile", "none")
+        async with serving(config, has_standby=True) as service:
             numbers = range(4)
             expected = await ask_all(service, numbers, 16)
             asked = asyncio.create_task(ask_all(service, numbers, 16))

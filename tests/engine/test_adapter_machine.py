@@ -2,7 +2,7 @@
 
 There are more adapters than slots and than host copies, names are given to other files again, and
 some adapt the tower. Yet every answer is the lone one of the files that the request's name stood
-for, whatever runs beside it; afterwards nothing is in use, and nothing was compiled.
+for, whatever runs beside it; afterwards nothing is in use.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,14 @@ from mmjax.engine.core import EngineCore
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.adapters import make_tensors, text_layers, tower_layers, write_adapter
-from tests.engine.tiny import answer, engine_config, message, tiny_engine, tiny_params
+from tests.engine.tiny import (
+    TOKENS_PER_IMAGE,
+    answer,
+    engine_config,
+    message,
+    tiny_engine,
+    tiny_params,
+)
 
 NAMES = ("a", "b", "c")
 NUM_FILES = 5
@@ -39,7 +46,7 @@ PROMPTS: list[Any] = [
 MAX_TOKENS = 6
 
 
-def make_engine(*, max_loras: int, max_num_seqs: int, precompile: Any = "all") -> EngineCore:
+def make_engine(*, max_loras: int, max_num_seqs: int) -> EngineCore:
     """Start an engine whose steps and blocks are few."""
     _, params = tiny_params()
     config = engine_config(
@@ -47,7 +54,7 @@ def make_engine(*, max_loras: int, max_num_seqs: int, precompile: Any = "all") -
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=16,
         num_blocks=8,
-        precompile=precompile,
+        max_num_encoder_input_tokens=2 * TOKENS_PER_IMAGE,
     )
     lora = LoRAConfig(
         enable_lora=True,
@@ -109,8 +116,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(
         paths,
         make_engine(max_loras=2, max_num_seqs=3),
-        make_engine(max_loras=NUM_FILES, max_num_seqs=1, precompile=None),
-        tiny_engine(max_model_len=48, max_num_seqs=1),
+        make_engine(max_loras=NUM_FILES, max_num_seqs=1),
+        tiny_engine(max_model_len=48, max_num_seqs=1, max_num_batched_tokens=16),
     )
     for number in range(NUM_FILES):
         stage.alone.load_adapter(f"file {number}", paths[number])

@@ -25,17 +25,22 @@ from tests.engine.tiny import (
 )
 
 NAMES = ("a", "b", "c", "d", None)
+SIZES: dict[str, Any] = {"max_num_batched_tokens": 16}
+"""A step's tokens are then of one bucket, beside decoding."""
 PARTS: list[Any] = [[5, 6, 7, 8, 9, 10, 11, 12, 13], (0, 1), [20, 21, 22, 23]]
 
 
 def make_engine(
     *, lora: dict[str, Any] | None = None, size: int = 1, **settings: Any
 ) -> EngineCore:
-    """Start an engine with room for adapters of rank 8."""
+    """Start an engine with room for adapters of rank 8.
+
+    Unless told otherwise all have the same few programs.
+    """
     _, params = tiny_params()
-    own = {"enable_lora": True, "max_lora_rank": 8, **(lora or {})}
+    own = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **(lora or {})}
     config = replace(
-        engine_config(**settings),
+        engine_config(**{**SIZES, **settings}),
         lora=LoRAConfig(**own),
         parallel=ParallelConfig(tensor_parallel_size=size),
     )
@@ -72,17 +77,22 @@ def lone_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, l
     load(core, tmp_path_factory.mktemp("adapters"))
     answers = {name: answer(core, ask(name)) for name in NAMES}
     assert len({tuple(one) for one in answers.values()}) == len(NAMES)
-    assert answers[None] == answer(tiny_engine(), ask(None)), "as without room for adapters"
+    assert answers[None] == answer(tiny_engine(**SIZES), ask(None)), "as without room for adapters"
     assert core.compilations == 0 or core.config.precompile is None
     core.close()
     return answers
 
 
 ENGINES = {
-    "together": {"max_num_seqs": 5},
-    "two slots": {"max_num_seqs": 5, "lora": {"max_loras": 2, "max_cpu_loras": 2}},
-    "chunked, preempted": {"max_num_seqs": 5, "max_num_batched_tokens": 7, "num_blocks": 17},
-    "two devices": {"max_num_seqs": 5, "size": 2},
+    "together": {"max_num_seqs": 5, "lora": {"max_loras": 4}, "max_num_batched_tokens": 64},
+    "two slots": {"lora": {"max_cpu_loras": 2}},
+    "chunked, preempted": {
+        "max_num_seqs": 5,
+        "lora": {"max_loras": 4},
+        "max_num_batched_tokens": 7,
+        "num_blocks": 17,
+    },
+    "two devices": {"max_num_seqs": 5, "lora": {"max_loras": 4}, "size": 2},
 }
 
 
@@ -106,7 +116,7 @@ def test_four_adapters_and_none_answer_as_alone(
 
 
 def test_nothing_compiles_once_it_serves(tmp_path: Path) -> None:
-    core = make_engine(precompile="all", max_num_seqs=2, max_num_batched_tokens=64)
+    core = make_engine(precompile="all")
     load(core, tmp_path)
     serve(core, [ask("a"), ask(None), ask("b")])
     serve(core, [ask("c", logprobs=2, prompt_logprobs=1), ask("d")])
@@ -119,7 +129,7 @@ def test_nothing_compiles_once_it_serves(tmp_path: Path) -> None:
 
 
 def test_without_adapters_there_are_no_more_programs() -> None:
-    plain, adapted = tiny_engine(), make_engine()
+    plain, adapted = tiny_engine(**SIZES), make_engine()
     assert plain._runner._adapters is None
     assert not any(bucket.has_adapters for bucket in plain._runner.buckets.steps)
     num_steps = len(plain._runner.buckets.steps)
@@ -180,15 +190,16 @@ def test_requests_wait_for_an_adapter_that_is_being_read(
 
 
 def test_the_figures_name_the_adapters_in_use(tmp_path: Path) -> None:
-    core = make_engine(max_num_seqs=2, lora={"max_loras": 1})
+    core = make_engine()
     load(core, tmp_path)
-    for name in ("a", "b", None, "b"):
-        core.add_request(ask(name, f"{name}{core.stats().num_waiting}"))
+    # One step has room for all, but two adapters alone.
+    for name in ("a", "b", None, "c"):
+        core.add_request(ask(name, parts=[[5, 6, 7]]))
     # Of more adapters than are kept, those that are named are read again, in a thread.
     core.wait_loaded()
     core.step()
     stats = core.stats()
-    assert (stats.running_loras, stats.waiting_loras) == (["a"], ["b"])
+    assert (stats.running_loras, stats.waiting_loras) == (["a", "b"], ["c"])
     drain(core)
     assert (core.stats().running_loras, core.stats().waiting_loras) == ([], [])
 
@@ -220,7 +231,7 @@ def test_towers_have_adapters_too(tmp_path: Path) -> None:
     alone = [answer(core, adapted), answer(core, plain)]
     assert alone[0] != alone[1]
     assert serve(core, [adapted, plain]) == alone
-    assert answer(core, ask(None, "3")) == answer(tiny_engine(), ask(None))
+    assert answer(core, ask(None, "3")) == answer(tiny_engine(**SIZES), ask(None))
 
 
 def test_too_many_slots_are_refused_at_the_start() -> None:

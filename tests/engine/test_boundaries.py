@@ -26,7 +26,7 @@ BAD_PICTURE = "picture-13-1"
 
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
-    return tiny_engine()
+    return tiny_engine(max_num_batched_tokens=16)
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,17 @@ from tests.models.served import make_request, serve, start_engine
 
 PICTURES = [(0, 1), (1, 2), (2, 9), (3, 1)]
 """Seeds and crops; more than one encoder call has are divided over two."""
-SIZES: dict[str, Any] = {"encoder_cache_size": 40, "max_num_batched_tokens": 64}
+SIZES: dict[str, Any] = {
+    "encoder_cache_size": 40,
+    "max_num_encoder_input_tokens": 64,
+    "max_num_batched_tokens": 16,
+}
+"""Of all engines of the tiny model, so that they have the same few programs."""
+
+
+def start(directory: Path | None = None, **settings: Any) -> EngineCore:
+    """Start an engine of the tiny model, which keeps what it encodes in a directory."""
+    return tiny_engine(**SIZES, encoder_cache_dir=directory, **settings)
 
 
 def ask(number: int, picture: tuple[int, int]) -> EngineCoreRequest:
@@ -77,10 +87,10 @@ def damage(directory: Path) -> None:
 def test_answers_over_evictions_restarts_and_damage_are_those_without(tmp_path: Path):
     """The law: the store changes nothing but who computes."""
     rng = random.Random(0)
-    plain = tiny_engine(**SIZES)
+    plain = start()
     hits = 0
     for life in range(4):
-        core = tiny_engine(**SIZES, encoder_cache_dir=tmp_path, precompile="all")
+        core = start(tmp_path)
         for _ in range(4):
             batch = [ask(n, rng.choice(PICTURES)) for n in range(rng.randint(1, 3))]
             assert report(core, batch) == report(plain, batch)
@@ -96,12 +106,12 @@ def test_answers_over_evictions_restarts_and_damage_are_those_without(tmp_path: 
 
 
 def test_a_later_engine_encodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with closing(tiny_engine(encoder_cache_dir=tmp_path)) as first:
+    with closing(start(tmp_path)) as first:
         expected = report(first, [ask(0, PICTURES[2])])
         stats = first.stats()
     assert (stats.encoder_disk_hits, stats.encoder_disk_queries) == (0, 1)
     calls = count_encoder_calls(monkeypatch)
-    with closing(tiny_engine(encoder_cache_dir=tmp_path)) as core:
+    with closing(start(tmp_path)) as core:
         core.add_request(ask(0, PICTURES[2]))
         news = drain(core)["0"]
         stats = core.stats()
@@ -113,28 +123,28 @@ def test_a_later_engine_encodes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_damaged_file_is_encoded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    with closing(tiny_engine(encoder_cache_dir=tmp_path)) as first:
+    with closing(start(tmp_path)) as first:
         expected = report(first, [ask(0, PICTURES[0])])
     damage(tmp_path)
-    with closing(tiny_engine(encoder_cache_dir=tmp_path)) as core:
+    with closing(start(tmp_path)) as core:
         assert report(core, [ask(0, PICTURES[0])]) == expected
         assert core.stats().encoder_disk_hits == 0
     assert len([one for one in caplog.messages if "damaged" in one]) == 1
-    with closing(tiny_engine(encoder_cache_dir=tmp_path)) as again:
+    with closing(start(tmp_path)) as again:
         assert report(again, [ask(0, PICTURES[0])]) == expected
         assert again.stats().encoder_disk_hits == 1
 
 
 def test_an_id_that_stands_for_another_picture_finds_nothing(tmp_path: Path):
     """A caller's own ids are good for one process: tomorrow's picture may have today's."""
-    with closing(tiny_engine(encoder_cache_dir=tmp_path)) as first:
+    with closing(start(tmp_path)) as first:
         answer(first, ask(0, PICTURES[0]))
     other = ask(0, PICTURES[3])
     name = "picture-0-1"
     features = [replace(image_feature(3, 2), identifier=name, mm_hash=name)]
     renamed = msgspec.structs.replace(other, mm_features=features)
-    with closing(tiny_engine(encoder_cache_dir=tmp_path)) as core:
-        assert answer(core, renamed) == answer(tiny_engine(), other)
+    with closing(start(tmp_path)) as core:
+        assert answer(core, renamed) == answer(start(), other)
         assert core.stats().encoder_disk_hits == 0
 
 
@@ -145,7 +155,7 @@ def with_other_tower(seed: float) -> Any:
 
 
 def make_engine(params: Any, directory: Path, **groups: Any) -> EngineCore:
-    config = replace(engine_config(encoder_cache_dir=directory), **groups)
+    config = replace(engine_config(**SIZES, encoder_cache_dir=directory), **groups)
     return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
 
 
@@ -192,12 +202,13 @@ def test_rows_of_packed_and_of_chosen_outputs(name: str, tmp_path: Path):
         make_request(str(n), model.draw_sample((Words(1, 3), Media(n, modality), Words(2, 5))))
         for n in range(2)
     ]
-    with closing(start_engine(model, encoder_cache_dir=tmp_path)) as first:
+    sizes = {"max_num_batched_tokens": max(16, model.family.longest_run)}
+    with closing(start_engine(model, **sizes, encoder_cache_dir=tmp_path)) as first:
         expected = serve(first, requests)
-    with closing(start_engine(model, encoder_cache_dir=tmp_path)) as core:
+    with closing(start_engine(model, **sizes, encoder_cache_dir=tmp_path)) as core:
         assert serve(core, requests) == expected
         assert core.stats().encoder_disk_hits == len(requests)
-    assert serve(start_engine(model), requests) == expected
+    assert serve(start_engine(model, **sizes), requests) == expected
 
 
 def test_several_processes_are_refused(tmp_path: Path):
@@ -211,7 +222,7 @@ def test_several_processes_are_refused(tmp_path: Path):
 
 def test_bfloat16_rows_are_kept_bit_for_bit(tmp_path: Path):
     """On the CPU the pool holds them as integers."""
-    config = engine_config(encoder_cache_dir=tmp_path)
+    config = engine_config(**SIZES, encoder_cache_dir=tmp_path)
     config = replace(config, model=replace(config.model, dtype="bfloat16"))
     params = {name: leaf.astype(jnp.bfloat16) for name, leaf in flat().items()}
     answers = []

@@ -49,6 +49,13 @@ from tests.models.served import make_config, make_request, serve, start_engine
 
 PICTURES = [(0, 1), (1, 2), (2, 9), (3, 1)]
 """Seeds and crops."""
+SIZES: dict[str, Any] = {
+    "encoder_cache_size": 40,
+    "max_num_encoder_input_tokens": 64,
+    "max_num_batched_tokens": 16,
+}
+"""Of all engines of the tiny model, so that they have the same few programs. There is little room
+for encoder outputs: what an engine has is evicted, and asked for again."""
 
 
 @contextmanager
@@ -82,7 +89,7 @@ def start(addresses: Sequence[str], *, params: Any = None, **settings: Any) -> E
         for name in ("keep_encoder", "encoder_workers_timeout")
         if name in settings
     }
-    config = engine_config(**settings)
+    config = engine_config(**SIZES, **settings)
     cache = replace(config.cache, encoder_workers=tuple(addresses), **workers)
     return EngineCore(
         replace(config, cache=cache),
@@ -115,15 +122,13 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EncodeWorker]:
 
 @pytest.fixture(scope="module")
 def core(worker: EncodeWorker) -> Iterator[EngineCore]:
-    """An engine with little room: what it has is evicted, and asked for again."""
-    sizes: dict[str, Any] = {"encoder_cache_size": 40, "max_num_batched_tokens": 64}
-    with closing(start([worker.address], precompile="all", **sizes)) as one:
+    with closing(start([worker.address])) as one:
         yield one
 
 
 def test_an_engine_with_a_worker_answers_as_one_alone(core: EngineCore, worker: EncodeWorker):
     """Over evictions, pictures that are shared, and chunks of prompts."""
-    rng, plain, before = random.Random(0), tiny_engine(), worker.num_encoded
+    rng, plain, before = random.Random(0), tiny_engine(**SIZES), worker.num_encoded
     num_given = core.stats().encoder_workers_items
     for _ in range(4):
         requests = [ask(n, rng.choice(PICTURES)) for n in range(rng.randint(1, 4))]
@@ -183,7 +188,7 @@ def test_a_request_waits_for_a_worker_while_others_go_on(tmp_path: Path):
         assert "0" not in told
         with working(address):
             news = drain(core)["0"]
-        assert tokens_of(news) == report(tiny_engine(), [ask(0, PICTURES[0])])[0][0]
+        assert tokens_of(news) == report(tiny_engine(**SIZES), [ask(0, PICTURES[0])])[0][0]
 
 
 def test_a_request_that_no_worker_answers_fails_alone(tmp_path: Path):
@@ -210,7 +215,7 @@ def test_an_engine_that_keeps_its_encoder_needs_nobody(tmp_path: Path):
     address = f"unix://{tmp_path}/nobody"
     requests = [ask(n, PICTURES[n]) for n in range(2)]
     with closing(start([address], keep_encoder=True)) as core:
-        assert report(core, requests) == report(tiny_engine(), requests)
+        assert report(core, requests) == report(tiny_engine(**SIZES), requests)
         assert core.stats().encoder_workers_fallbacks == 2
 
 
@@ -231,7 +236,7 @@ def test_what_cannot_go_with_workers_is_refused(tmp_path: Path):
 def test_a_later_worker_finds_outputs_on_disk(tmp_path: Path):
     address, config = f"unix://{tmp_path}/encoder", engine_config(encoder_cache_dir=tmp_path / "d")
     requests = [ask(0, PICTURES[2])]
-    expected = report(tiny_engine(), requests)
+    expected = report(tiny_engine(**SIZES), requests)
     counts = []
     for _ in range(2):
         with working(address, config) as worker, closing(start([address])) as core:
@@ -267,7 +272,7 @@ def test_a_killed_worker_costs_no_request(num_kills: int, tmp_path: Path):
         message(f"{n}", [[2, n], (100 + n, 1 + n % 3), [5], (200 + n, 2), [9]], max_tokens=6)
         for n in range(16)
     ]
-    expected = [tokens_of(one) for one in serve_all(tiny_engine(), requests)]
+    expected = [tokens_of(one) for one in serve_all(tiny_engine(**SIZES), requests)]
     with ExitStack() as opened:
         core = opened.enter_context(closing(start(addresses)))
         workers = opened.enter_context(processes(*addresses))
@@ -403,14 +408,16 @@ MANY = [
 def test_other_families(name: str, tmp_path: Path):
     model, address = served_model(name), f"unix://{tmp_path}/encoder"
     family = model.family
-    sizes = {"max_embeds": family.max_embeds, "max_model_len": family.max_model_len}
+    sizes: dict[str, Any] = {"max_num_batched_tokens": max(16, family.longest_run)}
+    sizes |= {"max_embeds": family.max_embeds, "max_model_len": family.max_model_len}
     config = make_config(family.model_class, model.config, **sizes)
     (modality, *_) = family.max_embeds
     requests = [
         make_request(str(n), model.draw_sample((Words(1, 3), Media(n, modality), Words(2, 5))))
         for n in range(2)
     ]
-    expected = serve(start_engine(model), requests)
+    plain = start_engine(model, max_num_batched_tokens=max(16, family.longest_run))
+    expected = serve(plain, requests)
     given = {"model_class": family.model_class, "params": model.params}
     with (
         working(address, config, **given) as worker,

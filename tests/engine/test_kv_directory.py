@@ -12,15 +12,13 @@ from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.engine.recurrent import recurrent_engine
-from tests.engine.test_kv_offload import NUM_BLOCKS, ROOMY_GB, parts, serve
+from tests.engine.test_kv_offload import ROOMY_GB, SIZES, parts, serve
 from tests.engine.tiny import dense_greedy, drain, engine_config, message, tiny_engine, tiny_params
 
 
 def start(folder: Path, *, seed: int = 0, **settings: Any) -> EngineCore:
     """Start an engine on a directory; `seed`: of its weights."""
-    config = engine_config(
-        num_blocks=NUM_BLOCKS, kv_offload_gb=ROOMY_GB, kv_offload_dir=folder, **settings
-    )
+    config = engine_config(**SIZES, kv_offload_gb=ROOMY_GB, kv_offload_dir=folder, **settings)
     params = tiny_params(seed)[1]
     return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
 
@@ -120,7 +118,7 @@ def test_new_weights_leave_the_directory(tmp_path: Path) -> None:
 
 def test_little_host_memory_is_enough_for_what_it_holds(tmp_path: Path) -> None:
     answers = fill(tmp_path, range(3))
-    config = engine_config(num_blocks=NUM_BLOCKS, kv_offload_dir=tmp_path, kv_offload_gb=ROOMY_GB)
+    config = engine_config(**SIZES, kv_offload_dir=tmp_path, kv_offload_gb=ROOMY_GB)
     cache = replace(config.cache, kv_offload_gb=5 * 3072 / 2**30)
     core = EngineCore(
         replace(config, cache=cache),

@@ -24,7 +24,7 @@ def make_engine(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         "mmjax.layers.attention.api.choose_backend", lambda platform, **options: backend
     )
-    return tiny_engine()
+    return tiny_engine(max_num_seqs=2, max_num_batched_tokens=16)
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)

@@ -35,6 +35,10 @@ BLOCK_BYTES = 2 * 3 * 16 * 8 * 4
 ROOMY_GB = 200 * BLOCK_BYTES / 2**30
 
 
+SIZES: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16}
+"""Of all engines of the tiny model, so that they have the same few programs."""
+
+
 def text(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
@@ -45,7 +49,7 @@ def parts(seed: int) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
-    return tiny_engine(num_blocks=NUM_BLOCKS, kv_offload_gb=ROOMY_GB)
+    return tiny_engine(**SIZES, kv_offload_gb=ROOMY_GB)
 
 
 def serve(core: EngineCore, name: str, seed: int) -> tuple[list[int], int]:
@@ -211,7 +215,7 @@ def test_sleep_leaves_what_host_memory_has(core: EngineCore) -> None:
 
 
 def test_host_memory_is_bounded() -> None:
-    core = tiny_engine(num_blocks=NUM_BLOCKS, kv_offload_gb=7.5 * BLOCK_BYTES / 2**30)
+    core = tiny_engine(**SIZES, kv_offload_gb=7.5 * BLOCK_BYTES / 2**30)
     pool, host = core._runner.host_pool, core._scheduler.kv_cache.host
     assert pool is not None
     assert host is not None
@@ -224,7 +228,7 @@ def test_host_memory_is_bounded() -> None:
 
 def test_little_room_for_what_is_on_its_way() -> None:
     """A step then waits for what went before, and nothing is lost."""
-    core = tiny_engine(num_blocks=NUM_BLOCKS, kv_offload_gb=ROOMY_GB)
+    core = tiny_engine(**SIZES, kv_offload_gb=ROOMY_GB)
     pool = core._runner.host_pool
     assert pool is not None
     pool._max_staged = 1
@@ -234,7 +238,7 @@ def test_little_room_for_what_is_on_its_way() -> None:
 
 
 def test_what_has_not_arrived_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = tiny_engine(num_blocks=NUM_BLOCKS, kv_offload_gb=ROOMY_GB)
+    core = tiny_engine(**SIZES, kv_offload_gb=ROOMY_GB)
     monkeypatch.setattr(core._runner.host_pool, "_take_arrived", lambda: None)
     for seed in (*range(4), *range(4)):
         assert serve(core, f"{seed}", seed)[0] == dense_greedy(message("oracle", parts(seed)))

@@ -116,17 +116,18 @@ def start(model: TinyModel, **settings: Any) -> EngineCore:
 class Pair:
     """An engine that serves one request at a time and keeps nothing, and a cramped one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, max_num_seqs: int = 4) -> None:
         self.model = model = served_model(name)
         largest = max(*model.family.max_embeds.values(), model.paged.max_encoder_len)
         settings: dict[str, Any] = {"async_scheduling": False, "enable_prefix_caching": False}
         sizes = {"encoder_cache_size": 4 * largest, "max_num_encoder_input_tokens": 2 * largest}
+        whole = max(64, model.family.longest_run)
         self.in_order = start(
-            model, max_num_batched_tokens=160, max_num_seqs=1, **sizes, **settings
+            model, max_num_batched_tokens=whole, max_num_seqs=1, **sizes, **settings
         )
         self.cramped = start(
             model,
-            max_num_seqs=8,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=21,
             num_blocks=count_least_blocks(model, choose_max_model_len(model)) * 5 // 4,
             scheduling_policy="priority",
@@ -158,7 +159,7 @@ def test_every_answer_is_the_lone_one(name: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_every_answer_of_a_family_is_the_lone_one(name: str) -> None:
-    pair = Pair(name)
+    pair = Pair(name, max_num_seqs=8)
     for seed in range(20):
         assert [*pair.find_differences(seed)] == [], f"{seed=}"
     assert pair.cramped.num_preemptions > 0

@@ -28,6 +28,9 @@ from tests.engine.tiny import (
     tokens_of,
 )
 
+FEW = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+"""Sizes of an engine with few programs."""
+
 
 def text(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(2, 90, length).tolist()
@@ -198,7 +201,7 @@ def core() -> Iterator[EngineCore]:
 
 def test_an_idle_engine_runs_each_program_once_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request waits for a first run's preparations; what is cached stays as it is."""
-    engine = tiny_engine(precompile="all")
+    engine = tiny_engine(**FEW, precompile="all")
     request = message("a", [text(77, 50)], max_tokens=3)
     expected = answer(engine, request)
     monkeypatch.setattr(compilation, "_MAX_FIRST_RUN_S", 60.0)
@@ -218,7 +221,7 @@ def test_an_idle_engine_runs_each_program_once_on_padding(monkeypatch: pytest.Mo
 
 
 def test_of_slow_programs_one_is_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine(precompile="all")
+    engine = tiny_engine(max_num_batched_tokens=16, precompile="all")
     monkeypatch.setattr(compilation, "_MAX_FIRST_RUN_S", 0.0)
     before = set(engine._programs._uncalled)
     engine.step()

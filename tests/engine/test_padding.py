@@ -8,7 +8,7 @@ from tests.engine.tiny import drain, message, tiny_engine
 
 
 def test_an_engine_tells_it_once_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    core = tiny_engine()
+    core = tiny_engine(max_num_batched_tokens=16)
     core.add_request(message("one", [[5] * 24], max_tokens=3))
     drain(core)
     with caplog.at_level(logging.INFO, "mmjax"):
@@ -17,5 +17,5 @@ def test_an_engine_tells_it_once_at_its_end(caplog: pytest.LogCaptureFixture) ->
     told = [record.getMessage() for record in caplog.records if "padding" in record.getMessage()]
     assert told == [
         "steps of 1 tokens x 1 requests: 2, 0% padding",
-        "steps of 32 tokens x 4 requests: 1, 25% padding",
+        "steps of 16 tokens x 4 requests: 2, 25% padding",
     ]

@@ -38,8 +38,12 @@ def make_requests(prompts: list[list[Any]] = PARTS) -> list[EngineCoreRequest]:
     ]
 
 
+CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 16, "encoder_cache_size": 16}
+"""Of an engine whose steps, beside decoding, are of one size."""
+
+
 def start(**settings: Any) -> EngineCore:
-    config = engine_config(precompile="all", max_model_len=80, **settings)
+    config = engine_config(max_model_len=80, **settings)
     config = replace(config, model=replace(config.model, runner="pooling"))
     _, params = tiny_params()
     return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
@@ -58,7 +62,7 @@ def read(news: list[RequestOutputDelta]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, np.ndarray]:
-    core = start(enable_prefix_caching=False)
+    core = start(enable_prefix_caching=False, precompile="all")
     found = {}
     for request in make_requests():
         core.add_request(request)
@@ -71,8 +75,8 @@ def alone() -> dict[str, np.ndarray]:
     "settings",
     [
         {},
-        {"max_num_seqs": 5, "max_num_batched_tokens": 7},
-        {"max_num_seqs": 2, "async_scheduling": False},
+        {**CHUNKED, "max_num_batched_tokens": 7, "max_num_encoder_input_tokens": 16},
+        {**CHUNKED, "max_num_seqs": 2, "async_scheduling": False},
     ],
     ids=["at once", "in chunks of 7", "two by two, each step read at once"],
 )
@@ -95,7 +99,8 @@ def test_preempted_requests_give_the_same_bits() -> None:
         [WORDS[n : 12 + n], *[(10 * n + picture, 1) for picture in range(6)], WORDS[:20]]
         for n in range(3)
     ]
-    core = start(num_blocks=16, max_num_seqs=5, encoder_cache_size=4, enable_prefix_caching=False)
+    sizes = {"num_blocks": 16, "max_num_seqs": 5, "encoder_cache_size": 4}
+    core = start(**sizes, max_num_batched_tokens=16, enable_prefix_caching=False)
     alone = {}
     for request in make_requests(prompts):
         core.add_request(request)
@@ -121,7 +126,7 @@ def test_they_are_of_the_prompt(alone: dict[str, np.ndarray]) -> None:
 
 def test_a_failed_step_changes_nothing(alone: dict[str, np.ndarray]) -> None:
     """All but one that was alone in it are computed again, on empty caches."""
-    core = start(max_num_batched_tokens=16)
+    core = start(**CHUNKED)
     for request in make_requests():
         core.add_request(request)
     news = {delta.request_id: [delta] for _ in range(6) for delta in core.step()}

@@ -55,9 +55,7 @@ PROMPTS: list[list[Any]] = [
 @pytest.fixture(scope="module")
 def roomy() -> EngineCore:
     """An engine whose steps hold most prompts."""
-    return recurrent_engine(
-        max_num_seqs=2, max_num_batched_tokens=192, num_state_snapshots=6, precompile="all"
-    )
+    return recurrent_engine(max_num_seqs=2, max_num_batched_tokens=192, num_state_snapshots=6)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.engine.tiny import EOS, drain, message, tiny_engine, tokens_of
 
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
-    return install_tokenizer(tiny_engine(max_model_len=128, num_blocks=40))
+    return install_tokenizer(tiny_engine(max_num_batched_tokens=16))
 
 
 def serve(core: EngineCore, request: EngineCoreRequest) -> list[RequestOutputDelta]:
@@ -82,13 +82,13 @@ def test_nothing_that_came_with_the_first_token_comes_again(core: EngineCore) ->
 
 
 def test_many_go_on_beside_each_other_and_are_preempted() -> None:
-    roomy = tiny_engine(max_model_len=128)
+    roomy = tiny_engine(max_num_batched_tokens=16)
     requests = [
         message(f"r{number}", [prompt(number, 20 + number), (number % 3, 1)], max_tokens=30)
         for number in range(6)
     ]
     whole = [tokens_of(serve(roomy, request)) for request in requests]
-    crowded = tiny_engine(max_model_len=128, num_blocks=20)
+    crowded = tiny_engine(max_num_batched_tokens=16, num_blocks=20)
     for number, request in enumerate(requests):
         crowded.add_request(resumed(request, whole[number][: 5 * number]))
     news = drain(crowded)

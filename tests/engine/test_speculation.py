@@ -175,7 +175,8 @@ class Pair:
             "max_num_encoder_input_tokens": 2 * largest,
         }
         least = count_least_blocks(model, choose_max_model_len(model))
-        self.plain = start(model, max_num_batched_tokens=160, max_num_seqs=1, **sizes)
+        whole = max(64, model.family.longest_run)
+        self.plain = start(model, max_num_batched_tokens=whole, max_num_seqs=1, **sizes)
         self.guessing = start(
             model,
             max_num_seqs=4,
@@ -255,9 +256,9 @@ def test_a_wide_model_has_the_same_bits_with_guesses(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
-    """An engine that guesses, and compiles everything first."""
-    sizes: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
-    return tiny_engine(**sizes, precompile="all", speculative_config=NGRAM)
+    """An engine that guesses."""
+    sizes: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16}
+    return tiny_engine(**sizes, speculative_config=NGRAM)
 
 
 def without_guesses(core: EngineCore, request: EngineCoreRequest) -> list[int]:

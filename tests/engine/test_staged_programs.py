@@ -36,7 +36,7 @@ MAX_FREE_BYTES = 32 * 2**20
 MAX_PROGRAM_BYTES = 16 * 2**20
 """By which a program, and what came with requests, may grow the process; measured: 10 MiB."""
 
-SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
+SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 128}
 
 
 class Gate:
@@ -119,7 +119,7 @@ def test_answers_are_the_same_at_every_stage(early: EngineCore, gate: Gate) -> N
     assert early.compilations == 0, "no step compiles what the thread should have"
     assert limits[0] == (1, 64)
     assert limits == sorted(limits)
-    assert limits[-1] == (4, 256)
+    assert limits[-1] == (4, 128)
     assert early._programs.ready == early._runner.buckets
 
 

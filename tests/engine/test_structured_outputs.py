@@ -47,12 +47,12 @@ from tests.engine.tiny import (
 
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
-    return install_tokenizer(tiny_engine(max_model_len=128))
+    return install_tokenizer(tiny_engine(max_num_batched_tokens=16))
 
 
 @pytest.fixture(scope="module")
 def in_order() -> EngineCore:
-    return install_tokenizer(tiny_engine(max_model_len=128, async_scheduling=False))
+    return install_tokenizer(tiny_engine(max_num_batched_tokens=16, async_scheduling=False))
 
 
 NAME = StructuredOutputsParams(
@@ -319,7 +319,9 @@ def test_tokens_that_were_read_go_out_before_a_failure(
 
 
 def test_preempted_and_chunked_grammars_go_on(in_order: EngineCore) -> None:
-    small = install_tokenizer(tiny_engine(max_model_len=64, num_blocks=13, max_num_seqs=4))
+    small = install_tokenizer(
+        tiny_engine(max_model_len=64, num_blocks=13, max_num_batched_tokens=16)
+    )
     requests = [
         constrained(f"{n}", regex("[a-f]{30}"), seed=n, repetition_penalty=1.5) for n in range(4)
     ]

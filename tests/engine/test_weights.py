@@ -39,6 +39,8 @@ PARTS: Mapping[str, Callable[[str], bool]] = {
 }
 """Which parameters each part of the model has."""
 NUM_SEEDS = 2
+SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16}
+"""Of all engines, so that they have the same few programs."""
 START = (0, 0, 0)
 """The seeds of the parts that an engine starts with."""
 
@@ -64,7 +66,7 @@ def on_device(leaves: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
 def start(state: tuple[int, ...] = START, **settings: Any) -> EngineCore:
     """Start an engine with the weights of a state."""
     params = unflatten_params(on_device(whole(state)))
-    config = engine_config(**{"max_num_seqs": 3, **settings})
+    config = engine_config(**{**SIZES, **settings})
     return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
 
 
@@ -147,7 +149,7 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
-        self.core = start(precompile="all")
+        self.core = start()
         self.state = START
         self.news: dict[str, list[RequestOutputDelta]] = {}
         self.asked: dict[str, tuple[Any, ...]] = {}
@@ -274,7 +276,7 @@ def test_a_new_language_model_keeps_the_towers_rows_and_a_new_tower_drops_them()
 
 def test_embeddings_that_were_given_stay_whatever_the_tower():
     rows = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
-    config = engine_config()
+    config = engine_config(**SIZES)
     core = EngineCore(
         config.with_mm(replace(config.model.mm, enable_mm_embeds=True)),
         model_class=Gemma3ForConditionalGeneration,

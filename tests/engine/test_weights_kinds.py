@@ -34,11 +34,16 @@ def changed(params: Any, seed: int, part: str = "") -> dict[str, np.ndarray]:
     }
 
 
+def start_kind(model: TinyModel, **settings: Any) -> EngineCore:
+    """Start an engine whose steps, beside decoding, are of one size."""
+    return start_engine(model, max_num_batched_tokens=16, **settings)
+
+
 def start_changed(model: TinyModel, leaves: Mapping[str, Any], **settings: Any) -> EngineCore:
     """Start an engine with some other weights."""
     family = model.family
     params = unflatten_params({**flatten_params(model.params), **leaves})
-    sizes = {"max_model_len": family.max_model_len, **settings}
+    sizes = {"max_model_len": family.max_model_len, "max_num_batched_tokens": 16, **settings}
     return start_model(
         family.model_class, model.config, params, max_embeds=family.max_embeds, **sizes
     )
@@ -86,7 +91,7 @@ MARKS = {
 def test_answers_are_those_of_an_engine_that_started_so(kind: str):
     name, settings = KINDS[kind]
     model = served_model(name)
-    core = start_engine(model, **settings)
+    core = start_kind(model, **settings)
     first = serve(core, workload(model))
     assert first == serve(core, workload(model, 1))
     # All that is not the language model, then that; as arrays of JAX, then of numpy.
@@ -114,7 +119,7 @@ def test_answers_are_those_of_an_engine_that_started_so(kind: str):
 def test_requests_in_work_go_on_by_the_new_weights(name: str):
     """An encoder's states are computed again, too: they are of no other request."""
     model = served_model(name)
-    core = start_engine(model)
+    core = start_kind(model)
     (request, *_) = workload(model)
     core.add_request(request)
     news = []
@@ -138,7 +143,7 @@ def test_requests_in_work_go_on_by_the_new_weights(name: str):
 
 def test_arrays_of_other_devices_and_shardings_are_moved():
     model = served_model("gemma3")
-    core = start_engine(model, size=2)
+    core = start_kind(model, size=2)
     mesh = Mesh(np.array(jax.devices()[2:4]), ("fsdp",))
     leaves = changed(model.params, 3)
     given = {}
@@ -153,7 +158,7 @@ def test_arrays_of_other_devices_and_shardings_are_moved():
 
 def test_whole_numbers_in_8_bits_come_with_their_scales():
     model = served_model("gemma3")
-    core, other = (start_engine(model, quantization="int8") for _ in range(2))
+    core, other = (start_kind(model, quantization="int8") for _ in range(2))
     update(other, changed(model.params, 4))
     name = "language_model.layers.0.mlp.up_proj.weight"
     own = flatten_params(other.params)
@@ -170,7 +175,7 @@ def test_whole_numbers_in_8_bits_come_with_their_scales():
 
 
 def test_an_adapter_alone_gets_other_arrays(tmp_path: Path):
-    core = make_engine(max_num_seqs=3)
+    core = make_engine()
     for name, seed in (("a", 1), ("b", 2)):
         core.load_adapter(name, write_adapter(tmp_path / name, seed=seed))
     core.load_adapter("new a", write_adapter(tmp_path / "new", seed=3))
@@ -199,7 +204,7 @@ def test_an_adapter_alone_gets_other_arrays(tmp_path: Path):
 
 def test_requests_of_an_adapter_go_on_by_its_new_arrays(tmp_path: Path):
     lora = {"enable_tower_connector_lora": True}
-    core = make_engine(max_num_seqs=3, lora=lora)
+    core = make_engine(lora=lora)
     layers = {**tower_layers()}
     old, new = make_tensors(1, layers=layers), make_tensors(2, layers=layers)
     core.load_adapter("a", write_adapter(tmp_path / "a", tensors=old))
@@ -231,7 +236,7 @@ def test_requests_of_an_adapter_go_on_by_its_new_arrays(tmp_path: Path):
 
 
 def test_adapters_stay_when_the_model_under_them_changes(tmp_path: Path):
-    core = make_engine(max_num_seqs=3)
+    core = make_engine()
     core.load_adapter("a", write_adapter(tmp_path / "a", seed=1))
     core.wait_loaded()
     assert answer(core, ask("a"))

@@ -22,10 +22,22 @@ def draw(shape: tuple[int, int], layout: Layout) -> Grouped:
     )
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 16])
+SHAPES = [
+    ((64, 256), 32, False),
+    ((200, 1000), 32, True),
+    ((72, 640), 128, True),
+    ((5, 70), 0, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "group_size", "has_zero"),
-    [((64, 256), 32, False), ((200, 1000), 32, True), ((72, 640), 128, True), ((5, 70), 0, False)],
+    ("num_rows", "shape", "group_size", "has_zero"),
+    [
+        # By default every shape with two rows, and every number of rows with one shape.
+        pytest.param(rows, *one, marks=() if rows == 2 or one is SHAPES[0] else pytest.mark.slow)
+        for rows in (1, 2, 16)
+        for one in SHAPES
+    ],
 )
 def test_it_is_the_product_with_dequantized_weights(
     num_rows: int, shape: tuple[int, int], group_size: int, has_zero: bool

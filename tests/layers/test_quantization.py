@@ -230,7 +230,7 @@ def ask(model: Path, **settings: Any) -> list[list[int]]:
         "multi_modal_data": {"image": draw(60, 40)},
     }
     prompts: list[Any] = ["Say something.", picture]
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64}
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
     params = SamplingParams(temperature=0, max_tokens=8)
     with LLM(model, use_tqdm_on_load=False, **sizes, **settings) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)

@@ -49,7 +49,7 @@ def test_logits_and_tokens_are_hfs(parity: Parity, num_images: int):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_questions", [50, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_questions", [25, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_are_hfs(
     parity: Parity, evaluate: Any, default_checkpoint: Path, num_questions: int
 ):
@@ -64,7 +64,8 @@ def test_answers_are_hfs(
         for prompt, shown in zip(prompts, pictures, strict=True)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=48)
-    with LLM(default_checkpoint, max_model_len=512, use_tqdm_on_load=False) as llm:
+    sizes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8}
+    with LLM(default_checkpoint, **sizes, use_tqdm_on_load=False) as llm:
         outputs = llm.generate(requests, params, use_tqdm=False)
         ends = load_generation_defaults(llm.config.model).eos_token_ids
     tokenizer: Any = parity.processor.info.get_tokenizer()
