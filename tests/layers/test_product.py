@@ -99,6 +99,13 @@ def test_a_mesh_that_cuts_inputs_moves_no_weights() -> None:
     assert text.count("all-reduce(") == 1
 
 
+@pytest.fixture(params=[True, False], ids=["with bfloat16", "without"])
+def on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU multiply bfloat16 numbers itself, or not."""
+    monkeypatch.setattr(product_module, "has_bfloat16", lambda: request.param)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("dtype", [None, jnp.dtype(jnp.float32)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_half_precision_is_added_in_float32_and_rounded_once(
@@ -106,12 +113,21 @@ def test_half_precision_is_added_in_float32_and_rounded_once(
 ) -> None:
     x, weight = (jnp.asarray(part, jnp.bfloat16) for part in make(64, shape))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    for rows in (1, 2, 8, 64):
-        got = jax.jit(product, static_argnums=2)(x[:rows], weight, dtype)
+    for rows in (1, 8, 64):
+        got = jax.jit(lambda x, weight: product(x, weight, dtype))(x[:rows], weight)
         assert got.dtype == (dtype or jnp.bfloat16)
         # Of a bfloat16, 8 bits are kept; of the sums, what float32 keeps.
         bound = np.abs(exact[:rows]) * (2**-8 if dtype is None else 0) + 2e-4
         assert (np.abs(np.asarray(got, np.float64) - exact[:rows]) <= bound).all()
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_small_weights_of_half_precision_give_a_row_its_bits_in_any_number() -> None:
+    x, weight = (jnp.asarray(part, jnp.bfloat16) for part in make(64, (255, 512)))
+    multiply = jax.jit(lambda x, weight: product(x, weight, jnp.dtype(jnp.float32)))
+    expected = np.asarray(multiply(x, weight))
+    for rows in (1, 2, 3, 8, 16, 17, 32):
+        np.testing.assert_array_equal(np.asarray(multiply(x[:rows], weight)), expected[:rows])
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
