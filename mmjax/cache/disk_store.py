@@ -261,6 +261,10 @@ class DiskStore:
                 "`%s` cannot be written: %s; from now on it is only read",
                 *(self.directory, error.strerror or error),
             )
+        except Exception:
+            # The thread goes on: `flush` and `close` wait for it.
+            self._count(dropped=1)
+            logger.exception("a content for `%s` was not written", self.directory)
         else:
             self._num_bytes += size
             self._num_unscanned += size

@@ -144,12 +144,19 @@ class EncoderWorkers:
         Fails with EncoderUnavailableError where no worker answers in time.
         """
         job = _Job(item, Future(), time.monotonic())
-        if self._is_closed:
-            job.rows.set_exception(InternalError("workers are not asked any more"))
+        self._given.append(job)
+        if self._is_closed:  # seen behind the append: the thread may end in this moment
+            self._refuse_given()
         else:
-            self._given.append(job)
             self._rouse()
         return job.rows
+
+    def _refuse_given(self) -> None:
+        """Fail what the thread has not taken, and will not."""
+        with suppress(IndexError):
+            while True:
+                job = self._given.popleft()
+                job.rows.set_exception(InternalError("workers are not asked any more"))
 
     def _rouse(self) -> None:
         # Where nothing can be sent, the thread has not read what was sent before.
@@ -186,12 +193,9 @@ class EncoderWorkers:
         except Exception as error:
             logger.exception("encode-workers cannot be asked any more")
             self._is_closed = True
-            for job in [
-                *self._given,
-                *self._queue,
-                *(j for o in self._links for j in o.jobs.values()),
-            ]:
+            for job in [*self._queue, *(j for o in self._links for j in o.jobs.values())]:
                 job.rows.set_exception(InternalError(f"internal error: {type(error).__name__}"))
+            self._refuse_given()
         finally:
             for link in self._links:
                 link.close()
@@ -217,16 +221,16 @@ class EncoderWorkers:
             if link.monitor is not None and link.monitor in ready:
                 self._lose(link, "its connection has ended", _AGAIN_S)
         while self._given:
-            self._queue.append(self._prepare(self._given.popleft()))
+            self._queue.append(self._given.popleft())
+            self._prepare(self._queue[-1])
         self._expire(time.monotonic())
         self._assign(time.monotonic())
 
-    def _prepare(self, job: _Job) -> _Job:
+    def _prepare(self, job: _Job) -> None:
         item = job.item
         job.key = make_row_key(item.identifier, item.units, item.rows)
         rows = item.rows
         job.num_rows = item.num_embeds if rows is None else len(np.unique(rows[rows >= 0]))
-        return job
 
     def _tend(self, link: _Link, now: float) -> None:
         """Open a link, say hello, and see whether it is answered."""

@@ -270,6 +270,24 @@ def test_a_full_or_read_only_disk_is_only_read(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_whatever_a_write_raises_later_ones_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with opened(tmp_path) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "_write_file", fail)
+            put(store, b"key", bytes(5))
+        put(store, b"late", bytes(5))
+        assert store.get(b"key") is None
+        assert store.get(b"late") == bytes(5)
+        assert store.stats.dropped == 1
+        (record,) = find_records(caplog)
+        assert "was not written" in record.getMessage()
+
+
 # ---- several processes -------------------------------------------------------------------------
 
 

@@ -357,6 +357,20 @@ def test_addresses_of_this_host_and_with_a_key():
     assert find_endpoint("tcp://encoders:7000", has_key=True) == "tcp://encoders:7000"
 
 
+def test_no_item_waits_for_a_thread_that_has_ended(address: str, monkeypatch: pytest.MonkeyPatch):
+    """Whatever ended it, and however near to its end the item came."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with closing(asking(address)) as workers:
+        monkeypatch.setattr(workers, "_prepare", fail)
+        error = workers.fetch(make_item(1)).exception(timeout=20)
+        assert str(error) == "internal error: MemoryError"
+        error = workers.fetch(make_item(2)).exception(timeout=20)
+        assert str(error) == "workers are not asked any more"
+
+
 def test_keys_that_others_may_read_and_files_that_are_none(tmp_path: Path):
     file = tmp_path / "key"
     make_key(file)
