@@ -1,5 +1,6 @@
 """The product `x @ weight.T`, weights `[out, in]` as in checkpoints, fast on each platform."""
 
+import platform
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,11 @@ def has_bfloat16() -> bool:
     return not flags.isdisjoint(("avx512_bf16", "amx_bf16"))
 
 
+def widens_bfloat16() -> bool:
+    """Return whether this CPU multiplies floats faster (x86; others: not measured)."""
+    return platform.machine() in ("x86_64", "AMD64") and not has_bfloat16()
+
+
 def is_small(weight: Array | jax.ShapeDtypeStruct) -> bool:
     """Return whether products with `weight` give a row the same bits in any number of rows."""
     return weight.size < MIN_WEIGHT_SIZE
@@ -138,7 +144,8 @@ def _choose(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Form:
     """Return XLA's fastest program for the CPU."""
     rows = x.shape[0]
     if x.dtype == weight.dtype == jnp.bfloat16:
-        is_widened = not has_bfloat16() and (rows > MAX_FEW_ROWS or is_small(weight))
+        # Of small weights a row has the same bits in any number of rows.
+        is_widened = widens_bfloat16() and (rows > MAX_FEW_ROWS or is_small(weight))
         return _by_floats if is_widened else _by_float32_sums
     if weight.dtype != jnp.float32:
         return _by_rows
@@ -173,7 +180,7 @@ def _by_floats(
     """Multiply bfloat16 numbers as floats, made so first, and round once.
 
     Where the CPU does not multiply bfloat16 numbers itself, XLA's library takes 1.4 times as long
-    for many rows of them.
+    for many rows of them (docs/notes/log.md).
     """
     wide, wide_weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     form = _choose(wide, wide_weight)
