@@ -8,7 +8,7 @@ import numpy as np
 
 from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.scheduling.speculation import Speculation
+from mmjax.engine.scheduling.speculation import Forecast, Speculation
 from mmjax.transport.messages import EngineCoreRequest
 
 NGRAM = {
@@ -29,13 +29,12 @@ class KnownAnswers:
     def learn(self, request: EngineCoreRequest, answer: Sequence[int]) -> None:
         self._sequences.append([*request.prompt_token_ids, *answer])
 
-    def propose(self, token_ids: np.ndarray, most: int) -> np.ndarray:
+    def propose(self, token_ids: np.ndarray, most: int) -> list[int]:
         known, number = token_ids.tolist(), len(token_ids)
         fitting = [one for one in self._sequences if one[:number] == known and len(one) > number]
         guess = self._rng.choice(fitting)[number : number + most] if fitting else [7] * most
         chance = self._wrong
-        wrong = [self._rng.randrange(2, 90) if self._rng.random() < chance else i for i in guess]
-        return np.array(wrong, np.int32)
+        return [self._rng.randrange(2, 90) if self._rng.random() < chance else i for i in guess]
 
 
 class Eager(Speculation):
@@ -44,7 +43,10 @@ class Eager(Speculation):
     def __init__(self, rng: random.Random, *, wrong: float = 0.15) -> None:
         super().__init__(SpeculativeConfig.parse(NGRAM))  # type: ignore[arg-type]
         self._rng = rng
-        self.answers = self._proposer = KnownAnswers(rng, wrong)  # type: ignore[assignment]
+        self.answers = KnownAnswers(rng, wrong)
+
+    def watch(self) -> Forecast:
+        return Forecast(self.answers, self._most)
 
     def share_out(self, chances: Sequence[float], num_rows: int) -> Counter[int]:
         shares: Counter[int] = Counter()

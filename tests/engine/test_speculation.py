@@ -15,7 +15,12 @@ from mmjax import LLM, SamplingParams
 from mmjax.config.engine_config import Precompile, SchedulerConfig
 from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.scheduling.speculation import Forecast, NgramProposer, Speculation
+from mmjax.engine.scheduling.speculation import (
+    MAX_PLACES,
+    Forecast,
+    NgramProposer,
+    Speculation,
+)
 from mmjax.errors import ConfigError
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.bench import choose_max_model_len
@@ -47,11 +52,11 @@ NUM_REQUESTS = 24
 )
 def test_what_came_behind_the_last_tokens_is_guessed(token_ids: Any, guess: list[int]) -> None:
     found = NgramProposer(longest=4, shortest=2).propose(np.array(token_ids, np.int32), 4)
-    assert found.tolist() == guess
+    assert found == guess
 
 
 @given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.lists(st.integers(0, 3), min_size=1, max_size=MAX_PLACES),
     st.integers(1, 5),
     st.integers(1, 5),
     st.integers(1, 6),
@@ -70,7 +75,11 @@ def test_the_longest_agreement_is_found(tokens: list[int], one: int, two: int, m
             break
     # Tokens are copied one by one: those that are guessed, too.
     found = NgramProposer(longest, shortest).propose(np.array(tokens, np.int32), most)
-    assert found.tolist() == expected
+    assert found == expected
+    proposer = NgramProposer(longest, shortest)
+    for number in range(1, len(tokens) + 1):
+        found = proposer.propose(np.array(tokens[:number], np.int32), most)
+    assert found == expected, "not the same as its tokens come one by one"
 
 
 def forecast_of(token_ids: list[int], most: int = 4) -> Forecast:

@@ -437,10 +437,9 @@ class Scheduler:
             num_taken += 1
             if request.is_finished or token.token_id != guessed:
                 break
-        if self.speculation is not None and len(tokens) > 1:
-            self.speculation.note_guess(len(tokens) - 1, num_taken - 1)
-        if request.forecast is not None and not request.is_finished:
-            request.forecast.note(request.known_token_ids, num_taken)
+        if self.speculation is not None:
+            known, num_guessed = request.known_token_ids, len(tokens) - 1
+            self.speculation.note_tokens(request.forecast, known, num_guessed, num_taken)
         return tokens[:num_taken]
 
     def _clear(self, request: Request) -> None:

@@ -6,7 +6,7 @@ in a step, never an answer: each of its tokens is compared with the one that is 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -18,40 +18,74 @@ MARGIN = 1.5
 """How many times its cost a guess must promise: what is promised is known less well."""
 DECAY = 0.5
 """How much what was found of a guess counts when the next one has ended."""
-_NO_TOKENS = np.zeros(0, np.int32)
+MAX_PLACES = 32
+"""How many places of an n-gram are looked at, the last ones: in a text of few different tokens one
+has thousands."""
 
 
-@dataclass(frozen=True, slots=True)
+class Proposer(Protocol):
+    """Guesses how one request goes on."""
+
+    def propose(self, token_ids: np.ndarray, most: int) -> list[int]:
+        """Return `most` tokens that may follow int32[tokens], or none.
+
+        The tokens of each call begin with those of the one before.
+        """
+        ...
+
+
 class NgramProposer:
-    """Guesses what followed the last tokens where they stood before, the last time.
+    """Guesses what followed a request's last tokens where they stood before, the last time.
 
-    Prompt lookup, as vLLM's `NgramProposer`; that one takes the first of several places.
+    Prompt lookup, as vLLM's `NgramProposer`; that one takes the first of several places. Places of
+    the shortest n-gram are kept, not searched for: a look takes microseconds behind any prompt.
     """
 
-    longest: int
-    """Tokens of the longest n-gram; a place where more tokens agree is preferred up to these."""
-    shortest: int
+    def __init__(self, longest: int, shortest: int) -> None:
+        """Prefer a place where more tokens agree than `shortest`, up to `longest`."""
+        self._longest, self._shortest = longest, shortest
+        self._tokens: list[int] = []
+        self._last: dict[tuple[int, ...], int] = {}
+        """n-gram of the shortest size -> the index of its last token, where it stood last."""
+        self._earlier = [-1] * (shortest - 1)
+        """By the index of an n-gram's last token: that of its place before; -1: there is none."""
 
-    def propose(self, token_ids: np.ndarray, most: int) -> np.ndarray:
-        """Return int32[guessed] that may follow int32[tokens]: `most`, or none.
+    def propose(self, token_ids: np.ndarray, most: int) -> list[int]:
+        """Return `most` tokens that may follow int32[tokens], or none.
 
         7 8 9 5 7 8 gives 9 5 7, and 4 4 4 gives 4 4 4.
 
         A guess that reaches the end goes on with itself, as what repeats does.
         """
-        if len(token_ids) <= self.shortest:
-            return _NO_TOKENS
-        # The places of each n-gram's last token.
-        places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
-        for back in range(1, min(self.longest, len(token_ids))):
-            nearer = places[places >= back]
-            agreeing = nearer[token_ids[nearer - back] == token_ids[-1 - back]]
-            if not len(agreeing) and back >= self.shortest:
+        self._read(token_ids)
+        best, most_agreeing = -1, 0
+        place = self._earlier[len(self._tokens) - 1]
+        for _ in range(MAX_PLACES):
+            if place < 0 or most_agreeing == self._longest:
                 break
-            places = agreeing
-        if not len(places):
-            return _NO_TOKENS
-        return np.resize(token_ids[places[-1] + 1 :], most)
+            agreeing = self._count_agreeing(place)
+            if agreeing > most_agreeing:
+                best, most_agreeing = place, agreeing
+            place = self._earlier[place]
+        if best < 0:
+            return []
+        return (self._tokens[best + 1 : best + 1 + most] * most)[:most]
+
+    def _read(self, token_ids: np.ndarray) -> None:
+        """Take in the tokens that came since the last call."""
+        self._tokens += token_ids[len(self._tokens) :].tolist()
+        first = len(self._earlier) - self._shortest + 1
+        for ngram in zip(*(self._tokens[first + i :] for i in range(self._shortest)), strict=False):
+            self._earlier.append(self._last.get(ngram, -1))
+            self._last[ngram] = len(self._earlier) - 1
+
+    def _count_agreeing(self, place: int) -> int:
+        """Return how many tokens up to index `place` are the last ones, at most `longest`."""
+        end, tokens, number = len(self._tokens) - 1, self._tokens, self._shortest
+        most = min(self._longest, place + 1)
+        while number < most and tokens[place - number] == tokens[end - number]:
+            number += 1
+        return number
 
 
 class Forecast:
@@ -61,12 +95,14 @@ class Forecast:
     given, which costs the device nothing.
     """
 
-    def __init__(self, proposer: NgramProposer, most: int) -> None:
+    def __init__(self, proposer: Proposer, most: int) -> None:
         self._proposer, self._most = proposer, most
         self._guess: list[int] = []
         self._num_right = 0
         # As if two tokens had been wrong: some must be right before a guess is worth anything.
         self._sum_right, self._sum_asked = 0.0, 2.0
+        self._num_known = 0
+        """How many tokens it was told of; behind a guess there may be others (`can_pay`)."""
 
     @property
     def chance(self) -> float:
@@ -82,7 +118,11 @@ class Forecast:
             token_ids: int32[tokens]: all that are known.
             num_new: How many of them came since the last call.
         """
-        for token_id in token_ids[len(token_ids) - num_new :].tolist():
+        if self._num_known != len(token_ids) - num_new:
+            self._guess = []
+        self._num_known = len(token_ids)
+        news = token_ids[len(token_ids) - num_new :].tolist() if self._guess else ()
+        for token_id in news:
             if not self._guess:
                 break
             is_right = token_id == self._guess[self._num_right]
@@ -96,14 +136,15 @@ class Forecast:
 
     def guess(self, token_ids: np.ndarray, most: int) -> list[int]:
         """Return at most `most` tokens that follow int32[tokens], which `note` will be told of."""
-        if self._num_right:
+        if self._num_right or self._num_known != len(token_ids):
             # The rest of a guess is shorter than a new one.
+            self._num_known = len(token_ids)
             self._begin(token_ids)
         self._guess = self._guess[:most]
         return self._guess
 
     def _begin(self, token_ids: np.ndarray) -> None:
-        self._guess = self._proposer.propose(token_ids, self._most).tolist()
+        self._guess = self._proposer.propose(token_ids, self._most)
         self._num_right = 0
 
 
@@ -111,22 +152,38 @@ class Speculation:
     """Decides which requests of a step are given guesses; counts these and what became of them."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
         self._most = config.num_speculative_tokens
-        self._proposer = NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
         self._read_cost = 0.2
         """The share of a step that the host takes, while the device waits if it has guesses."""
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         """Guesses that were verified, their tokens, and the right ones among these."""
+        self.can_pay = True
+        """Whether guesses that are all right would pay; else nobody looks for any."""
 
     def watch(self) -> Forecast:
         """Return the forecast of a new request."""
-        return Forecast(self._proposer, self._most)
+        config = self._config
+        proposer = NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
+        return Forecast(proposer, self._most)
 
-    def note_guess(self, num_guessed: int, num_right: int) -> None:
-        """Count a guess that was verified."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_guessed
-        self.num_accepted_tokens += num_right
+    def note_tokens(
+        self, forecast: Forecast | None, token_ids: np.ndarray, num_guessed: int, num_new: int
+    ) -> None:
+        """Take in what a request was given.
+
+        Args:
+            forecast: Of the request; None: nothing is guessed of it.
+            token_ids: int32[tokens]: all that are known.
+            num_guessed: How many guessed tokens were verified.
+            num_new: How many tokens are new: the right ones of these, and one more.
+        """
+        if num_guessed:
+            self.num_drafts += 1
+            self.num_draft_tokens += num_guessed
+            self.num_accepted_tokens += num_new - 1
+        if forecast is not None and self.can_pay:
+            forecast.note(token_ids, num_new)
 
     def note_step(self, host_s: float, step_s: float) -> None:
         """Take in how long a step without guesses took, and the host for it meanwhile."""
@@ -146,10 +203,13 @@ class Speculation:
         Returns:
             Place in `chances` -> number of tokens.
         """
-        if not any(chances) or num_rows <= 0:
-            return Counter()
-        number = len(chances)
+        number = max(len(chances), 1)
         row_cost = MARGIN * ROW_COST / (1 + ROW_COST * number)
+        wait_cost = MARGIN * self._read_cost
+        most_rows = min(num_rows, self._most * number)
+        self.can_pay = most_rows * (1 / number - row_cost) > wait_cost
+        if most_rows * (max(chances, default=0.0) / number - row_cost) <= wait_cost:
+            return Counter()
         gains = sorted(
             (
                 (chance**place / number, request)
@@ -160,7 +220,7 @@ class Speculation:
             reverse=True,
         )
         used = [(gain, request) for gain, request in gains[:num_rows] if gain > row_cost]
-        cost = MARGIN * self._read_cost + row_cost * len(used)
+        cost = wait_cost + row_cost * len(used)
         if sum(gain for gain, _ in used) <= cost:
             return Counter()
         return Counter(request for _, request in used)
