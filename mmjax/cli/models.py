@@ -201,11 +201,11 @@ def _choose_dtype(hf_config: Any) -> str:
     import jax
 
     from mmjax.engine.model import resolve_dtype
-    from mmjax.layers.cpu.product import has_bfloat16
+    from mmjax.layers.cpu.product import prefers_bfloat16
     from mmjax.models.model_source import stored_dtype
 
     platform, stored = jax.local_devices()[0].platform, stored_dtype(hf_config)
-    return resolve_dtype("auto", platform, stored, cpu_has_bfloat16=has_bfloat16()).name
+    return resolve_dtype("auto", platform, stored, prefers_bfloat16=prefers_bfloat16()).name
 
 
 def _find_machine() -> Machine:

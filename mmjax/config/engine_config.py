@@ -62,8 +62,8 @@ class ModelConfig:
     )
     dtype: DtypeName = setting(
         "auto",
-        "Of weights and activations. auto: bfloat16 on GPU and TPU, and on a CPU that multiplies "
-        "it itself, of weights stored in 16 bits; else float32.",
+        "Of weights and activations. auto: bfloat16 on GPU and TPU, and, of weights stored in 16 "
+        "bits, on a CPU with kernels for it or that multiplies it itself; else float32.",
     )
     load_format: LoadFormat = setting(
         "auto",

@@ -13,7 +13,7 @@ from mmjax.engine.device.functions import AdaptedModel
 from mmjax.engine.device.mesh import Placement, make_placement
 from mmjax.errors import CheckpointError, ConfigError, SnapshotDamagedError
 from mmjax.layers.cpu.library import report_kernels
-from mmjax.layers.cpu.product import has_bfloat16
+from mmjax.layers.cpu.product import prefers_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params, unflatten_params
 from mmjax.layers.quantization import Layouts, quantize_params
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
@@ -59,7 +59,7 @@ def describe_model(
         config.model.dtype,
         platform,
         stored_dtype(config.model.hf_config),
-        cpu_has_bfloat16=has_bfloat16(),
+        prefers_bfloat16=prefers_bfloat16(),
     )
     quantization = config.model.quantization or _find_layouts(config.model, model_class)
     parts = (model_class, config.model.hf_config, config.model.mm, quantization)
@@ -188,21 +188,21 @@ def _find_source(damage: SnapshotDamagedError, download_dir: Path | None) -> Pat
     return source
 
 
-def resolve_dtype(name: str, platform: str, stored: str | None, *, cpu_has_bfloat16: bool) -> Any:
+def resolve_dtype(name: str, platform: str, stored: str | None, *, prefers_bfloat16: bool) -> Any:
     """Return the dtype of weights and caches.
 
     "auto" is bfloat16 on accelerators. On a CPU it is bfloat16 where the weights are stored in 16
-    bits and the CPU multiplies bfloat16 itself, which is then faster (docs/performance.md); else
-    float32. `stored`: as `stored_dtype` returns it.
+    bits and serve better so (`prefers_bfloat16`); else float32. `stored`: as `stored_dtype` returns
+    it.
     """
     if name == "auto":
         is_half = stored in ("bfloat16", "float16")
-        name = "bfloat16" if platform != "cpu" or (is_half and cpu_has_bfloat16) else "float32"
+        name = "bfloat16" if platform != "cpu" or (is_half and prefers_bfloat16) else "float32"
         logger.info(
             "dtype auto: %s, on %s%s with weights stored in %s",
             name,
             platform,
-            "" if platform != "cpu" else f" {'with' if cpu_has_bfloat16 else 'without'} bfloat16",
+            "" if platform != "cpu" or prefers_bfloat16 else " without kernels or bfloat16",
             stored or "no named dtype",
         )
     return jnp.dtype(name)

@@ -23,7 +23,7 @@ from mmjax.engine.device.functions import (
 from mmjax.engine.model import resolve_dtype
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import DenseAttentionMetadata, DenseCrossMetadata
-from mmjax.layers.cpu.product import has_bfloat16
+from mmjax.layers.cpu.product import prefers_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, rematerializing
 from mmjax.models.host_inputs import Sees
 from mmjax.models.interface import build_model
@@ -95,7 +95,7 @@ class ScoredModel:
             config.hf_config,
             mm=config.mm,
             dtype=resolve_dtype(
-                dtype or config.dtype, platform, stored, cpu_has_bfloat16=has_bfloat16()
+                dtype or config.dtype, platform, stored, prefers_bfloat16=prefers_bfloat16()
             ),
             remat=remat,
         )

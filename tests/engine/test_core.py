@@ -446,7 +446,7 @@ def test_settings_that_cannot_hold_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "platform", "stored", "cpu_has_bfloat16", "expected"),
+    ("name", "platform", "stored", "prefers_bfloat16", "expected"),
     [
         ("auto", "cpu", "bfloat16", True, "bfloat16"),
         ("auto", "cpu", "float16", True, "bfloat16"),
@@ -459,9 +459,9 @@ def test_settings_that_cannot_hold_are_refused() -> None:
     ],
 )
 def test_the_dtype_is_chosen_by_platform_and_checkpoint(
-    name: str, platform: str, stored: str | None, cpu_has_bfloat16: bool, expected: str
+    name: str, platform: str, stored: str | None, prefers_bfloat16: bool, expected: str
 ) -> None:
-    chosen = resolve_dtype(name, platform, stored, cpu_has_bfloat16=cpu_has_bfloat16)
+    chosen = resolve_dtype(name, platform, stored, prefers_bfloat16=prefers_bfloat16)
     assert chosen.name == expected
 
 
