@@ -130,6 +130,18 @@ def test_small_weights_of_half_precision_give_a_row_its_bits_in_any_number() -> 
         np.testing.assert_array_equal(np.asarray(multiply(x[:rows], weight)), expected[:rows])
 
 
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("counts", [(2, 3, 8, 16), (17, 24, 64, 96, 256)])
+def test_large_weights_of_half_precision_give_decoding_and_prompts_an_order_each(
+    counts: tuple[int, ...],
+) -> None:
+    x, weight = (jnp.asarray(part, jnp.bfloat16) for part in make(counts[-1], (1024, 640)))
+    multiply = jax.jit(lambda x, weight: product(x, weight, jnp.dtype(jnp.float32)))
+    expected = np.asarray(multiply(x, weight))
+    for rows in counts:
+        np.testing.assert_array_equal(np.asarray(multiply(x[:rows], weight)), expected[:rows])
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_other_platforms_get_the_plain_product_in_half_precision(platform: str) -> None:
     x, weight = (jnp.asarray(part, jnp.bfloat16) for part in make(1, WIDE))
