@@ -108,7 +108,8 @@ NEAR = {
     "ultravox": "voxtral",
 }
 """Rows that are little but others of another row's parts: laws that take seconds a row ask them in
-the slow run alone. `tests/models/test_array_laws.py` compares the arrays of all with HF's."""
+the slow run alone. `make test-slow` compares the arrays of all with HF's, and the default run those
+of which a part is in no other row (`tests/models/test_array_laws.py`)."""
 
 LEAST_ALIKE = {
     "blip2",  # an item is inserted before the prompt
@@ -123,8 +124,8 @@ LEAST_ALIKE = {
 """What an engine does differently for one family and another: laws that compile an engine's
 programs, or more, ask some of these in the default run, and all families in the slow one."""
 ASKED_BY_HF = {"blip2", "internvl gpt_oss", "paligemma", "qwen2_5_vl"}
-"""Of these the default run asks HF for an engine's answers (`tests/models/test_hf_answers.py`); the
-others it serves under random schedules (`tests/engine/test_schedules.py`)."""
+"""Of these HF is asked for an engine's answers (`tests/models/test_hf_answers.py`, two by default);
+the others are served under random schedules (`tests/engine/test_schedules.py`, two by default)."""
 
 
 @cache

@@ -120,6 +120,21 @@ def no_prefix(config: Any) -> tuple[RuleTypes, ...]:
     return (Rule(r"^model\.", ""),)
 
 
+SLOW_CONFIGS = {
+    # What these vary, other rows of the same class of ours vary by default.
+    ("gemma3", "heads wider than the model"),  # llama, wide heads
+    ("gemma3", "as many key heads"),  # llama's
+    ("gemma3", "window beyond the prompt"),  # plain
+    ("gemma3", "only sliding"),  # plain has both kinds of layers
+    ("gemma3", "only global"),
+    ("gemma3", "silu"),  # llama, plain
+    ("gemma3", "coarse eps"),  # llama, one key head, coarse eps
+    ("gemma2", "no caps"),  # gemma3, plain
+    ("gemma2", "biases"),  # gemma3, biases
+}
+"""By names of a decoder and of a configuration; a program is compiled for each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     """A class of HF's, ours of the same mathematics, and the configurations to compare them at."""
@@ -339,7 +354,12 @@ DECODERS = (
     ),
 )
 CASES = [
-    pytest.param(decoder, changes, id=f"{decoder.name}, {name}")
+    pytest.param(
+        decoder,
+        changes,
+        id=f"{decoder.name}, {name}",
+        marks=pytest.mark.slow if (decoder.name, name) in SLOW_CONFIGS else (),
+    )
     for decoder in DECODERS
     for name, changes in decoder.configs.items()
 ]

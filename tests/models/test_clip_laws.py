@@ -39,9 +39,12 @@ ROWS = [
 """Whisper's prompts hold no placeholders: `test_whisper_transcripts.py` has what it says."""
 ASKED_BY_HF = [row for row in ROWS if CLIP_FAMILIES[str(row.id)].has_reference]
 """transformers has no class of an Ultravox: `test_ultravox.py` has what the published one says."""
-SLOW_ENGINES = {"gemma4 clips", "gemma4_unified clips", "voxtral"}
-"""Items of many sizes have more programs to compile; `test_voxtral_transcripts.py` has a few, and
-`tests/engine/test_schedules.py` those of Gemma 4."""
+SLOW_ENGINES = {"gemma4 clips", "gemma4_unified clips", "qwen2_5_omni clips", "voxtral"}
+"""Items of many sizes have more programs to compile; `test_voxtral_transcripts.py` has a few,
+`tests/engine/test_schedules.py` those of Gemma 4, and `test_qwen2_5_omni.py` those of that."""
+LOGITS_IN_DEFAULT_RUN = {"voxtral"}
+"""Of the others an engine's tokens are compared below, or clips' logits in `test_array_laws.py`
+(Gemma 4) and in `test_qwen2_5_omni.py`."""
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -311,9 +314,8 @@ def as_inputs(family: Family, text: str, clips: list[np.ndarray]) -> dict[str, A
 @pytest.mark.parametrize(
     "family",
     [
-        # Of the others an engine's tokens are compared below, and in `test_array_laws.py` logits.
         row
-        if row.id in SLOW_ENGINES
+        if row.id in LOGITS_IN_DEFAULT_RUN
         else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow)
         for row in ASKED_BY_HF
     ],

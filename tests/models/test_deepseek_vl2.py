@@ -219,11 +219,12 @@ def test_the_engine_answers_as_published(size: str):
     check_answers(core, size)  # the learned rows are in the new pool, too
 
 
+@pytest.mark.slow  # chunks of 16 are over four devices, by default
 def test_chunks_of_seven_tokens_change_nothing():
     check_answers(start("base", max_num_batched_tokens=7), "base")
 
 
-@pytest.mark.slow  # as chunks, of which the default run has a row
+@pytest.mark.slow  # as in `test_schedules.py` of tests/engine
 def test_preempted_requests_answer_as_published():
     """Prompts of 44, 13 and 75 tokens fit into 18 of 19 blocks, and their answers do not."""
     core = start("base", num_blocks=19, max_num_batched_tokens=160)

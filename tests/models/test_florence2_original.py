@@ -123,7 +123,8 @@ def test_the_config_and_the_tensors_are_those_of_hfs_layout(tmp_path: Path):
         assert_close(ours.run(sample), run_reference(reference, inputs, Model.rules(found)))
 
 
-@pytest.mark.parametrize("width", [768, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the files above have the layout, and `test_full_size.py` the sizes
+@pytest.mark.parametrize("width", [768, 1024])
 def test_at_full_size_every_tensor_has_one_place(width: int, tmp_path: Path):
     layers = 6 if width == 768 else 12
     text = {

@@ -25,8 +25,9 @@ from tests.processing.test_golden import EXPECTED
 NEAR_TIES = {("chameleon", "two"): 0.02}
 """Where our pixels (Pillow's, not torchvision's) choose other codes: the margin that they turn."""
 NUM_TOKENS = 16
-ASKED_LIVE = {"blip2", "fuyu", "internvl", "llava", "qwen2_vl"}
-"""By default `test_hf_answers.py` asks HF itself about these, with other weights."""
+ASKED_LIVE = {"blip2", "chameleon", "florence2", "fuyu", "internvl", "llava", "qwen2_vl"}
+"""By default HF itself is asked about these, with other weights: in `test_hf_answers.py`,
+`test_florence2_llm.py` and `test_array_laws.py`."""
 CASES = [
     pytest.param(
         name,

@@ -29,9 +29,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 Prompt = tuple[str, list[Image.Image]]
 START = "here are the picture and some crops to help you see better how many red shapes there are "
 """More than a block of the KV cache."""
-IN_DEFAULT_RUN = {*ASKED_BY_HF, "llava"}
-"""Also units beside tokens alone. Of states beside the cache an engine is compared with one pass in
-`tests/engine/test_recurrent_families.py`, and one pass with HF in `test_array_laws.py`."""
+IN_DEFAULT_RUN = ASKED_BY_HF - {"blip2", "internvl gpt_oss"}
+"""Of units beside tokens alone, as LLaVA's, `tests/parity/test_parity.py` asks Gemma 3's engine.
+Items that are inserted before a prompt are in `test_blip2_t5.py`. Of states beside the cache an
+engine is compared with one pass in `tests/engine/test_recurrent_families.py`, and one pass with HF
+in `test_array_laws.py`, as one of sinks and of experts."""
 
 
 def find_cases(names: set[str]) -> list[Any]:

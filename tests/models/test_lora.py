@@ -147,10 +147,10 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return AdaptedModel(request.param, tmp_path_factory.mktemp("adapters"))
 
 
-IN_DEFAULT_RUN = {("qwen2_vl", "chunked, preempted")}
-"""`tests/engine/test_adapters.py` has two slots there."""
+# By default `tests/engine/test_adapters.py` compares a batch of five with each alone, and
+# `test_adapter_machine.py` there with adapters that come and go; alone they are PEFT's above.
 BATCHES = [
-    pytest.param(name, engine, marks=() if (name, engine) in IN_DEFAULT_RUN else pytest.mark.slow)
+    pytest.param(name, engine, marks=pytest.mark.slow)
     for name in NAMES
     for engine in (ENGINES if name in LEAST_ALIKE else ("chunked, preempted", "two devices"))
 ]
