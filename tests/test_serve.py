@@ -400,6 +400,7 @@ def test_a_port_in_use_is_said_at_once(url: str, tiny_gemma3: Path) -> None:
     assert "engine process" not in done.stderr
 
 
+@pytest.mark.slow  # as the page asks it in tests/server/page/test_page_of_the_default.py
 def test_the_embedded_default_reads_a_picture() -> None:
     picture = Image.new("RGB", (320, 240), "white")
     ImageDraw.Draw(picture).ellipse((90, 60, 210, 180), fill="red")

@@ -56,6 +56,7 @@ def test_it_answers_in_italian(answer: Answerer) -> None:
     assert sum(right) >= 0.93 * FEW
 
 
+@pytest.mark.slow  # tests/test_llm_adapters.py has a batch with adapters and without
 def test_one_batch_has_both_languages() -> None:
     questions = ["What color is the circle?", "Describe the picture.", "Is there a star?"]
     content: list[Any] = [{"type": "image_pil", "image_pil": plain_picture("circle", "red")}]
@@ -116,6 +117,8 @@ def test_steps_lower_the_loss_and_leave_an_adapter(learner: AdapterLearner, tmp_
     for _ in range(30):
         state, loss = learner.update(state, learner.params, arrays)
         losses.append(float(loss))
+        if losses[-1] < losses[0] - 1.0:
+            break
     assert losses[-1] < losses[0] - 1.0
     export(tmp_path, state.adapter)
     for name, array in load(tmp_path).items():

@@ -75,7 +75,10 @@ def test_plain_drawings(answer: Answerer, shape: str):
     assert answer(prompts) == names
 
 
-@pytest.mark.parametrize("size", [(64, 64), (96, 96), (640, 480), (300, 600), (1024, 1024)])
+SIZES = [(64, 64), (96, 96), (640, 480), (300, 600)]
+
+
+@pytest.mark.parametrize("size", [*SIZES, pytest.param((1024, 1024), marks=pytest.mark.slow)])
 def test_any_resolution(answer: Answerer, size: tuple[int, int]):
     prompts = [([plain_picture("circle", "red", size)], "What color is the circle?")]
     prompts += [([plain_picture("circle", "blue", size)], "How many objects are there?")]

@@ -76,6 +76,8 @@ def test_steps_lower_the_loss(learner: Learner):
     for _ in range(30):
         state, parts = learner.update(state, arrays)
         losses.append(float(parts["answer"]))
+        if losses[-1] < losses[0] - 1.0:
+            break
     assert losses[-1] < losses[0] - 1.0
 
 

@@ -64,7 +64,8 @@ def test_answers_are_hfs(
         for prompt, shown in zip(prompts, pictures, strict=True)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=48)
-    sizes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8}
+    sizes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4}
+    sizes |= {"max_num_batched_tokens": 256}  # else large steps are compiled for a few questions
     with LLM(default_checkpoint, **sizes, use_tqdm_on_load=False) as llm:
         outputs = llm.generate(requests, params, use_tqdm=False)
         ends = load_generation_defaults(llm.config.model).eos_token_ids

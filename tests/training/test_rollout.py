@@ -19,16 +19,12 @@ LOUD = {"deepseek_vl2", "florence2", "molmo", "qwen_vl"}
 they are up to 8e-5 apart."""
 LARGER_STEPS = {"molmo2": {"max_num_batched_tokens": 128}}
 """Whose two pictures see each other, and so go in one step: of 71 tokens, where others have 64."""
-IN_DEFAULT_RUN = {"gemma3"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-        for name in FAMILIES
-    ],
-)
+# By default `test_score.py` compares scores with the paged model's log-probabilities, and
+# `tests/test_grpo_example.py` trains on what an engine drew.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_importance_ratio_is_one(name: str):
     family = FAMILIES[name]
     prompts = write_prompts(family)
