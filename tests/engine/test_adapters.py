@@ -215,13 +215,20 @@ def test_a_failed_step_loses_no_adapter(
     assert answer(core, ask("a")) == lone_answers["a"]
 
 
-def test_towers_have_adapters_too(tmp_path: Path) -> None:
-    tensors = make_tensors(3, layers=tower_layers())
-    path = write_adapter(tmp_path / "tower", tensors=tensors)
+def write_tower_adapter(folder: Path) -> Path:
+    return write_adapter(folder / "tower", tensors=make_tensors(3, layers=tower_layers()))
+
+
+def test_an_adapter_of_towers_is_refused_without_the_flag(tmp_path: Path) -> None:
     without = make_engine()
-    without.load_adapter("tower", path)
+    without.load_adapter("tower", write_tower_adapter(tmp_path))
     with pytest.raises(RequestValueError, match="--enable-tower-connector-lora"):
         without.wait_loaded()
+
+
+@pytest.mark.slow  # some adapters of `test_adapter_machine.py` adapt the tower
+def test_towers_have_adapters_too(tmp_path: Path) -> None:
+    path = write_tower_adapter(tmp_path)
     core = make_engine(lora={"enable_tower_connector_lora": True})
     core.load_adapter("tower", path)
     core.wait_loaded()

@@ -270,7 +270,8 @@ def test_each_device_encodes_a_pack_of_its_own(
 ) -> None:
     spread = packed_engine(size=size)
     calls = record_calls(spread, monkeypatch)
-    for number in (1, 2, 3, 5):
+    # Other numbers fill other buckets, for which more programs are compiled.
+    for number in (1, 3) if size == 2 else (1, 2, 3, 5):
         pictures = [Media(100 * size + 10 * number + n) for n in range(number)]
         request = make_request(f"{size}, {number}", draw([*pictures, Words(1, 2)]), max_tokens=6)
         assert serve(spread, [request]) == serve(core, [request])
