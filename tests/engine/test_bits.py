@@ -30,12 +30,11 @@ def with_heads(name: str, width: int) -> TinyModel:
     return TinyModel(TINY_FAMILIES[name], **TINY_FAMILIES[name].resize(2 * width, width, 2))
 
 
+# By default `test_schedules.py` compares every state of two families' tiny models, whose heads are
+# narrow: those that XLA computes in most ways; `test_mixed_fields.py` compares Gemma 3's answers.
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    # Narrow heads are those that XLA computes in most ways.
-    "width",
-    [pytest.param(width, marks=() if width == 32 else pytest.mark.slow) for width in WIDTHS],
-)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_a_token_has_one_state_with_heads_of_many_widths(width: int) -> None:
     check_one_state(with_heads("gemma3", width), 20)
 

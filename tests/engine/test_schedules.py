@@ -29,7 +29,7 @@ SMALL = [name for name, one in TINY_FAMILIES.items() if max(one.max_embeds.value
 """An image of DeepSeek-OCR 2 has 257 embeddings or more, of 4,096 patches: thousands of requests
 would take hours. It is in the test of few schedules."""
 # By default three families: Gemma 3's rows of an item, which see each other, and windows are in
-# `test_bits.py` and `test_mixed_fields.py`. Encoder-decoders are in `test_encoder_decoder.py`, and
+# `test_mixed_fields.py`. Encoder-decoders are in `test_encoder_decoder.py`, and
 # Florence-2's answers, in chunks and preempted, in `tests/models/test_array_laws.py`; Qwen3-VL's in
 # chunks are in `tests/models/test_video_laws.py`.
 IN_DEFAULT_RUN = LEAST_ALIKE - ASKED_BY_HF - {"florence2", "qwen3_vl"}
