@@ -59,7 +59,7 @@ def params_with_heads(num_kv_heads: int) -> Any:
 
 def spread_config(num_kv_heads: int, **parallel: Any) -> EngineConfig:
     """Return a small engine's config; `parallel` are the fields of `ParallelConfig`."""
-    config = engine_config(max_num_seqs=2, max_num_batched_tokens=16)
+    config = engine_config(max_num_seqs=2)
     config = config.with_mm(MultiModalConfig(enable_mm_embeds=True))
     return replace(
         config,
