@@ -134,9 +134,6 @@ def soaked(seconds: float, *, num_clients: int) -> None:
     assert all(check.is_passed for check in checks), report(record, checks, seconds)
 
 
-# By default tests/chaos/test_kills.py kills the engine process under load, and
-# tests/server/test_leaving_clients.py and test_leftovers.py find nothing held or left behind.
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_server_stays_as_it_is() -> None:
     soaked(12.0, num_clients=3)
