@@ -206,7 +206,7 @@ class Speculation:
         number = max(len(chances), 1)
         row_cost = MARGIN * ROW_COST / (1 + ROW_COST * number)
         wait_cost = MARGIN * self._read_cost
-        most_rows = min(num_rows, self._most * number)
+        most_rows = max(0, min(num_rows, self._most * number))
         self.can_pay = most_rows * (1 / number - row_cost) > wait_cost
         if most_rows * (max(chances, default=0.0) / number - row_cost) <= wait_cost:
             return Counter()
