@@ -3,6 +3,7 @@
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRan
 from mmjax.system.logger import get_logger
 from mmjax.transport import channel
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender, step_record_path
-from mmjax.transport.codec import encode
+from mmjax.transport.codec import Buffer, Message, encode
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
     AbortRequests,
@@ -80,9 +81,11 @@ class Frontend:
         self.thread.start()
 
     def receive(self, *kinds: type, timeout_s: float = 60.0) -> Any:
-        """Return the next message of these kinds; skip others."""
+        """Return the next message of these kinds; skip others, for `timeout_s` in all."""
+        deadline = time.monotonic() + timeout_s
         while True:
-            found = self.receiver.receive(timeout_s)
+            # An engine that beats is never silent.
+            found = self.receiver.receive(max(0.0, deadline - time.monotonic()))
             assert found is not None, f"no {kinds} in {timeout_s} s"
             if isinstance(found, kinds):
                 return found
@@ -175,12 +178,15 @@ def test_a_request_that_cannot_be_decoded_fails_alone(
     serving: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = message("good", ([2, 5], (1, 1), [7]))
-    header = bytes(encode(message("bad", ([2],)))[0]).replace(
-        b"prompt_token_ids", b"prompt_token_idx"
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(channel, "encode", lambda _: [header])
-        serving.sender.send(good)
+    bad = message("bad", ([2],))
+    header = bytes(encode(bad)[0]).replace(b"prompt_token_ids", b"prompt_token_idx")
+
+    def encode_wrongly(sent: Message) -> list[Buffer]:
+        # The engine's thread sends through the same module meanwhile.
+        return [header] if sent is bad else encode(sent)
+
+    monkeypatch.setattr(channel, "encode", encode_wrongly)
+    serving.sender.send(bad)
     serving.sender.send(good)
     failure = serving.receive(RequestFailed)
     assert (failure.request_id, failure.status) == ("bad", 500)
