@@ -1,10 +1,11 @@
 """Decoding with and without guessed tokens, in turns, by one engine in one process.
 
-`python -m benchmarks.speculation [--model tiny_scenes|decoder] [--batches 1 4 8] [--rounds 5]`
+`python -m benchmarks.speculation [--model tiny_scenes|decoder|drafted] [--batches 1 4 8]`
 prints tokens a second of answers that repeat and of answers that do not, and how many guessed
 tokens were right. The ratios are of the medians, and of the best rounds, which other programs
 disturbed least. `decoder` is a random Gemma 3 decoder (18 layers of width 640, 262,208 tokens) in
-`--dtype`. The answers of both ways are compared, too.
+`--dtype`. `drafted` is another (16 layers of width 1,024, 32,768 tokens), for which its first two
+layers guess as a draft model. The answers of both ways are compared, too.
 """
 
 import argparse
@@ -27,6 +28,8 @@ CONFIG = {
     "prompt_lookup_max": 4,
     "prompt_lookup_min": 2,
 }
+DRAFT_CONFIG = {"method": "draft_model", "model": "layers", "num_speculative_tokens": 4}
+DRAFT_LAYERS = 2
 MAX_NUM_SEQS = 8
 KINDS: dict[str, dict[str, Any]] = {
     "repeats": {"temperature": 0.0},
@@ -58,15 +61,17 @@ def open_scenes() -> tuple[EngineCore, Serve]:
     return llm.engine, serve
 
 
-def open_decoder(dtype: Any) -> tuple[EngineCore, Serve]:
+def open_decoder(dtype: Any, *, is_drafted: bool = False) -> tuple[EngineCore, Serve]:
     """Return a random decoder, whose prompts are the same 20 tokens three times."""
-    core = make_engine(
-        text_config(),
-        dtype=dtype,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=64,
-        speculative_config=CONFIG,
-    )
+    options: dict[str, Any] = {"dtype": dtype, "max_num_seqs": MAX_NUM_SEQS}
+    options |= {"max_num_batched_tokens": 64, "speculative_config": CONFIG}
+    text = text_config()
+    if is_drafted:
+        sizes = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096}
+        text = text_config(**sizes, num_hidden_layers=16)
+        draft = text_config(**sizes, num_hidden_layers=DRAFT_LAYERS)
+        options |= {"speculative_config": DRAFT_CONFIG, "draft": draft}
+    core = make_engine(text, **options)
 
     def serve(batch: int, params: SamplingParams) -> Answers:
         answers: dict[str, list[int]] = {f"{number}": [] for number in range(batch)}
@@ -125,13 +130,18 @@ def compare(core: EngineCore, serve: Serve, batches: Sequence[int], rounds: int,
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=("tiny_scenes", "decoder"), default="tiny_scenes")
+    parser.add_argument(
+        "--model", choices=("tiny_scenes", "decoder", "drafted"), default="tiny_scenes"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     flags = parser.parse_args()
-    opened = open_scenes() if flags.model == "tiny_scenes" else open_decoder(flags.dtype)
+    if flags.model == "tiny_scenes":
+        opened = open_scenes()
+    else:
+        opened = open_decoder(flags.dtype, is_drafted=flags.model == "drafted")
     compare(*opened, flags.batches, flags.rounds, flags.tokens)
     opened[0].close()
 

@@ -3,7 +3,9 @@
 Knows both worlds: files for programs that read checkpoints, arrays for the engine in this process.
 """
 
+import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 MAX_MODEL_LEN = 1024
+SMALL_SHARE = 0.05
+"""How much layers behind a draft model's add, beside whole ones."""
 
 
 def text_config(**changes: Any) -> Gemma3TextConfig:
@@ -83,39 +87,65 @@ def model_config(text: Gemma3TextConfig) -> Gemma3Config:
     return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
 
 
-def make_engine(
-    text: Gemma3TextConfig,
-    *,
-    dtype: DtypeName = "float32",
-    lora: LoRAConfig | None = None,
-    **scheduler: Any,
-) -> EngineCore:
-    """Start an engine over the same weights, rounded to `dtype`; its tower is never used."""
-    hf_config = model_config(text)
+def make_params(hf_config: Gemma3Config, dtype: DtypeName, *, num_whole: int | None = None) -> Any:
+    """Return the parameters, rounded to `dtype`; those of the tower, which is never used, are zero.
+
+    Layers behind the first `num_whole` add little to what those give, as a trained model's do whose
+    draft model says mostly the same; None: all are whole.
+    """
     _, abstract = build_abstract(Gemma3ForConditionalGeneration, hf_config, dtype=jnp.dtype(dtype))
     leaves: dict[str, Any] = {}
     for name, leaf in flatten_params(abstract).items():
         own = name.removeprefix("language_model.")
         is_text = own != name
         values = weight(own, leaf.shape) if is_text else np.zeros(leaf.shape, np.float32)
+        layer = re.match(r"layers\.(\d+)\.post_", own)
+        if layer is not None and num_whole is not None and int(layer[1]) >= num_whole:
+            # Gemma's norms multiply by one more than their weights.
+            values = values + (SMALL_SHARE - 1)
         leaves[name] = values.astype(leaf.dtype)
+    return unflatten_params(leaves)
+
+
+def make_engine(
+    text: Gemma3TextConfig,
+    *,
+    dtype: DtypeName = "float32",
+    lora: LoRAConfig | None = None,
+    draft: Gemma3TextConfig | None = None,
+    **scheduler: Any,
+) -> EngineCore:
+    """Start an engine over the same weights; `draft`: of a model of its first layers."""
+    hf_config = model_config(text)
+    num_whole = None if draft is None else draft.num_hidden_layers
+    params = make_params(hf_config, dtype, num_whole=num_whole)
+    model = ModelConfig(
+        model="benchmark",
+        path=Path("."),
+        hf_config=hf_config,
+        architecture="Gemma3ForConditionalGeneration",
+        max_model_len=MAX_MODEL_LEN,
+        dtype=dtype,
+    )
     config = EngineConfig(
-        model=ModelConfig(
-            model="benchmark",
-            path=Path("."),
-            hf_config=hf_config,
-            architecture="Gemma3ForConditionalGeneration",
-            max_model_len=MAX_MODEL_LEN,
-            dtype=dtype,
-        ),
+        model=model,
         cache=CacheConfig(),
         scheduler=SchedulerConfig(**scheduler),
         lora=lora or LoRAConfig(),
         precompile="all",
         use_tqdm=False,
     )
-    params = unflatten_params(leaves)
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
+    draft_params = None
+    if draft is not None:
+        its = model_config(draft)
+        config = replace(config, draft=replace(model, hf_config=its))
+        draft_params = make_params(its, dtype)
+    return EngineCore(
+        config,
+        model_class=Gemma3ForConditionalGeneration,
+        params=params,
+        draft_params=draft_params,
+    )
 
 
 def make_request(number: int, num_prompt_tokens: int, num_tokens: int) -> EngineCoreRequest:

@@ -439,6 +439,8 @@ class EngineConfig:
     """
 
     model: ModelConfig
+    draft: ModelConfig | None = None
+    """Of the model that guesses tokens ahead; None: none does."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -6,13 +6,18 @@ from typing import Any
 
 from mmjax.errors import ConfigError
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 MAX_GUESSED = 15
 """Tokens that are guessed at once, at most: with the one before them they are the rows that the
 CPU's kernels multiply in one order of sums (docs/determinism.md)."""
 MAX_NGRAM = 64
 DEFAULT_NGRAM = 5
 """Both ends of the n-grams' sizes, where neither is given, as in vLLM."""
+_NAMES_OF = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("model", "revision"),
+}
+"""The fields of one method alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +25,18 @@ class SpeculativeConfig:
     """What is guessed ahead of each request, and verified."""
 
     method: str
-    """ngram: what came behind the last tokens where they stood before."""
+    """ngram: what came behind the last tokens where they stood before; draft_model: what a smaller
+    model of the same family answers."""
     num_speculative_tokens: int
     """Tokens that are guessed at once, at most."""
-    prompt_lookup_max: int
-    """Tokens of the longest n-gram that is looked up."""
-    prompt_lookup_min: int
+    prompt_lookup_max: int = 0
+    """Tokens of the longest n-gram that is looked up; 0: of another method."""
+    prompt_lookup_min: int = 0
     """Tokens of the shortest one."""
+    model: str | None = None
+    """Directory or hub id of the model that guesses."""
+    revision: str | None = None
+    """Its branch, tag or commit, of a hub id."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "SpeculativeConfig | None":
@@ -36,37 +46,64 @@ class SpeculativeConfig:
         """
         if not given:
             return None
-        known = [one.name for one in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ConfigError(
-                    f"`speculative_config` has a field `{name}`, which mmjax does not know; known "
-                    f"are {', '.join(f'`{one}`' for one in known)}"
-                )
-        if given.get("method") not in METHODS:
+        # As vLLM does, where a model is named and no method.
+        method = given.get("method", "draft_model" if given.get("model") is not None else None)
+        if method not in METHODS:
             raise ConfigError(
-                f"`speculative_config` has {given.get('method')!r} as its `method`; give 'ngram', "
-                "the only one so far"
+                f"`speculative_config` has {method!r} as its `method`; give 'ngram', or "
+                "'draft_model' with a `model`"
             )
-        largest = _number(given, "prompt_lookup_max", MAX_NGRAM)
-        smallest = _number(given, "prompt_lookup_min", MAX_NGRAM)
-        config = cls(
-            method=given["method"],
-            num_speculative_tokens=_number(given, "num_speculative_tokens", MAX_GUESSED) or 0,
-            prompt_lookup_max=largest or smallest or DEFAULT_NGRAM,
-            prompt_lookup_min=smallest or largest or DEFAULT_NGRAM,
-        )
-        if not config.num_speculative_tokens:
+        _check_names(given, method, [one.name for one in fields(cls)])
+        number = _number(given, "num_speculative_tokens", MAX_GUESSED)
+        if number is None:
             raise ConfigError(
                 "`speculative_config` lacks `num_speculative_tokens`; give the tokens that are "
                 f"guessed at once, from 1 to {MAX_GUESSED}"
             )
-        if config.prompt_lookup_min > config.prompt_lookup_max:
+        if method == "ngram":
+            return cls(method=method, num_speculative_tokens=number, **_parse_ngram(given))
+        return cls(method=method, num_speculative_tokens=number, **_parse_draft(given))
+
+
+def _check_names(given: Mapping[str, Any], method: str, known: list[str]) -> None:
+    for name in given:
+        if name not in known:
             raise ConfigError(
-                f"`speculative_config` has {config.prompt_lookup_min} as `prompt_lookup_min`, "
-                f"above `prompt_lookup_max`, {config.prompt_lookup_max}; give at most as much"
+                f"`speculative_config` has a field `{name}`, which mmjax does not know; known "
+                f"are {', '.join(f'`{one}`' for one in known)}"
             )
-        return config
+        owner = next((one for one, names in _NAMES_OF.items() if name in names), method)
+        if owner != method and given[name] is not None:
+            raise ConfigError(
+                f"`speculative_config` has a field `{name}`, which is of the method '{owner}', and "
+                f"'{method}' as its `method`; leave one of them out"
+            )
+
+
+def _parse_ngram(given: Mapping[str, Any]) -> dict[str, Any]:
+    largest = _number(given, "prompt_lookup_max", MAX_NGRAM)
+    smallest = _number(given, "prompt_lookup_min", MAX_NGRAM)
+    most, least = largest or smallest or DEFAULT_NGRAM, smallest or largest or DEFAULT_NGRAM
+    if least > most:
+        raise ConfigError(
+            f"`speculative_config` has {least} as `prompt_lookup_min`, above `prompt_lookup_max`, "
+            f"{most}; give at most as much"
+        )
+    return {"prompt_lookup_max": most, "prompt_lookup_min": least}
+
+
+def _parse_draft(given: Mapping[str, Any]) -> dict[str, Any]:
+    for name in _NAMES_OF["draft_model"]:
+        value = given.get(name)
+        if not (isinstance(value, str) and value) and (name == "model" or value is not None):
+            raise ConfigError(
+                f"`speculative_config` has {value!r} as `{name}`; give "
+                + {
+                    "model": "the directory or hub id of a smaller model of the same family",
+                    "revision": "a branch, tag or commit",
+                }[name]
+            )
+    return {"model": given["model"], "revision": given.get("revision")}
 
 
 def _number(given: Mapping[str, Any], name: str, most: int) -> int | None:

@@ -81,6 +81,7 @@ class EngineCore:
         model_class: Any = None,
         params: Params | None = None,
         devices: Sequence[Device] | None = None,
+        draft_params: Params | None = None,
     ) -> None:
         """Load the model, allocate the caches, compile programs as `config.precompile` says.
 
@@ -89,24 +90,23 @@ class EngineCore:
             model_class: In place of the registry's.
             params: In place of the checkpoint's weights.
             devices: `tensor_parallel_size` of this process's, in place of the first ones.
+            draft_params: In place of the weights of a draft model's checkpoint.
         """
         self.config = config
-        parts = start_engine(config, model_class=model_class, params=params, devices=devices)
+        given = {"model_class": model_class, "params": params, "draft_params": draft_params}
+        parts = start_engine(config, devices=devices, **given)
         self._placement = parts.programs.placement
-        self._scheduler = parts.scheduler
-        self._runner = parts.runner
-        self._adapters = parts.adapters
-        self._adapter_reader = parts.adapter_reader
-        self._weights = parts.weights
-        self._workers = parts.workers
+        self._scheduler, self._runner = parts.scheduler, parts.runner
+        self._adapters, self._adapter_reader = parts.adapters, parts.adapter_reader
+        self._weights, self._workers, self._draft = parts.weights, parts.workers, parts.draft
         self.weights_version = 0
         """Of the present weights: how often they were changed since the start."""
         self.is_sleeping = False
         """Whether the caches' memory is released; nothing can be computed."""
         self.num_kv_blocks = parts.limits.num_blocks
         self._programs = parts.compiled
-        self._host_bytes = parts.programs.host_bytes(self.num_kv_blocks)
-        self.num_programs = parts.compiled.num_programs
+        self._host_bytes = parts.host_bytes
+        self.num_programs = parts.num_programs
         """Programs, compiled or to come: `encode`, `step` and `sample` over all buckets."""
         self.device_threads = parts.device_threads
         self.startup_seconds = parts.seconds
@@ -289,7 +289,9 @@ class EngineCore:
 
     def _run_ahead(self) -> bool:
         can_run = not self.is_sleeping and not self._weights.num_missing
-        return can_run and self._runner.run_ahead()
+        if not can_run or self._runner.run_ahead():
+            return can_run
+        return self._draft is not None and self._draft.runner.run_ahead()
 
     def _wait_rows(self) -> bool:
         awaited = self._scheduler.awaited
@@ -338,9 +340,10 @@ class EngineCore:
         deltas = self._scheduler.update_from_output(output, sampled, encode_s=encode_s)
         self._open_outputs.pop(0)
         speculation = self._scheduler.speculation
-        if speculation is not None and output.is_plain:
+        if speculation is not None and (output.is_plain or output.has_guesses):
             host_s += time.monotonic() - self._read_at
-            speculation.note_step(host_s, self._read_at - start)
+            waited = None if output.has_guesses else host_s
+            speculation.note_step(len(output.requests), self._read_at - start, waited)
         return deltas
 
     def _use_compiled(self) -> None:
@@ -359,6 +362,8 @@ class EngineCore:
         self.note_computing(self._find_computed(output))
         begun_at = time.monotonic()
         in_flight = self._runner.dispatch(output)
+        if self._draft is not None:
+            self._draft.runner.compute(output)
         if in_flight is not None and in_flight.found:
             for scheduled in output.requests:
                 scheduled.request.note_found(in_flight.found)
@@ -406,6 +411,9 @@ class EngineCore:
         self._adapters.close()
         if self._workers is not None:
             self._workers.close()
+        self._programs.close(wait=False)
+        if self._draft is not None:
+            self._draft.close(wait=wait)
         self._programs.close(wait=wait)
         self._runner.end()
         self._runner.forget_stored_rows()
@@ -423,6 +431,8 @@ class EngineCore:
         outputs, self._open_outputs = self._open_outputs or [None], []
         at_fault = self._scheduler.begin_again(outputs)
         self._runner.reset()
+        if self._draft is not None:
+            self._draft.runner.reset()
         return at_fault
 
     # ---- weights -------------------------------------------------------------------------------
@@ -523,6 +533,8 @@ class EngineCore:
         self._runner.release_arrays()
         if level == 2:
             self._weights.release()
+        if self._draft is not None:
+            self._draft.sleep(level)
         self.is_sleeping = True
 
     def wake_up(self) -> None:
@@ -532,6 +544,8 @@ class EngineCore:
         if self._weights.num_missing:
             self.load_weights(self.open_weights())
         self._runner.make_arrays()
+        if self._draft is not None:
+            self._draft.wake_up()
         self.is_sleeping = False
 
     @contextmanager
@@ -575,7 +589,8 @@ class EngineCore:
     @property
     def num_programs_left(self) -> int:
         """Programs that are not compiled yet. Thread-safe."""
-        return self._programs.num_left
+        of_draft = 0 if self._draft is None else self._draft.compiled.num_left
+        return self._programs.num_left + of_draft
 
     @property
     def compilations(self) -> int:

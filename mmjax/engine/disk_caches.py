@@ -22,6 +22,7 @@ from mmjax.cache.fingerprint import (
 from mmjax.cache.stored_rows import StoredRows
 from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.programs import Programs
+from mmjax.errors import ConfigError
 from mmjax.layers.module import Params, flatten_params
 
 _GIB = 2**30
@@ -126,3 +127,27 @@ def digest_leaves(leaves: Iterable[tuple[str, Array]]) -> str:
         hasher.update(array.reshape(-1).view(np.uint8).data)
         found.append((name, array.dtype.name, array.shape, hasher.hexdigest()))
     return blake3(repr(sorted(found)).encode()).hexdigest()
+
+
+def check_offload(
+    config: EngineConfig, *, shares_blocks: bool = True, has_states: bool = False
+) -> None:
+    """Raise ConfigError where no block is found by its hash, or no process has all of it."""
+    if has_states and config.cache.kv_offload_dir is not None:
+        raise ConfigError(
+            f"`kv_offload_dir` is {str(config.cache.kv_offload_dir)!r}, but the model has "
+            "recurrent layers, without whose states no later process can use a block; leave "
+            "`--kv-offload-dir` out"
+        )
+    num_processes, reason = config.parallel.num_processes, None
+    if not config.cache.enable_prefix_caching:
+        reason = "`enable_prefix_caching` is off"
+    elif not shares_blocks:
+        reason = "the model is an encoder-decoder, whose requests share no blocks"
+    elif num_processes > 1:
+        reason = f"each of {num_processes} processes has a part of every block"
+    if config.cache.kv_offload_gb and reason is not None:
+        raise ConfigError(
+            f"`kv_offload_gb` is {config.cache.kv_offload_gb}, but {reason}: no evicted block "
+            "could be found again; leave `--kv-offload-gb` out"
+        )

@@ -22,7 +22,6 @@ from mmjax.config.engine_config import EngineConfig
 from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
-from mmjax.engine.device.encoder import choose_clip_sizes, choose_sizes, largest_items
 from mmjax.engine.device.functions import ModelShape
 from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.memory import count_host_slots, count_staged, fit_kv_cache
@@ -32,12 +31,21 @@ from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.threads import DeviceThreads, open_devices
 from mmjax.engine.disk_caches import (
     EncoderIdentity,
+    check_offload,
     describe_encoder,
     digest_leaves,
     open_block_store,
     open_stored_rows,
 )
+from mmjax.engine.draft import (
+    DraftModel,
+    DraftRunner,
+    check_draft_model,
+    check_draft_settings,
+    make_draft_config,
+)
 from mmjax.engine.encoder_workers import EncoderWorkers
+from mmjax.engine.media_plan import MediaPlan, plan_media
 from mmjax.engine.model import (
     LoadedModel,
     describe_model,
@@ -61,8 +69,7 @@ from mmjax.layers.module import (
     unflatten_params,
 )
 from mmjax.layers.recurrent.chunks import CHUNK
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec, Sees
-from mmjax.processing.encoder_budget import compute_mm_encoder_budget
+from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
 from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger, reporting
 from mmjax.weights.adapter import AdapterReader
@@ -87,6 +94,20 @@ class EngineParts(NamedTuple):
     """Seconds that the start took, by phase."""
     workers: EncoderWorkers | None
     """None: the engine encodes itself."""
+    draft: DraftModel | None
+    """None: no model guesses tokens ahead."""
+
+    @property
+    def num_programs(self) -> int:
+        """Programs of all models."""
+        own = self.compiled.num_programs
+        return own if self.draft is None else own + self.draft.compiled.num_programs
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of all arrays in the host's memory, by cause."""
+        own = self.programs.host_bytes(self.limits.num_blocks)
+        return own if self.draft is None else own | self.draft.host_bytes
 
 
 class EncoderParts(NamedTuple):
@@ -102,38 +123,17 @@ class EncoderParts(NamedTuple):
     """Units, or patches, of the calls, by function."""
 
 
-class _MediaPlan(NamedTuple):
-    """What items take of a step, and of the encoder cache; it does not depend on memory."""
-
-    host_inputs: HostInputs
-    has_tower: bool
-    sizes: Mapping[str, Any]
-    """Of the calls that encode items, here or elsewhere, as `Buckets.create` takes them."""
-    takes_embeds: bool
-    sees: Sees
-    """What a prompt's tokens see, of what they may have."""
-    keeps_runs_whole: bool
-    largest_item: int
-    """Embeddings that are encoded at once, at most; 0: none are."""
-    encoder_budget: int
-    """Embeddings that a step may encode."""
-    num_encoder_rows: int
-    """Embeddings that are kept."""
-    max_encoder_len: int
-    num_state_slots: int
-    """Of recurrent layers' states; 0: the model has none."""
-
-
 def start_engine(
     config: EngineConfig,
     *,
     model_class: Any = None,
     params: Params | None = None,
     devices: Sequence[Device] | None = None,
+    draft_params: Params | None = None,
 ) -> EngineParts:
     """Load the weights, allocate the caches, and compile programs.
 
-    Keywords replace the registry's class, the checkpoint's weights, and the first devices.
+    Keywords replace the registry's class, the checkpoints' weights, and the first devices.
     """
     _check_config(config)
     enable_persistent_cache(config.compilation_cache_dir)
@@ -153,15 +153,19 @@ def start_engine(
     with timed("load_weights", "loading the weights"):
         encoder = _identify_encoder(config, model_class, params, devices)
         model = load_model(config, model_class, params, devices)
-    plan = _plan_media(config, model)
-    programs = _make_programs(config, model, plan)
+        plan = plan_media(config, model)
+        programs = _make_programs(config, model, plan)
+        draft_parts = _load_draft(config, programs, draft_params, devices)
     with timed("measure"):
-        num_blocks = fit_kv_cache(config, programs, weights=shard_bytes(model.params))
+        guessing = draft_parts and draft_parts.programs
+        num_blocks = fit_kv_cache(config, programs, shard_bytes(model.params), draft=guessing)
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks)
     with timed("allocate", "allocating the caches"):
         pool = _make_host_pool(config, model, programs)
         workers = _open_workers(config, programs, encoder)
+        draft = None if draft_parts is None else _make_draft(draft_parts, num_blocks)
         limits, scheduler = _make_scheduler(config, plan, programs, num_blocks, pool, workers)
+        scheduler.speculation = _make_speculation(config, plan, draft)
         options: dict[str, Any] = {"has_spans": plan.sees != "past", "host_pool": pool}
         runner = ModelRunner(programs, compiled, model.params, num_blocks=num_blocks, **options)
         runner.stored_rows = open_stored_rows(config, model.model_class, programs, model.params)
@@ -177,17 +181,78 @@ def start_engine(
         runner.warm_up(warm_up_keys)
     runner.lead()
     compiled.start_others()
+    if draft is not None:
+        draft.start(after=compiled)
+    _log_ready(programs, compiled, limits, seconds)
+    made = (programs, compiled, limits, scheduler, runner, adapters, reader, weights)
+    return EngineParts(*made, device_threads, seconds, workers, draft)
+
+
+def _log_ready(
+    programs: Programs,
+    compiled: CompiledPrograms,
+    limits: AdmissionLimits,
+    seconds: Mapping[str, float],
+) -> None:
     logger.info(
         "ready on %s in %s: %d programs, %d to come, %d KV blocks of %d slots, %d encoder rows; %s",
         programs.placement.local_devices[0].device_kind,
         jnp.dtype(programs.dtype).name,
         compiled.num_programs - compiled.num_left,
         compiled.num_left,
-        *(num_blocks, config.cache.block_size, programs.num_encoder_rows),
+        *(limits.num_blocks, limits.block_size, programs.num_encoder_rows),
         ", ".join(f"{name} {elapsed:.1f} s" for name, elapsed in seconds.items()),
     )
-    made = (programs, compiled, limits, scheduler, runner, adapters, reader, weights)
-    return EngineParts(*made, device_threads, seconds, workers)
+
+
+# ---- a model that guesses ------------------------------------------------------------------------
+
+
+class _DraftParts(NamedTuple):
+    """A draft model that is loaded, before memory is planned."""
+
+    config: EngineConfig
+    model: LoadedModel
+    plan: MediaPlan
+    programs: Programs
+
+
+def _load_draft(
+    config: EngineConfig,
+    programs: Programs,
+    params: Params | None,
+    devices: Sequence[Device] | None,
+) -> _DraftParts | None:
+    """Load the model that guesses tokens ahead; None: none does."""
+    if config.draft is None or programs.num_state_slots or config.model.pools:
+        return None
+    check_draft_settings(config)
+    own = make_draft_config(config, config.draft)
+    model = load_model(own, None, params, devices)
+    own_plan = plan_media(own, model)
+    own_programs = _make_programs(own, model, own_plan)
+    check_draft_model(config.draft.model, programs, own_programs)
+    return _DraftParts(own, model, own_plan, own_programs)
+
+
+def _make_draft(parts: _DraftParts, num_blocks: int) -> DraftModel:
+    """Allocate a draft model's caches: as many blocks as the engine's model has."""
+    config, model, plan, programs = parts
+    compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks, is_draft=True)
+    has_spans = plan.sees != "past"
+    runner = DraftRunner(
+        programs, compiled, model.params, num_blocks=num_blocks, has_spans=has_spans
+    )
+    weights = EngineWeights(programs, runner, _make_source(config, model, programs, None))
+    total = sum(programs.host_bytes(num_blocks).values())
+    return DraftModel(runner, compiled, weights, warm_up_keys, {"draft_model": total})
+
+
+def _make_speculation(
+    config: EngineConfig, plan: MediaPlan, draft: DraftModel | None
+) -> Speculation | None:
+    speculation = _find_speculation(config, plan)
+    return None if speculation is None else Speculation(speculation, draft)
 
 
 # ---- encoders apart ------------------------------------------------------------------------------
@@ -201,7 +266,7 @@ def start_encoder(
     enable_persistent_cache(config.compilation_cache_dir)
     open_devices()
     model = describe_model(config, model_class, None)
-    plan = _plan_media(config, model)
+    plan = plan_media(config, model)
     read = _make_programs(config, model, plan).find_encoder_params()
     if not read:
         raise ConfigError(
@@ -253,7 +318,7 @@ def _identify_encoder(
         return None
     alone = replace(config, cache=replace(config.cache, encoder_workers=()))
     model = describe_model(alone, model_class, devices)
-    programs = _make_programs(alone, model, _plan_media(alone, model))
+    programs = _make_programs(alone, model, plan_media(alone, model))
     read = programs.find_encoder_params()
     digest = digest_leaves(iter_encoder(alone, model, params, read))
     return EncoderIdentity(describe_encoder(alone, model.model_class, programs, digest), read)
@@ -341,111 +406,14 @@ def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
 # ---- sizes, memory and programs ------------------------------------------------------------------
 
 
-def _plan_media(config: EngineConfig, model: LoadedModel) -> _MediaPlan:
-    schedule, module = config.scheduler, bind(model.graphdef, model.params)
-    _check_offload(config, has_states=bool(module.kv_cache_spec.states))
-    host_inputs: HostInputs = model.model_class.host_inputs(config.model.hf_config)
-    has_tower, takes_embeds = not model.left_out, config.model.mm.enable_mm_embeds
-    encodes = has_tower or bool(config.cache.encoder_workers)
-    has_items = encodes or takes_embeds or module.sees == "prompt"
-    sees: Sees = module.sees if has_items else "past"
-    keeps_runs_whole = sees != "past" or schedule.disable_chunked_mm_input
-    if sees == "prompt":
-        logger.info(
-            "a prompt's tokens see each other: each prompt is computed in one step, so that it may "
-            "have `--max-num-batched-tokens` %d at most",
-            schedule.max_num_batched_tokens,
-        )
-    elif sees != "past" and not schedule.disable_chunked_mm_input:
-        logger.info("a picture's embeddings go in one step: they see each other both ways")
-    largest: Mapping[str, int] = {}
-    if encodes or takes_embeds:
-        largest = largest_items(
-            host_inputs.encoder_spec, config.max_embeds_per_item, config.model.max_model_len
-        )
-    largest_item = max(largest.values(), default=0)
-    longest_clip = 0 if host_inputs.clip_spec is None else largest.get("audio", 0)
-    seen = (n for m, n in largest.items() if m != "audio" or not longest_clip)
-    largest_seen = max(seen, default=0)
-    if module.max_encoder_len:
-        _check_offload(config, shares_blocks=False)
-        if config.model.pools:
-            raise ConfigError(
-                f"`runner` is 'pooling', but `{config.model.architecture}` is an encoder-decoder, "
-                "whose decoder reads no prompt; leave `--runner` out"
-            )
-        # The items have no positions in the decoder's prompt, which alone has chunks.
-        keeps_runs_whole = False
-        # A request starts in one step: with the encoder's hidden states, and, of the items in
-        # its prompt, at most an embedding at each place.
-        largest = {"encoder": 2 * module.max_encoder_len}
-    encoder_budget, encoder_rows = compute_mm_encoder_budget(
-        schedule,
-        largest,
-        encoder_cache_size=config.cache.encoder_cache_size,
-        disable_chunked_mm_input=keeps_runs_whole,
-        longest_runs={m: n for m, n in largest.items() if m not in host_inputs.cut_modalities},
-    )
-    return _MediaPlan(
-        host_inputs=host_inputs,
-        has_tower=has_tower,
-        sizes=_choose_sizes(host_inputs, encoder_budget, largest_seen, longest_clip)
-        if encodes
-        else {"max_units": 0},
-        takes_embeds=takes_embeds,
-        sees=sees,
-        keeps_runs_whole=keeps_runs_whole,
-        largest_item=largest_item,
-        encoder_budget=encoder_budget,
-        num_encoder_rows=max(1, encoder_rows),
-        max_encoder_len=module.max_encoder_len,
-        num_state_slots=_count_state_slots(config, module, keeps_runs_whole=keeps_runs_whole),
-    )
-
-
-def _choose_sizes(
-    host_inputs: HostInputs, encoder_budget: int, largest_seen: int, longest_clip: int
-) -> dict[str, Any]:
-    """Return what `Buckets.create` needs to know of the calls that encode items; 0: of none."""
-    sizes: dict[str, Any] = {"max_units": 0}
-    if largest_seen:
-        sizes = choose_sizes(host_inputs.encoder_spec, encoder_budget, largest_seen)
-    return sizes | {"clips": choose_clip_sizes(host_inputs.clip_spec, encoder_budget, longest_clip)}
-
-
-def _count_state_slots(config: EngineConfig, module: Any, *, keeps_runs_whole: bool) -> int:
-    """Return the slots of states that requests and snapshots have; 0 without recurrent layers."""
-    schedule, cache = config.scheduler, config.cache
-    if not module.kv_cache_spec.states:
-        return 0
-    if schedule.max_num_batched_tokens < CHUNK:
-        raise ConfigError(
-            f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, but the model has "
-            f"recurrent layers, which compute prompts in chunks of {CHUNK} tokens: give "
-            f"`--max-num-batched-tokens {CHUNK}` or more"
-        )
-    if keeps_runs_whole:
-        raise ConfigError(
-            "`disable_chunked_mm_input` is set, but the model has recurrent layers, which compute "
-            "prompts in chunks that end within items, too; leave it out"
-        )
-    if schedule.speculation is not None:
-        logger.warning(
-            "no tokens are guessed ahead: the model has recurrent layers, whose states cannot go "
-            "back behind a wrong guess; leave `--speculative-config` out"
-        )
-    finds = cache.enable_prefix_caching and schedule.enable_chunked_prefill
-    return schedule.max_num_seqs + (cache.num_state_snapshots if finds else 0)
-
-
-def _find_speculation(config: EngineConfig, plan: _MediaPlan) -> SpeculativeConfig | None:
+def _find_speculation(config: EngineConfig, plan: MediaPlan) -> SpeculativeConfig | None:
     """Return what is guessed ahead; nothing is where recurrent layers cannot take it back."""
     is_possible = not plan.num_state_slots and not config.model.pools
     return config.scheduler.speculation if is_possible else None
 
 
 def _make_programs(
-    config: EngineConfig, model: LoadedModel, plan: _MediaPlan, unread: Collection[str] = ()
+    config: EngineConfig, model: LoadedModel, plan: MediaPlan, unread: Collection[str] = ()
 ) -> Programs:
     schedule, placement = config.scheduler, model.placement
     shape = ModelShape.of(model.graphdef, model.params)
@@ -505,7 +473,12 @@ def _max_num_rows(config: EngineConfig, placement: Placement) -> int:
 
 
 def _order_programs(
-    config: EngineConfig, plan: _MediaPlan, programs: Programs, num_blocks: int
+    config: EngineConfig,
+    plan: MediaPlan,
+    programs: Programs,
+    num_blocks: int,
+    *,
+    is_draft: bool = False,
 ) -> tuple[CompiledPrograms, Sequence[ProgramKey]]:
     """Return the programs, and which of them run before the first request.
 
@@ -522,6 +495,9 @@ def _order_programs(
         order, num_first = buckets.keys, buckets.num_programs
     elif config.precompile != "smallest":
         order, num_first, warm_up_keys = [], 0, []
+    elif is_draft:
+        # Nobody waits for a guess: a draft model has all of its programs, or uses none.
+        num_first, warm_up_keys = 0, []
     compiled = CompiledPrograms(
         buckets,
         partial(programs.make, num_blocks),
@@ -547,7 +523,7 @@ def _make_host_pool(
 
 
 def _make_kv_cache(
-    config: EngineConfig, plan: _MediaPlan, num_blocks: int, pool: HostPool | None
+    config: EngineConfig, plan: MediaPlan, num_blocks: int, pool: HostPool | None
 ) -> KVCacheManager:
     store = None if pool is None else pool.store
     return KVCacheManager(
@@ -569,7 +545,7 @@ def _make_kv_cache(
 
 def _make_scheduler(
     config: EngineConfig,
-    plan: _MediaPlan,
+    plan: MediaPlan,
     programs: Programs,
     num_blocks: int,
     host_pool: HostPool | None,
@@ -577,7 +553,6 @@ def _make_scheduler(
 ) -> tuple[AdmissionLimits, Scheduler]:
     schedule, cache = config.scheduler, config.cache
     max_model_len, spec = config.model.max_model_len, plan.host_inputs.encoder_spec
-    speculation = _find_speculation(config, plan)
     limits = AdmissionLimits(
         max_model_len=max_model_len,
         num_token_ids=programs.num_token_ids,
@@ -609,7 +584,6 @@ def _make_scheduler(
         keeps_runs_whole=plan.keeps_runs_whole,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
-        speculation=None if speculation is None else Speculation(speculation),
         max_num_rows=min(_max_num_rows(config, programs.placement), programs.buckets.max_num_rows),
         state_slots=StateSlots(plan.num_state_slots) if plan.num_state_slots else None,
         awaited=None
@@ -619,33 +593,9 @@ def _make_scheduler(
     return limits, scheduler
 
 
-def _check_offload(
-    config: EngineConfig, *, shares_blocks: bool = True, has_states: bool = False
-) -> None:
-    """Raise ConfigError where no block is found by its hash, or no process has all of it."""
-    if has_states and config.cache.kv_offload_dir is not None:
-        raise ConfigError(
-            f"`kv_offload_dir` is {str(config.cache.kv_offload_dir)!r}, but the model has "
-            "recurrent layers, without whose states no later process can use a block; leave "
-            "`--kv-offload-dir` out"
-        )
-    num_processes, reason = config.parallel.num_processes, None
-    if not config.cache.enable_prefix_caching:
-        reason = "`enable_prefix_caching` is off"
-    elif not shares_blocks:
-        reason = "the model is an encoder-decoder, whose requests share no blocks"
-    elif num_processes > 1:
-        reason = f"each of {num_processes} processes has a part of every block"
-    if config.cache.kv_offload_gb and reason is not None:
-        raise ConfigError(
-            f"`kv_offload_gb` is {config.cache.kv_offload_gb}, but {reason}: no evicted block "
-            "could be found again; leave `--kv-offload-gb` out"
-        )
-
-
 def _check_config(config: EngineConfig) -> None:
     schedule = config.scheduler
-    _check_offload(config)
+    check_offload(config)
     if schedule.max_num_batched_tokens < schedule.max_num_seqs:
         raise ConfigError(
             f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "

@@ -10,7 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mmjax.config.engine_config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
+from mmjax.config.engine_config import (
+    SETTING_CLASSES,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    group_fields,
+)
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.models.original_config import DEEPSEEK_OCR2, build_deepseek_ocr2_config
 
@@ -239,7 +245,27 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
         for name, path in parts["lora"].modules
     ]
     parts["lora"] = replace(parts["lora"], lora_modules=tuple(adapters))
-    return make("engine", model=model, **parts)
+    return make("engine", model=model, draft=_load_draft(model, parts["scheduler"]), **parts)
+
+
+def _load_draft(model: ModelConfig, scheduler: SchedulerConfig) -> ModelConfig | None:
+    """Return the configuration of the model that guesses for another; None: none does."""
+    speculation = scheduler.speculation
+    if speculation is None or speculation.model is None:
+        return None
+    draft = load_model_config(
+        speculation.model,
+        revision=speculation.revision,
+        download_dir=model.download_dir,
+        dtype=model.dtype,
+        load_format=model.load_format,
+        quantization=model.quantization,
+        mm=model.mm,
+        needs_weights=model.load_format != "dummy",
+    )
+    check_quantization(draft)
+    # It guesses, for better or worse, behind the positions that it was trained for, too.
+    return replace(draft, max_model_len=model.max_model_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.scheduling.speculation import Forecast, Speculation
+from mmjax.engine.scheduling.speculation import LookupForecast, Speculation
 from mmjax.transport.messages import EngineCoreRequest
 
 NGRAM = {
@@ -45,8 +45,8 @@ class Eager(Speculation):
         self._rng = rng
         self.answers = KnownAnswers(rng, wrong)
 
-    def watch(self) -> Forecast:
-        return Forecast(self.answers, self._most)
+    def watch(self) -> LookupForecast:
+        return LookupForecast(self.answers, self._most)
 
     def share_out(self, chances: Sequence[float], num_rows: int) -> Counter[int]:
         shares: Counter[int] = Counter()

@@ -282,18 +282,18 @@ class _Pieces(Programs):
 
 def test_fewer_blocks_are_allocated_where_memory_lies_in_pieces() -> None:
     programs = _Pieces(85)
-    assert find_allocatable(programs, 100, least=10) == 81
+    assert find_allocatable([programs], 100, least=10) == 81
     assert programs.tried == [100, 90, 81]
 
 
 def test_too_few_blocks_are_an_error() -> None:
     programs = _Pieces(5)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
-        find_allocatable(programs, 100, least=10)
+        find_allocatable([programs], 100, least=10)
     assert programs.tried[-1] == 10
     programs = _Pieces(5, reason="INTERNAL: lost")
     with pytest.raises(jax.errors.JaxRuntimeError, match="lost"):
-        find_allocatable(programs, 100, least=10)
+        find_allocatable([programs], 100, least=10)
     assert programs.tried == [100]
 
 
@@ -302,7 +302,7 @@ def test_too_few_blocks_of_another_process_are_an_error() -> None:
     programs = _Pieces(100)
     programs.placement = SimpleNamespace(platform="gpu", agree=lambda is_so: False)
     with pytest.raises(ConfigError, match="another process cannot allocate 10 KV blocks"):
-        find_allocatable(programs, 100, least=10)
+        find_allocatable([programs], 100, least=10)
     assert programs.tried[-1] == 10
 
 

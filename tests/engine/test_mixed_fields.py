@@ -122,13 +122,15 @@ class Pair:
         settings: dict[str, Any] = {"async_scheduling": False, "enable_prefix_caching": False}
         sizes = {"encoder_cache_size": 4 * largest, "max_num_encoder_input_tokens": 2 * largest}
         whole = max(64, model.family.longest_run)
+        has_states = bool(model.paged.cache_spec.states)
         self.in_order = start(
             model, max_num_batched_tokens=whole, max_num_seqs=1, **sizes, **settings
         )
         self.cramped = start(
             model,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=21,
+            # Chunks of 21 tokens, and whole ones of recurrent layers.
+            max_num_batched_tokens=max(21, model.family.longest_run * has_states),
             num_blocks=count_least_blocks(model, choose_max_model_len(model)) * 5 // 4,
             scheduling_policy="priority",
             **sizes,

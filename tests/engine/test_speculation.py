@@ -17,7 +17,7 @@ from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.scheduling.speculation import (
     MAX_PLACES,
-    Forecast,
+    LookupForecast,
     NgramProposer,
     Speculation,
 )
@@ -82,11 +82,11 @@ def test_the_longest_agreement_is_found(tokens: list[int], one: int, two: int, m
     assert found == expected, "not the same as its tokens come one by one"
 
 
-def forecast_of(token_ids: list[int], most: int = 4) -> Forecast:
+def forecast_of(token_ids: list[int], most: int = 4) -> LookupForecast:
     """Return a forecast that was told of the tokens one by one."""
-    forecast = Forecast(NgramProposer(4, 2), most)
+    forecast = LookupForecast(NgramProposer(4, 2), most)
     for number in range(1, len(token_ids) + 1):
-        forecast.note(np.array(token_ids[:number], np.int32), 1)
+        forecast.note(np.array(token_ids[:number], np.int32), 0, 1)
     return forecast
 
 
@@ -103,11 +103,11 @@ def test_what_repeats_is_trusted_and_what_does_not_is_not() -> None:
 def test_a_long_answer_without_repetition_is_hardly_guessed() -> None:
     """Pairs repeat by chance: a wrong guess takes a row of the device's time, or some."""
     rng, decides = random.Random(1), Speculation(SpeculativeConfig.parse(NGRAM))  # type: ignore[arg-type]
-    forecast, tokens, num_rows = Forecast(NgramProposer(4, 2), 4), np.zeros(0, np.int32), 0
+    forecast, tokens, num_rows = LookupForecast(NgramProposer(4, 2), 4), np.zeros(0, np.int32), 0
     for _ in range(2000):
         tokens = np.append(tokens, np.int32(rng.randrange(30)))
         num_rows += decides.share_out([forecast.chance], 15).total()
-        forecast.note(tokens, 1)
+        forecast.note(tokens, 0, 1)
     assert num_rows < 60
 
 
@@ -119,7 +119,7 @@ def test_a_long_answer_without_repetition_is_hardly_guessed() -> None:
 def test_rows_go_to_the_likeliest(chances: list[float], num_rows: int, steps: Any) -> None:
     decides = Speculation(SpeculativeConfig.parse(NGRAM))  # type: ignore[arg-type]
     for host_s, step_s in steps:
-        decides.note_step(host_s, step_s)
+        decides.note_step(len(chances), step_s, host_s)
     shares = decides.share_out(chances, num_rows)
     assert shares.total() <= num_rows
     assert all(0 < number <= 4 and chances[place] > 0 for place, number in shares.items())
@@ -135,16 +135,30 @@ def test_it_must_pay() -> None:
     assert decides.share_out([0.1], 15) == {}, "too rarely right"
     assert decides.share_out([0.9, *[0.0] * 15], 15) == {}, "one of sixteen is not waited for"
     for _ in range(200):
-        decides.note_step(host_s=0.09, step_s=0.1)
+        decides.note_step(1, 0.1, host_s=0.09)
     assert decides.share_out([0.5], 15) == {}, "the host takes most of a step"
     assert decides.share_out([0.9], 15) == {0: 4}
+
+
+def test_rows_that_were_slow_are_left_and_tried_again() -> None:
+    """As of kernels that multiply 8 rows as they do one, and 16 in four times that."""
+    decides = Speculation(SpeculativeConfig.parse(NGRAM))  # type: ignore[arg-type]
+    assert decides.share_out([0.95] * 4, 12).total() == 12
+    for _ in range(8):
+        for num_rows, step_s in ((4, 0.1), (8, 0.12), (16, 0.4)):
+            decides.note_step(num_rows, step_s, host_s=0.0)
+    assert decides.share_out([0.95] * 4, 12).total() == 4
+    for _ in range(1200):
+        decides.note_step(4, 0.1, host_s=0.0)
+    assert decides.share_out([0.95] * 4, 12).total() == 12
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "small"}, "a field `model`, which mmjax does not know; known are `method`"),
-        ({"method": "eagle"}, "'eagle' as its `method`; give 'ngram'"),
+        ({"heads": "small"}, "a field `heads`, which mmjax does not know; known are `method`"),
+        ({"model": "small"}, "a field `model`, which is of the method 'draft_model', and 'ngram'"),
+        ({"method": "eagle"}, "'eagle' as its `method`; give 'ngram', or 'draft_model' with"),
         ({"method": None}, "None as its `method`"),
         ({"num_speculative_tokens": 16}, "16 as `num_speculative_tokens`; give an integer from 1"),
         ({"num_speculative_tokens": True}, "True as `num_speculative_tokens`"),
@@ -156,6 +170,30 @@ def test_it_must_pay() -> None:
 def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SchedulerConfig(speculative_config={**NGRAM, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": None}, "None as `model`; give the directory or hub id of a smaller model"),
+        ({"model": 3}, "3 as `model`"),
+        ({"revision": ""}, "'' as `revision`; give a branch, tag or commit"),
+        ({"num_speculative_tokens": None}, "lacks `num_speculative_tokens`"),
+        ({"prompt_lookup_max": 2}, "`prompt_lookup_max`, which is of the method 'ngram', and"),
+    ],
+)
+def test_a_wrong_field_of_a_draft_model_is_refused_by_name(
+    changes: dict[str, Any], said: str
+) -> None:
+    given = {"method": "draft_model", "model": "small", "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match=said):
+        SchedulerConfig(speculative_config={**given, **changes})
+
+
+def test_a_model_without_a_method_is_a_draft_model() -> None:
+    config = SpeculativeConfig.parse({"model": "small", "num_speculative_tokens": 2})
+    assert config is not None
+    assert (config.method, config.model) == ("draft_model", "small")
 
 
 def test_sizes_that_are_not_given_are_those_of_vllm() -> None:
@@ -433,7 +471,7 @@ def compare_texts(num_answers: int, precompile: Precompile) -> Speculation:
         speculation = scheduler.speculation
         assert speculation is not None
         # As if the host took no time: whatever is likely is guessed.
-        speculation.note_step = lambda host_s, step_s: None  # type: ignore[method-assign]
+        speculation.note_step = lambda num_rows, step_s, host_s: None  # type: ignore[method-assign]
         speculation._read_cost = 0.0
         while num_answers > 0:
             number = min(num_answers, 50)

@@ -466,6 +466,24 @@ class BatchBuilder:
                 _fill_sampling(fields, row, scheduled)
         return is_plain
 
+    def fill_guess(
+        self, flat: np.ndarray, requests: Sequence[ScheduledRequest], rows: np.ndarray
+    ) -> bool:
+        """Pack the sample of tokens that are guessed; return whether it is plain greedy.
+
+        They are drawn as the requests' own are, by seed and position, but by no other rules.
+        """
+        fields = self._sample_fields(flat)
+        fields["rows"][: len(rows)] = rows
+        is_plain = all(one.request.sampling_params.is_greedy for one in requests)
+        if not is_plain:
+            fields["masked_token_ids"][:] = NO_TOKEN
+        for row, scheduled in enumerate(requests):
+            if not scheduled.request.sampling_params.is_greedy:
+                fields["positions"][row] = scheduled.end
+                _fill_sampling(fields, row, scheduled)
+        return is_plain
+
     def build_reports(
         self, rows: np.ndarray, token_ids: np.ndarray, adapter_slot: int = NO_SLOT
     ) -> np.ndarray:

@@ -260,6 +260,7 @@ class CompiledPrograms:
         """Of functions, from which width on programs are not called before they are needed."""
         self._changed = threading.Condition()
         self._is_closed = False
+        self._after: CompiledPrograms | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="mmjax-programs", daemon=True)
 
@@ -298,12 +299,18 @@ class CompiledPrograms:
         """Programs that are not compiled yet."""
         return self.num_programs - len(self._compiled)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether any program may be called."""
+        return not self._order or not self.num_left
+
     def compile_first(self) -> None:
         """Compile the programs that suffice to serve."""
         self._compile(self._order[: self._num_first], use_tqdm=self._use_tqdm)
 
-    def start_others(self) -> None:
-        """Compile the others in a thread, if there are any."""
+    def start_others(self, after: "CompiledPrograms | None" = None) -> None:
+        """Compile the others in a thread, if there are any; `after`: once its are compiled."""
+        self._after = after
         if self._num_first < len(self._order):
             self._thread.start()
 
@@ -325,6 +332,10 @@ class CompiledPrograms:
 
     def _run(self) -> None:
         try:
+            if self._after is not None and self._after._thread.ident is not None:
+                self._after._thread.join()
+            if self._is_closed:
+                return
             self._compile(self._order[self._num_first :])
             logger.info("all %d programs are compiled", self.num_programs)
         except _Closed:

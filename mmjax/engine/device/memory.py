@@ -52,6 +52,8 @@ class FixedMemory:
 
     weights: int
     """Allocated already."""
+    draft_weights: int = 0
+    """Those of a draft model, as well."""
     programs: int
     """Temporary memory of the largest program of each kind."""
     encoder_pool: int
@@ -102,17 +104,22 @@ class KVDemand:
         return self.max_num_seqs * self.least
 
 
-def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
+def fit_kv_cache(
+    config: EngineConfig, programs: Programs, weights: int, *, draft: Programs | None = None
+) -> int:
     """Compile the largest programs, and return how many KV blocks fit besides them.
 
     They are compiled for the number of blocks that would fit without them: if that is the result
     (usually on CPU), they need not be compiled again. Unless all programs are compiled first, they
     are not compiled here, if as many blocks fit though they took half of the memory that is free.
-    `weights`: their bytes on a device.
+    `weights`: their bytes on a device. `draft`: the programs of a draft model, which is loaded as
+    well and has as many blocks.
     """
+    models = [programs] if draft is None else [programs, draft]
+    loaded = weights if draft is None else weights + shard_bytes(draft.params)
     cache, placement = config.cache, programs.placement
     demand = KVDemand(
-        bytes_per_block=programs.bytes_per_block,
+        bytes_per_block=sum(one.bytes_per_block for one in models),
         block_size=programs.block_size,
         max_model_len=config.model.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -122,14 +129,38 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
     memory = device_memory(
         placement.local_devices,
         cache.gpu_memory_utilization,
-        own_bytes=weights if placement.is_chosen else None,
+        own_bytes=loaded if placement.is_chosen else None,
     )
-    arrays = programs.describe_arrays(demand.least)
-    fixed = FixedMemory(
+    fixed = _find_fixed(config, models, demand, weights)
+    num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
+    is_hurried = config.precompile != "all"
+    if is_hurried and _fits_beside(memory.free // 2, num_blocks, cache, demand, memory, fixed):
+        num_blocks = find_allocatable(models, num_blocks, demand.least)
+        _log(memory_table(memory, fixed, demand, num_blocks))
+        return num_blocks
+    kinds = [kind for one in models for kind in one.by_kind(num_blocks).values()]
+    largest = [kind[0] for kind in kinds if kind]
+    sizes = compile_programs(largest, num_threads=config.compile_threads)
+    # Summed, although they run in turn: a program's memory is allocated while another runs.
+    fixed = replace(fixed, programs=sum(sizes))
+    num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
+    num_blocks = find_allocatable(models, num_blocks, demand.least)
+    _log(memory_table(memory, fixed, demand, num_blocks))
+    return num_blocks
+
+
+def _find_fixed(
+    config: EngineConfig, models: Sequence[Programs], demand: KVDemand, weights: int
+) -> FixedMemory:
+    """Return what is needed besides the KV cache and the programs; `models`: the engine's first."""
+    programs, *drafts = models
+    arrays = [one.describe_arrays(demand.least) for one in models]
+    return FixedMemory(
         weights=weights,
+        draft_weights=shard_bytes([one.params for one in drafts]),
         programs=0,
-        encoder_pool=shard_bytes(arrays.pool),
-        hidden_states=shard_bytes((arrays.state.hidden, arrays.previous)),
+        encoder_pool=shard_bytes([one.pool for one in arrays]),
+        hidden_states=shard_bytes([(one.state.hidden, one.previous) for one in arrays]),
         adapters=shard_bytes(programs.describe_adapters()),
         max_loras=config.lora.max_loras,
         states=programs.state_bytes,
@@ -137,20 +168,6 @@ def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
         max_num_seqs=config.scheduler.max_num_seqs,
         offload=_find_offload_bytes(config, programs),
     )
-    num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
-    is_hurried = config.precompile != "all"
-    if is_hurried and _fits_beside(memory.free // 2, num_blocks, cache, demand, memory, fixed):
-        num_blocks = find_allocatable(programs, num_blocks, demand.least)
-        _log(memory_table(memory, fixed, demand, num_blocks))
-        return num_blocks
-    largest = [kind[0] for kind in programs.by_kind(num_blocks).values() if kind]
-    sizes = compile_programs(largest, num_threads=config.compile_threads)
-    # Summed, although they run in turn: a program's memory is allocated while another runs.
-    fixed = replace(fixed, programs=sum(sizes))
-    num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
-    num_blocks = find_allocatable(programs, num_blocks, demand.least)
-    _log(memory_table(memory, fixed, demand, num_blocks))
-    return num_blocks
 
 
 def count_host_slots(config: EngineConfig, programs: Programs) -> int:
@@ -258,12 +275,14 @@ def _too_little(
     remedies = [
         *(["lower `--kv-offload-gb`"] if fixed.offload > 0 and need > room else []),
         *_cache_remedies(cache, demand, room, available),
+        *(["leave `--speculative-config` out"] if fixed.draft_weights and need > room else []),
         *_adapter_remedies(fixed, need - room),
         *_state_remedies(fixed, need - room),
         *_step_remedies(demand, memory, fixed, need),
         *_utilization_remedies(cache, memory, need - room),
     ] or ["take a larger device, or `--tensor-parallel-size`: the model leaves no room"]
-    more = f", adapters {format_bytes(fixed.adapters)}" if fixed.adapters else ""
+    more = f", draft model {format_bytes(fixed.draft_weights)}" if fixed.draft_weights else ""
+    more += f", adapters {format_bytes(fixed.adapters)}" if fixed.adapters else ""
     more += f", recurrent states {format_bytes(fixed.states)}" if fixed.states else ""
     more += f", evicted blocks {format_bytes(fixed.offload)}" if fixed.offload else ""
     return (
@@ -382,17 +401,18 @@ def reserve_memory(utilization: float) -> None:
         os.environ[_POOL_SHARES[0]] = f"{share:.3f}"
 
 
-def find_allocatable(programs: Programs, num_blocks: int, least: int) -> int:
+def find_allocatable(models: Sequence[Programs], num_blocks: int, least: int) -> int:
     """Return how many KV blocks the devices can allocate now: at most, and nearly, `num_blocks`.
 
     Fewer than are free where these lie in pieces, as those of a GPU's pool that grows on demand do.
-    Raises what the allocation of `least` raised, and `ConfigError` where that was another process.
+    `models`: whose arrays they are, in the same number for each. Raises what the allocation of
+    `least` raised, and `ConfigError` where that was another process.
     """
-    placement = programs.placement
+    placement = models[0].placement
     if placement.platform == "cpu":
         return num_blocks
     while True:
-        error = _try_arrays(programs, num_blocks)
+        error = _try_arrays(models, num_blocks)
         if placement.agree(error is None):
             return num_blocks
         fewer = max(least, num_blocks - max(1, num_blocks // 10))
@@ -408,17 +428,20 @@ def find_allocatable(programs: Programs, num_blocks: int, least: int) -> int:
         num_blocks = fewer
 
 
-def _try_arrays(programs: Programs, num_blocks: int) -> Exception | None:
+def _try_arrays(models: Sequence[Programs], num_blocks: int) -> Exception | None:
     """Allocate all caches, and free them; return why that was not possible."""
+    arrays: list[Any] = []
+    error = None
     try:
-        arrays = jax.block_until_ready(programs.make_arrays(num_blocks))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in f"{error}":
+        for programs in models:
+            arrays.append(jax.block_until_ready(programs.make_arrays(num_blocks)))
+    except jax.errors.JaxRuntimeError as raised:
+        if "RESOURCE_EXHAUSTED" not in f"{raised}":
             raise
-        return error
+        error = raised
     for array in jax.tree.leaves(arrays):
         array.delete()
-    return None
+    return error
 
 
 # ---- reports -------------------------------------------------------------------------------------
@@ -431,6 +454,7 @@ def memory_table(
     programs = "largest encode, step and sample" if fixed.programs else "not compiled yet"
     rows = [
         ("weights", fixed.weights, ""),
+        *([("draft model", fixed.draft_weights, "")] if fixed.draft_weights else []),
         ("programs", fixed.programs, programs),
         ("encoder outputs", fixed.encoder_pool, ""),
         ("hidden states", fixed.hidden_states, ""),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -51,6 +51,28 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     def num_new_states(self) -> int:
         """Encoder hidden states whose keys and values the step writes: 0 but in a first step."""
         return self.request.encoder_len if self.start == 0 else 0
+
+
+class WantedGuess(NamedTuple):
+    """A request behind whose known tokens some are to be guessed; it has blocks for them."""
+
+    request: Request
+    num_tokens: int
+    block_table: np.ndarray
+    """int32[max_blocks]"""
+
+
+class Draft(Protocol):
+    """A smaller model, which computes the same requests in the same blocks."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing would have to be compiled for a guess."""
+        ...
+
+    def guess(self, wanted: Sequence[WantedGuess]) -> list[list[int]]:
+        """Return what each request would be given: as many tokens as are wanted."""
+        ...
 
 
 class AdapterLoad(NamedTuple):

@@ -4,6 +4,7 @@ import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float
@@ -19,7 +20,6 @@ from mmjax.cache.state_slots import NO_STATE
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.engine.scheduling.spans import Spans, find_spans
-from mmjax.engine.scheduling.speculation import Forecast
 from mmjax.layers.recurrent.chunks import find_chunk_ends, find_snapshot_places
 from mmjax.models.host_inputs import RotaryPositions, Sees
 from mmjax.params.pooling_params import PoolingParams
@@ -98,8 +98,14 @@ class EncoderItem:
 
     def has_embeds_from(self, position: int) -> bool:
         """Return whether an embedding stands at a position of the prompt, or behind it."""
-        start = min(max(0, position - self.start), self.mm_position.length)
-        first, last = self.mm_position.get_embeds_indices_in_range(start, self.mm_position.length)
+        return self.has_embeds_between(position, self.end)
+
+    def has_embeds_between(self, start: int, end: int) -> bool:
+        """Return whether an embedding stands in [start, end) of the prompt."""
+        low, high = (
+            min(max(0, place - self.start), self.mm_position.length) for place in (start, end)
+        )
+        first, last = self.mm_position.get_embeds_indices_in_range(low, high)
         return first < last
 
 
@@ -153,6 +159,25 @@ _RUNNING, _WAITING, _PREEMPTED = (
 )
 
 
+class Forecast(Protocol):
+    """What is known of guesses of one request's tokens."""
+
+    @property
+    def chance(self) -> float:
+        """How likely the next token of a guess is right, if all before it are; 0 without one."""
+        ...
+
+    def note(self, token_ids: np.ndarray, num_guessed: int, num_new: int) -> None:
+        """Take in what the request was given.
+
+        Args:
+            token_ids: int32[tokens]: all that are known.
+            num_guessed: How many guessed tokens were verified.
+            num_new: How many of the tokens came since the last call.
+        """
+        ...
+
+
 class Request:
     """Mutable state of one request; only the scheduler changes it."""
 
@@ -168,7 +193,9 @@ class Request:
     found_state = NO_STATE
     """The slot of the snapshot that it begins with."""
     forecast: Forecast | None = None
-    """What is guessed of it; None: nothing is."""
+    """What is known of guesses of its tokens; None: none are guessed."""
+    num_drafted_tokens = 0
+    """Tokens whose keys a draft model has computed, of those that are known."""
     states: np.ndarray | None = None
     """float32[rows, D]: what is known of the states that become vectors."""
     started_at = 0.0
@@ -417,17 +444,14 @@ class Request:
         vectors, self.states = _pool(pooling, states), None
         return Vectors(width=vectors.shape[1], data=vectors.tobytes())
 
-    def place_guess(self, most: int) -> int:
-        """Put guessed tokens behind the known ones; return how many, at most `most`.
+    @property
+    def room_for_guess(self) -> int:
+        """Tokens that may be guessed: behind the last of them one is sampled, in `max_tokens`."""
+        return max(0, self.max_tokens - self.num_output_tokens - 1)
 
-        None that `max_tokens` would cut off: a token is sampled behind the last of them.
-        """
-        if self.forecast is None:
-            return 0
-        room = self.max_tokens - self.num_output_tokens - 1
-        guess = self.forecast.guess(self.known_token_ids, min(most, room))
-        self.token_ids[self.num_tokens : self.num_tokens + len(guess)] = guess
-        return len(guess)
+    def place_guess(self, token_ids: Sequence[int]) -> None:
+        """Put guessed tokens behind the known ones."""
+        self.token_ids[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
 
     def append_token(self, token_id: int) -> None:
         """Append a sampled token, and finish the request if it ends there."""

@@ -28,6 +28,7 @@ from mmjax.engine.scheduling.outputs import (
     SampledToken,
     ScheduledRequest,
     SchedulerOutput,
+    WantedGuess,
 )
 from mmjax.engine.scheduling.queues import WaitingQueue, full_error
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
@@ -561,16 +562,17 @@ class Scheduler:
         requests = [request for request, _, _ in plan.requests]
         if plan.num_preempted or any(request.num_in_flight for request in requests):
             return {}
-        guessed = {}
+        wanted: list[WantedGuess] = []
         num_rows = min(self._limits.max_num_rows - len(requests), plan.tokens_left)
         for place, most in self._share_out(requests, num_rows).items():
             request = requests[place]
-            number = request.place_guess(most)
+            number = min(most, request.room_for_guess)
             total = request.num_tokens + number
             # Nobody is preempted for a guess.
             if number and self.kv_cache.allocate_slots(request.request_id, total):
-                guessed[request.request_id] = number
-        return guessed
+                table = self.kv_cache.get_block_table(request.request_id)
+                wanted.append(WantedGuess(request, number, table))
+        return self.speculation.guess(wanted)
 
     def _count_step(self, num_tokens: int) -> None:
         if num_tokens:

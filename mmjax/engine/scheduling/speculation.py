@@ -4,6 +4,7 @@ Token ids in, token ids out: knows neither blocks nor the device. A guess change
 in a step, never an answer: each of its tokens is compared with the one that is sampled there.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,13 +12,26 @@ from typing import Protocol
 import numpy as np
 
 from mmjax.config.speculative_config import SpeculativeConfig
+from mmjax.engine.scheduling.outputs import Draft, WantedGuess
+from mmjax.engine.scheduling.request import Forecast
 
 ROW_COST = 0.08
-"""What a further row adds to a step, of what a step of no rows would take (docs/notes/log.md)."""
+"""What a further row adds to a step, of what a step of no rows would take, until it is measured
+(docs/notes/log.md)."""
+FORGOTTEN = 0.003
+"""How much of what was measured is forgotten in each step of other rows: it may have been
+disturbed, and is then tried again."""
 MARGIN = 1.5
 """How many times its cost a guess must promise: what is promised is known less well."""
 DECAY = 0.5
 """How much what was found of a guess counts when the next one has ended."""
+DRAFT_DECAY = 0.8
+"""The same of a draft model's guesses, each of which is made anew."""
+FIRST_CHANCE, FIRST_ASKED = 0.75, 4.0
+"""How likely a draft model's token is right before anything is known, and as of how many tokens."""
+MAX_STEPS_UNASKED = 64
+"""After so many steps without guesses a draft model makes one of one token, whether or not it
+would pay: else nobody would know when it does."""
 MAX_PLACES = 32
 """How many places of an n-gram are looked at, the last ones: in a text of few different tokens one
 has thousands."""
@@ -88,7 +102,7 @@ class NgramProposer:
         return number
 
 
-class Forecast:
+class LookupForecast:
     """What is guessed of one request, and how often that was right.
 
     Also of requests that compute a token at a time: their guesses are compared with what they are
@@ -111,13 +125,12 @@ class Forecast:
             return 0.0
         return (self._sum_right + self._num_right) / (self._sum_asked + self._num_right)
 
-    def note(self, token_ids: np.ndarray, num_new: int) -> None:
+    def note(self, token_ids: np.ndarray, num_guessed: int, num_new: int) -> None:
         """Compare a request's last tokens with the guess; make another where that has ended.
 
-        Args:
-            token_ids: int32[tokens]: all that are known.
-            num_new: How many of them came since the last call.
+        As `Forecast.note`; guesses that were not verified are compared, too.
         """
+        del num_guessed
         if self._num_known != len(token_ids) - num_new:
             self._guess = []
         self._num_known = len(token_ids)
@@ -148,11 +161,37 @@ class Forecast:
         self._num_right = 0
 
 
+class DraftForecast:
+    """How often a draft model's guesses of one request were right."""
+
+    def __init__(self, chance: float = FIRST_CHANCE) -> None:
+        """`chance`: what guesses of other requests have shown."""
+        self._sum_right, self._sum_asked = FIRST_ASKED * chance, FIRST_ASKED
+
+    @property
+    def chance(self) -> float:
+        """How likely the next token of a guess is right, if all before it are."""
+        return self._sum_right / self._sum_asked
+
+    def note(self, token_ids: np.ndarray, num_guessed: int, num_new: int) -> None:
+        """Take in how many tokens of a guess were right: the new ones but for the last.
+
+        As `Forecast.note`.
+        """
+        del token_ids
+        if num_guessed:
+            num_right = num_new - 1
+            self._sum_right = DRAFT_DECAY * self._sum_right + num_right
+            num_asked = min(num_right + 1, num_guessed)
+            self._sum_asked = DRAFT_DECAY * self._sum_asked + num_asked
+
+
 class Speculation:
     """Decides which requests of a step are given guesses; counts these and what became of them."""
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._config = config
+    def __init__(self, config: SpeculativeConfig, draft: Draft | None = None) -> None:
+        """`draft`: the model that guesses; None: n-grams are looked up."""
+        self._config, self._draft = config, draft
         self._most = config.num_speculative_tokens
         self._read_cost = 0.2
         """The share of a step that the host takes, while the device waits if it has guesses."""
@@ -160,15 +199,28 @@ class Speculation:
         """Guesses that were verified, their tokens, and the right ones among these."""
         self.can_pay = True
         """Whether guesses that are all right would pay; else nobody looks for any."""
+        self._drafts = DraftForecast()
+        """What the draft model's guesses of all requests have shown."""
+        self._times = StepTimes()
+        self._draft_s = 0.0
+        """Seconds of a token of the draft model's; 0: unknown."""
+        self._num_unasked = 0
+        """Steps since the last guess."""
 
     def watch(self) -> Forecast:
         """Return the forecast of a new request."""
+        if self._draft is not None:
+            return DraftForecast(self._drafts.chance)
         config = self._config
         proposer = NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
-        return Forecast(proposer, self._most)
+        return LookupForecast(proposer, self._most)
 
     def note_tokens(
-        self, forecast: Forecast | None, token_ids: np.ndarray, num_guessed: int, num_new: int
+        self,
+        forecast: Forecast | None,
+        token_ids: np.ndarray,
+        num_guessed: int,
+        num_new: int,
     ) -> None:
         """Take in what a request was given.
 
@@ -182,19 +234,58 @@ class Speculation:
             self.num_drafts += 1
             self.num_draft_tokens += num_guessed
             self.num_accepted_tokens += num_new - 1
+            self._num_unasked = 0
+        self._drafts.note(token_ids, num_guessed, num_new)
         if forecast is not None and self.can_pay:
-            forecast.note(token_ids, num_new)
+            forecast.note(token_ids, num_guessed, num_new)
 
-    def note_step(self, host_s: float, step_s: float) -> None:
-        """Take in how long a step without guesses took, and the host for it meanwhile."""
-        self._read_cost += 0.05 * (min(1.0, host_s / max(step_s, 1e-9)) - self._read_cost)
+    def note_step(self, num_rows: int, step_s: float, host_s: float | None) -> None:
+        """Take in how long a step took that decoded, guesses included, so many tokens.
+
+        `host_s`: what the host took meanwhile; None: it has waited, since there were guesses.
+        """
+        self._times.note(num_rows, step_s)
+        if host_s is not None:
+            self._read_cost += 0.05 * (min(1.0, host_s / max(step_s, 1e-9)) - self._read_cost)
+            self._num_unasked += 1
+
+    def guess(self, wanted: Sequence[WantedGuess]) -> dict[str, int]:
+        """Place tokens behind the known ones of requests, at most as many as each wants.
+
+        Returns:
+            Request id -> number of tokens.
+        """
+        guesses = (
+            [self._look_up(one) for one in wanted] if self._draft is None else self._ask(wanted)
+        )
+        for (request, _, _), token_ids in zip(wanted, guesses, strict=True):
+            request.place_guess(token_ids)
+        return {
+            one.request.request_id: len(token_ids)
+            for one, token_ids in zip(wanted, guesses, strict=True)
+        }
+
+    def _ask(self, wanted: Sequence[WantedGuess]) -> list[list[int]]:
+        if self._draft is None or not wanted:
+            return []
+        start = time.monotonic()
+        guesses = self._draft.guess(wanted)
+        seconds = (time.monotonic() - start) / max(one.num_tokens for one in wanted)
+        self._draft_s = _average(self._draft_s, seconds)
+        return guesses
+
+    @staticmethod
+    def _look_up(wanted: WantedGuess) -> list[int]:
+        forecast = wanted.request.forecast
+        assert isinstance(forecast, LookupForecast), f"{forecast=} has no n-grams"
+        return forecast.guess(wanted.request.known_token_ids, wanted.num_tokens)
 
     def share_out(self, chances: Sequence[float], num_rows: int) -> Counter[int]:
         """Return how many guessed tokens each of a step's requests gets; empty: it does not pay.
 
-        A step of R rows takes 1 + R * `ROW_COST`, and longer by the host's share if it has guesses,
-        since the one before is read first. Those rows are used whose tokens are likeliest: the n-th
-        of a guess with the chance c is right with c ** n.
+        A step takes longer the more rows it has, and by the host's share if it has guesses, since
+        the one before is read first. Those rows are used whose tokens are likeliest: the n-th of a
+        guess with the chance c is right with c ** n.
 
         Args:
             chances: Of each request that the step computes a token of, `Forecast.chance`.
@@ -203,24 +294,84 @@ class Speculation:
         Returns:
             Place in `chances` -> number of tokens.
         """
-        number = max(len(chances), 1)
-        row_cost = MARGIN * ROW_COST / (1 + ROW_COST * number)
-        wait_cost = MARGIN * self._read_cost
-        most_rows = max(0, min(num_rows, self._most * number))
-        self.can_pay = most_rows * (1 / number - row_cost) > wait_cost
-        if most_rows * (max(chances, default=0.0) / number - row_cost) <= wait_cost:
+        if self._draft is not None and not self._draft.is_ready:
             return Counter()
-        gains = sorted(
+        number = max(len(chances), 1)
+        most = max(0, min(num_rows, self._most * number))
+        costs = [self._find_cost(number, rows) for rows in range(1, most + 1)]
+        self.can_pay = any(rows / number > cost for rows, cost in enumerate(costs, 1))
+        best_chance = max(chances, default=0.0)
+        if not best_chance or not most:
+            return Counter()
+        found = self._choose(chances, costs) if self.can_pay else Counter[int]()
+        is_due = self._draft is not None and self._num_unasked >= MAX_STEPS_UNASKED
+        return Counter({chances.index(best_chance): 1}) if not found and is_due else found
+
+    def _find_cost(self, number: int, num_more: int) -> float:
+        """Return how much longer a step takes with so many rows more, of what it takes."""
+        ratio = self._times.find(number + num_more) / self._times.find(number)
+        return MARGIN * (ratio - 1 + self._read_cost)
+
+    def _choose(self, chances: Sequence[float], costs: Sequence[float]) -> Counter[int]:
+        """Return the guesses with which most tokens come in a time; empty: none.
+
+        A draft model takes as long for a token of many requests as for one's, so that the longest
+        guess counts. `costs`: of so many guessed tokens, from 1 on.
+        """
+        number = len(chances)
+        likeliest = sorted(
             (
-                (chance**place / number, request)
+                (chance**place / number, request, place)
                 for request, chance in enumerate(chances)
                 for place in range(1, self._most + 1)
                 if chance
             ),
             reverse=True,
         )
-        used = [(gain, request) for gain, request in gains[:num_rows] if gain > row_cost]
-        cost = wait_cost + row_cost * len(used)
-        if sum(gain for gain, _ in used) <= cost:
-            return Counter()
-        return Counter(request for _, request in used)
+        draft_cost = self._draft_s / self._times.find(number)
+        best, best_rate = Counter[int](), 1.0
+        for depth in (self._most,) if self._draft is None else range(1, self._most + 1):
+            kept = [(gain, request) for gain, request, place in likeliest if place <= depth]
+            tokens, time_s = 1.0, 1.0 + draft_cost * depth
+            for rows, (gain, _) in enumerate(kept[: len(costs)], 1):
+                tokens += gain
+                rate = tokens / (time_s + costs[rows - 1])
+                if rate > best_rate:
+                    best, best_rate = Counter(request for _, request in kept[:rows]), rate
+        return best
+
+
+class StepTimes:
+    """How long steps of decoding take, by their rows: as those that ran, or as is usual."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Take in a step; what is known of others is trusted a little less."""
+        own = _round_rows(num_rows)
+        self._seconds[own] = _average(self._seconds.get(own, 0.0), seconds)
+        for rows in self._seconds.keys() - {own}:
+            usual = self._seconds[own] * _usual(rows) / _usual(own)
+            self._seconds[rows] += FORGOTTEN * (usual - self._seconds[rows])
+
+    def find(self, num_rows: int) -> float:
+        """Return the seconds of a step; where none ran, in proportion to the next known one."""
+        own = _round_rows(num_rows)
+        if own in self._seconds or not self._seconds:
+            return self._seconds.get(own, _usual(num_rows))
+        near = max((rows for rows in self._seconds if rows < own), default=min(self._seconds))
+        return self._seconds[near] * _usual(own) / _usual(near)
+
+
+def _round_rows(num_rows: int) -> int:
+    """Return the rows of the program that computes so many, or nearly."""
+    return num_rows if num_rows <= 8 else 1 << (num_rows - 1).bit_length()
+
+
+def _usual(num_rows: int) -> float:
+    return 1 + ROW_COST * num_rows
+
+
+def _average(before: float, seconds: float) -> float:
+    return (before + seconds) / 2 if before else seconds

@@ -1,0 +1,441 @@
+"""A draft model guesses what the engine's model says: fewer steps, and not a bit of an answer else.
+
+A model that guesses for itself is always right, if it sees the same pictures and has its own keys
+of all that came before: any that it lacks show as a wrong guess.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from mmjax import LLM, SamplingParams
+from mmjax.config.engine_config import EngineConfig, MultiModalConfig, ParallelConfig
+from mmjax.config.speculative_config import SpeculativeConfig
+from mmjax.engine.core import EngineCore
+from mmjax.engine.scheduling.outputs import WantedGuess
+from mmjax.engine.scheduling.speculation import (
+    MAX_STEPS_UNASKED,
+    DraftForecast,
+    Speculation,
+)
+from mmjax.errors import CheckpointError, ConfigError
+from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.models.model_source import load_engine_config, resolve_model
+from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.test_mixed_fields import NUM_REQUESTS, draw_request, install_tokenizer, serve
+from tests.engine.tiny import (
+    answer,
+    drain,
+    engine_config,
+    loud_params,
+    message,
+    tiny_config,
+    tiny_engine,
+    tiny_params,
+    tokens_of,
+)
+from tests.families import served_model
+from tests.kit import draw
+
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 4},
+    {"temperature": 1.3, "seed": 9, "top_k": 20, "top_p": 0.9},
+)
+
+
+class Eager(Speculation):
+    """Guesses for any requests, whether it pays or not."""
+
+    def __init__(self, core: EngineCore, rng: random.Random | None = None) -> None:
+        """`rng` None: as many tokens as there may be, of each request."""
+        config = core.config.scheduler.speculation
+        assert config is not None, "the engine guesses nothing"
+        super().__init__(config, core._draft)
+        self.is_on, self._rng = True, rng
+        core._scheduler.speculation = self
+
+    def share_out(self, chances: Sequence[float], num_rows: int) -> Counter[int]:
+        shares: Counter[int] = Counter()
+        if self.is_on and self._draft is not None and self._draft.is_ready:
+            for place in range(len(chances)):
+                most = self._most if self._rng is None else self._rng.randint(0, self._most)
+                shares[place] = min(most, max(0, num_rows - shares.total()))
+        return +shares
+
+
+def draft_config(*, size: int = 1, **settings: Any) -> EngineConfig:
+    """Return an engine's configuration with a draft model of the same config.json."""
+    config = engine_config(**{"speculative_config": DRAFT, "precompile": "none", **settings})
+    parallel = ParallelConfig(tensor_parallel_size=size)
+    return replace(config, draft=replace(config.model, model="small"), parallel=parallel)
+
+
+def start(config: EngineConfig, draft_params: Any = None) -> EngineCore:
+    """Start an engine of the tiny model; its draft has the same weights, or those given."""
+    _, params = tiny_params()
+    return EngineCore(
+        config,
+        model_class=Gemma3ForConditionalGeneration,
+        params=params,
+        draft_params=params if draft_params is None else draft_params,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> EngineCore:
+    return tiny_engine(precompile="none")
+
+
+@pytest.fixture(scope="module")
+def served() -> EngineCore:
+    return start(draft_config())
+
+
+@pytest.fixture
+def core(served: EngineCore) -> EngineCore:
+    served.reset_prefix_cache()
+    return served
+
+
+def requests_of(fields: dict[str, Any], **more: Any) -> list[EngineCoreRequest]:
+    parts = [([2, 5, 9], (1, 1), [7, 8]), ([2, 5, 9], (3, 2), [7, 8, 11]), ([4, 4, 6, 50],)]
+    return [message(f"{n}", one, **{**fields, **more}) for n, one in enumerate(parts)]
+
+
+def serve_all(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, list[int]]:
+    for request in requests:
+        core.add_request(request)
+    return {name: tokens_of(news) for name, news in drain(core).items()}
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", SAMPLINGS, ids=str)
+def test_a_model_that_guesses_for_itself_is_always_right(
+    core: EngineCore, plain: EngineCore, fields: dict[str, Any]
+) -> None:
+    """Sampled tokens, too: they are drawn by the requests' own seeds."""
+    requests = requests_of(fields, max_tokens=24)
+    eager = Eager(core)
+    for again in (False, True):  # the second time behind a prefix that is found
+        for request in requests:
+            core.add_request(request)
+        found, num_steps = {}, 0
+        while core.has_unfinished():
+            num_steps += 1
+            for delta in core.step():
+                found.setdefault(delta.request_id, []).append(delta)
+        for request in requests:
+            news = found[request.request_id]
+            assert tokens_of(news) == answer(plain, request)
+            assert (news[0].num_cached_tokens > 0) == (again and request.request_id != "2")
+        assert num_steps < 12
+    assert eager.num_accepted_tokens == eager.num_draft_tokens > 100
+
+
+def test_what_was_decoded_without_guesses_is_computed_before_the_next(
+    core: EngineCore, plain: EngineCore
+) -> None:
+    """More tokens than a step of decoding has rows."""
+    requests = requests_of({}, max_tokens=40)
+    eager = Eager(core)
+    eager.is_on = False
+    for request in requests:
+        core.add_request(request)
+    found: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    while core.has_unfinished():
+        for delta in core.step():
+            found[delta.request_id] += delta.new_token_ids
+        eager.is_on = len(found["2"]) > 20
+    assert found == {one.request_id: answer(plain, one) for one in requests}
+    assert eager.num_accepted_tokens == eager.num_draft_tokens > 30
+
+
+def test_other_weights_guess_wrongly_and_change_nothing(plain: EngineCore) -> None:
+    _, others = loud_params(tiny_config(), 7)
+    core = start(draft_config(), others)
+    eager = Eager(core)
+    for fields in SAMPLINGS[:2]:
+        requests = requests_of(fields, max_tokens=24)
+        expected = {one.request_id: answer(plain, one) for one in requests}
+        assert serve_all(core, requests) == expected
+    assert eager.num_draft_tokens > 200 > 2 * eager.num_accepted_tokens
+
+
+def compare_mixed(name: str, num_seeds: int) -> EngineCore:
+    """Serve mixed requests in a cramped engine with a draft model, and alone without one."""
+    from tests.engine.bench import choose_max_model_len
+    from tests.models.served import count_least_blocks, make_config
+
+    model = served_model(name)
+    family, max_model_len = model.family, choose_max_model_len(model)
+    largest = max(family.max_embeds.values())
+    sizes: dict[str, Any] = {
+        "max_embeds": family.max_embeds,
+        "max_model_len": max_model_len,
+        "encoder_cache_size": 4 * largest,
+        "max_num_encoder_input_tokens": 2 * largest,
+    }
+    options: dict[str, Any] = {"model_class": family.model_class, "params": model.params}
+    whole = max(64, family.longest_run)
+    lone = make_config(
+        family.model_class, model.config, max_num_batched_tokens=whole, max_num_seqs=1, **sizes
+    )
+    cramped = make_config(
+        family.model_class,
+        model.config,
+        max_num_seqs=4,
+        max_num_batched_tokens=21,
+        # Blocks of both models.
+        num_blocks=2 * (count_least_blocks(model, max_model_len) * 5 // 4),
+        scheduling_policy="priority",
+        speculative_config=DRAFT,
+        **sizes,
+    )
+    architecture = family.model_class.__name__
+    cramped = replace(cramped, draft=replace(cramped.model, architecture=architecture))
+    plain = install_tokenizer(EngineCore(lone, **options))
+    core = install_tokenizer(EngineCore(cramped, draft_params=model.params, **options))
+    for seed in range(num_seeds):
+        rng = random.Random(seed)
+        eager = Eager(core, rng)
+        batch = [draw_request(rng, number, model) for number in range(NUM_REQUESTS)]
+        found = serve(core, batch, rng)
+        for request in batch:
+            alone = serve(plain, [request], rng)[request.request_id]
+            assert found[request.request_id] == alone, f"{seed=}"
+        assert eager.num_draft_tokens > eager.num_accepted_tokens > 10
+    assert core.num_preemptions > 0
+    return core
+
+
+@pytest.mark.timeout(600)
+def test_mixed_requests_are_answered_as_alone() -> None:
+    """With penalties, bad words, log-probabilities, priorities, preemption and grammars."""
+    compare_mixed("gemma3", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "mistral3", "gemma4"])
+def test_mixed_requests_of_a_family_are_answered_as_alone(name: str) -> None:
+    compare_mixed(name, 4)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices; CPUs have virtual ones")
+def test_over_two_devices(plain: EngineCore) -> None:
+    core = start(draft_config(size=2))
+    eager = Eager(core)
+    requests = requests_of({}, max_tokens=16)
+    assert serve_all(core, requests) == {one.request_id: answer(plain, one) for one in requests}
+    assert eager.num_accepted_tokens == eager.num_draft_tokens > 20
+
+
+def test_the_embedded_default_guesses_for_itself() -> None:
+    """From its directory, with real pictures and texts."""
+    path = str(resolve_model(None))
+    question = [{"type": "text", "text": "Describe the picture."}]
+    chats: Any = [
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_pil", "image_pil": draw(96, 128, seed=n)}, *question],
+            }
+        ]
+        for n in range(4)
+    ]
+    params = SamplingParams(temperature=0.6, seed=3, max_tokens=24, min_tokens=20)
+    answers = []
+    for given in ({}, {"model": path, "num_speculative_tokens": 3}):
+        options: dict[str, Any] = {"speculative_config": given, "use_tqdm_on_load": False}
+        with LLM(max_model_len=512, max_num_seqs=4, **options) as llm:
+            eager = Eager(llm.engine) if given else None
+            outputs = llm.chat(chats, params, use_tqdm=False)
+            answers.append([output.outputs for output in outputs])
+            if eager is not None:
+                # But where `min_tokens` forbids an end, of which it knows nothing.
+                assert eager.num_draft_tokens > eager.num_accepted_tokens > 40
+    assert answers[0] == answers[1]
+
+
+# ---- what happens to an engine -------------------------------------------------------------------
+
+
+def test_a_failed_step_and_sleep_leave_nothing_behind(
+    core: EngineCore, plain: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = requests_of({}, max_tokens=16)
+    expected = {one.request_id: answer(plain, one) for one in requests}
+    eager = Eager(core)
+    for request in requests:
+        core.add_request(request)
+    news: dict[str, list[int]] = {name: [] for name in expected}
+    draft, num_failures = core._draft, 0
+    assert draft is not None
+    guess = draft.runner.guess
+
+    def fail(wanted: Sequence[WantedGuess]) -> list[list[int]]:
+        nonlocal num_failures
+        num_failures += 1
+        if num_failures == 2:
+            raise RuntimeError("the device fails")
+        return guess(wanted)
+
+    monkeypatch.setattr(draft.runner, "guess", fail)
+    while core.has_unfinished():
+        try:
+            deltas = core.step()
+        except RuntimeError:
+            assert core.recover() == []
+            continue
+        for delta in deltas:
+            news[delta.request_id] += delta.new_token_ids
+    assert news == expected
+    core.sleep()
+    core.wake_up()
+    assert serve_all(core, requests) == expected
+    assert eager.num_accepted_tokens == eager.num_draft_tokens > 50
+
+
+def test_rows_of_the_draft_model_s_encoder_go_when_the_engine_s_do(core: EngineCore) -> None:
+    Eager(core)
+    for number in range(24):
+        core.add_request(message(f"{number}", ([2], (100 + number, 2), [5]), max_tokens=2))
+    drain(core)
+    draft = core._draft
+    assert draft is not None
+    for number in range(24):
+        name = f"picture-{100 + number}-2"
+        assert (name in draft.runner.rows) == (name in core._runner.rows)
+    assert "picture-123-2" in draft.runner.rows
+
+
+def test_nothing_is_guessed_before_all_programs_are_compiled(plain: EngineCore) -> None:
+    core = start(draft_config(precompile="smallest"))
+    draft, request = core._draft, requests_of({}, max_tokens=30)[0]
+    assert draft is not None
+    Eager(core)
+    assert answer(core, request) == answer(plain, request)
+    for compiled in (core._programs, draft.compiled):
+        while compiled.num_left:
+            compiled.wait(0.1)
+            compiled.check()
+    core.reset_prefix_cache()
+    eager = Eager(core)
+    assert answer(core, request) == answer(plain, request)
+    assert eager.num_accepted_tokens == eager.num_draft_tokens > 10
+    assert core.compilations == 0
+    core.close()
+
+
+def test_blocks_have_room_for_both_models() -> None:
+    without = tiny_engine(num_blocks=40, precompile="none")
+    core = start(draft_config(num_blocks=40))
+    assert (without.num_kv_blocks, core.num_kv_blocks) == (40, 20)
+
+
+# ---- when it pays --------------------------------------------------------------------------------
+
+
+class FakeDraft:
+    is_ready = True
+
+    def guess(self, wanted: Sequence[WantedGuess]) -> list[list[int]]:
+        return [[3] * one.num_tokens for one in wanted]
+
+
+def speculate(draft_s: float, *, step_s: float = 0.1) -> Speculation:
+    config = SpeculativeConfig.parse(DRAFT)
+    assert config is not None
+    speculation = Speculation(config, FakeDraft())
+    for _ in range(50):
+        speculation.note_step(1, step_s, host_s=0.0)
+    speculation._draft_s, speculation._num_unasked = draft_s, 0
+    return speculation
+
+
+def test_a_cheap_draft_model_is_asked_for_more_tokens() -> None:
+    assert speculate(0.001).share_out([0.9], 15) == {0: 4}
+    assert speculate(0.03).share_out([0.9], 15) == {0: 4}
+    assert speculate(0.05).share_out([0.7], 15) == {0: 1}
+    assert speculate(0.09).share_out([0.9], 15) == {}
+    # Its tokens cost the same for any number of requests.
+    assert speculate(0.09).share_out([0.9] * 4, 15) == {}
+    assert speculate(0.03).share_out([0.9] * 4, 16).total() > 8
+    not_ready = speculate(0.001)
+    not_ready._draft.is_ready = False  # type: ignore[union-attr]
+    assert not_ready.share_out([0.9], 15) == {}
+
+
+def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
+    speculation = speculate(0.3)
+    found = []
+    for _ in range(2 * MAX_STEPS_UNASKED + 2):
+        found.append(speculation.share_out([0.2, 0.6], 15))
+        if found[-1]:
+            speculation.note_tokens(None, None, 1, 1)  # type: ignore[arg-type]
+        else:
+            speculation.note_step(1, 0.1, host_s=0.0)
+    assert [one for one in found if one] == [{1: 1}] * 2
+
+
+def test_a_new_request_begins_with_what_others_have_shown() -> None:
+    speculation = speculate(0.01)
+    right, wrong = speculation.watch(), speculation.watch()
+    for _ in range(8):
+        speculation.note_tokens(right, None, 4, 5)  # type: ignore[arg-type]
+    assert right.chance > 0.9
+    assert speculation.watch().chance > 0.9
+    for _ in range(16):
+        speculation.note_tokens(wrong, None, 4, 1)  # type: ignore[arg-type]
+    assert wrong.chance < 0.2 < 0.9 < right.chance
+    assert speculation.watch().chance < 0.3
+    assert DraftForecast().chance == 0.75
+
+
+# ---- which models may guess ----------------------------------------------------------------------
+
+
+def test_a_draft_model_is_read_as_the_model_is() -> None:
+    path = resolve_model(None)
+    speculative = {"model": str(path), "num_speculative_tokens": 2}
+    values = {"speculative_config": speculative, "max_model_len": 128, "quantization": "int8"}
+    config = load_engine_config(values)
+    assert config.draft is not None
+    assert (config.draft.path, config.draft.quantization) == (path, "int8")
+    assert config.draft.max_model_len == 128
+    assert load_engine_config({}).draft is None
+    with pytest.raises(CheckpointError, match="/nowhere"):
+        load_engine_config({"speculative_config": speculative | {"model": "/nowhere"}})
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    def refuse(said: str, config: EngineConfig) -> None:
+        with pytest.raises(ConfigError, match=said):
+            start(config, params)
+
+    other = tiny_config().to_dict()
+    other["text_config"] |= {"vocab_size": 100}
+    config = draft_config()
+    assert config.draft is not None
+    hf_config = type(tiny_config())(**other)
+    _, params = loud_params(hf_config)
+    refuse(
+        "logits of 100 tokens", replace(config, draft=replace(config.draft, hf_config=hf_config))
+    )
+    other = tiny_config().to_dict()
+    other["vision_config"] |= {"image_size": 56}
+    hf_config = type(tiny_config())(**other)
+    _, params = loud_params(hf_config)
+    refuse("other units", replace(config, draft=replace(config.draft, hf_config=hf_config)))
+    refuse("enable_mm_embeds", config.with_mm(MultiModalConfig(enable_mm_embeds=True)))
+    cache = replace(config.cache, encoder_workers=("unix:///run/none",))
+    refuse("encoder_workers", replace(config, cache=cache))
