@@ -195,7 +195,7 @@ class Request:
     forecast: Forecast | None = None
     """What is known of guesses of its tokens; None: none are guessed."""
     num_drafted_tokens = 0
-    """Tokens whose keys a draft model has computed, of those that are known."""
+    """Tokens whose keys the draft model has computed, which keeps the number."""
     states: np.ndarray | None = None
     """float32[rows, D]: what is known of the states that become vectors."""
     started_at = 0.0
