@@ -227,6 +227,7 @@ STEP_TOKEN_BOUNDS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MEMORY_CAUSES = (
     "weights",
     "kv_cache",
+    "draft_model",
     "encoder_outputs",
     "hidden_states",
     "adapters",

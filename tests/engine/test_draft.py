@@ -26,7 +26,7 @@ from mmjax.engine.scheduling.speculation import (
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.model_source import load_engine_config, resolve_model
-from mmjax.transport.messages import EngineCoreRequest
+from mmjax.transport.messages import MEMORY_CAUSES, EngineCoreRequest
 from tests.engine.test_mixed_fields import NUM_REQUESTS, draw_request, install_tokenizer, serve
 from tests.engine.tiny import (
     answer,
@@ -340,6 +340,9 @@ def test_blocks_have_room_for_both_models() -> None:
     without = tiny_engine(num_blocks=40, precompile="none")
     core = start(draft_config(num_blocks=40))
     assert (without.num_kv_blocks, core.num_kv_blocks) == (40, 20)
+    told, known = core.stats().memory_bytes, without.stats().memory_bytes
+    assert told["draft_model"] > known["weights"] == told["weights"]
+    assert told.keys() <= set(MEMORY_CAUSES)
 
 
 # ---- when it pays --------------------------------------------------------------------------------
