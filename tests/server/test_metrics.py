@@ -22,7 +22,7 @@ from tests.server.conftest import MakeServer, Server
 from tests.test_serve import image_message
 
 BOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
-MAX_SERIES = 300
+MAX_SERIES = 310
 
 OF_VLLM = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
