@@ -191,7 +191,7 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path, run: Run) -> None
     journal = Journal(tmp_path / "out.jsonl", tmp_path / "errors.jsonl", summary)
     with pytest.raises(ConfigError, match="another process"):
         run()
-    journal.write(InputLine(1, "line-1"), LineError("no"))
+    journal.write([(InputLine(1, "line-1"), LineError("no"))])
     journal.close()
     assert run() == []
 

@@ -8,7 +8,6 @@ import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message
 
 from mmjax.errors import CapacityError, EngineUnavailableError, RequestError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
@@ -16,6 +15,7 @@ from mmjax.server.batches.journal import LineResponse
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import error_body, internal_error_body
 from mmjax.server.openai.request_body import API_KEY_STATE, RequestReader
+from mmjax.server.openai.streaming import STAYS
 from mmjax.system.logger import REQUEST_ID, get_logger
 
 logger = get_logger(__name__)
@@ -98,8 +98,8 @@ class Endpoints:
 
     async def _serve(self, url: str, body: bytes, owner: str, gives_way: bool) -> Response:
         route = self._routes[url]
-        request = _request(url, body, owner)
-        fields = await self._reader.read(request, route.model)
+        request = _request(url, owner)
+        fields = await self._reader.read_line(body, route.model)
         if getattr(fields, "stream", False):
             raise RequestValueError.about("stream", "is true, but a batch has whole answers")
         has_priorities = self._client.scheduling_policy == "priority"
@@ -124,22 +124,16 @@ class Endpoints:
         return self._client.capacity.num_seqs < max(1, int(_SHARE_OF_SEQS * limit))
 
 
-def _request(path: str, body: bytes, owner: str) -> Request:
-    """Return the request of a client that never leaves."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        return await asyncio.get_running_loop().create_future()
-
-    headers = [(b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": headers,
-        "state": {API_KEY_STATE: owner},
-    }
-    return Request(scope, receive)
+def _request(path: str, owner: str) -> Request:
+    """Return the request of a client that never leaves, whose body is read already."""
+    return Request(
+        {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": [],
+            "state": {API_KEY_STATE: owner},
+            STAYS: True,
+        }
+    )

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedWriter
 from pathlib import Path
@@ -58,8 +58,8 @@ class _IdOfResult(msgspec.Struct):
 class Journal:
     """Results of one input: `output` has the answers, `errors` the others, if there are any.
 
-    Each is written at once, whole, by one thread at a time; killed in the middle, the next journal
-    drops the torn line. Only one process has an output at a time.
+    They are written by one thread at a time, one behind the other; killed in the middle, the next
+    journal drops the torn line. Only one process has an output at a time.
     """
 
     def __init__(self, output: Path, errors: Path, summary: Summary) -> None:
@@ -88,21 +88,27 @@ class Journal:
         """Return whether a line had its result before."""
         return number < len(self._done) and self._done[number] == 1
 
-    def write(self, line: InputLine, answer: LineResponse | LineError) -> None:
-        """Write the result of a line; when it returns, no death of this process loses it."""
-        response = answer if isinstance(answer, LineResponse) else None
-        error = answer if isinstance(answer, LineError) else None
-        result = LineResult(self._id_of(line), line.custom_id, response, error)
-        data = msgspec.json.encode(result) + b"\n"
-        is_answered = response is not None and response.status_code == 200
-        with self._lock, _explaining(self._output_path if is_answered else self._error_path):
-            file = self._output if is_answered else self._open_errors()
-            file.write(data)
-            file.flush()
-            self.num_completed += is_answered
-            self.num_failed += not is_answered
+    def write(self, results: Iterable[tuple[InputLine, LineResponse | LineError]]) -> None:
+        """Write the results of lines; when it returns, no death of this process loses them."""
+        answered, failed = list[bytes](), list[bytes]()
+        for line, answer in results:
+            response = answer if isinstance(answer, LineResponse) else None
+            error = answer if isinstance(answer, LineError) else None
+            result = LineResult(self._id_of(line), line.custom_id, response, error)
+            is_answered = response is not None and response.status_code == 200
+            (answered if is_answered else failed).append(msgspec.json.encode(result) + b"\n")
+        with self._lock:
+            if answered:
+                with _explaining(self._output_path):
+                    _append(self._output, answered)
+                self.num_completed += len(answered)
+            if failed:
+                with _explaining(self._error_path):
+                    _append(self._open_errors(), failed)
+                self.num_failed += len(failed)
             if time.monotonic() - self._synced_at >= SYNC_INTERVAL_S:
-                self._sync()
+                with _explaining(self._output_path):
+                    self._sync()
 
     def close(self) -> None:
         """Write everything to the disk."""
@@ -174,6 +180,11 @@ class Journal:
             raise _not_ours(path)
         self._done[number] = 1
         return True
+
+
+def _append(file: BufferedWriter, lines: list[bytes]) -> None:
+    file.write(b"".join(lines))
+    file.flush()
 
 
 @contextmanager

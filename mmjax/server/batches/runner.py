@@ -13,6 +13,9 @@ MAX_BYTES_IN_WORK = 128 * 2**20
 _LINES_AT_ONCE, _BYTES_AT_ONCE = 16, 2**20
 """That are read at a time, in a thread."""
 
+_WRITE_INTERVAL_S = 0.02
+"""Results of so long are written together: each turn in a thread costs as much as a few tokens."""
+
 
 async def run_lines(
     lines: Iterator[InputLine],
@@ -29,22 +32,40 @@ async def run_lines(
     """
     room = Room(MAX_BYTES_IN_WORK)
     places = asyncio.Semaphore(max_in_work)
+    results: list[tuple[InputLine, LineResponse | LineError]] = []
+    holds: list[Hold] = []
+    """Of the lines that have their result, which is not written yet."""
+    has_results = asyncio.Event()
 
     async def serve(line: InputLine, hold: Hold) -> None:
-        try:
-            result = LineError(line.error) if line.error else await answer(line)
-            await asyncio.to_thread(journal.write, line, result)
-            on_done()
-        finally:
-            hold.close()
-            places.release()
+        results.append((line, LineError(line.error) if line.error else await answer(line)))
+        holds.append(hold)
+        has_results.set()
+
+    async def write() -> None:
+        while await has_results.wait():
+            has_results.clear()
+            written, let_go = results[:], holds[:]
+            results.clear()
+            holds.clear()
+            await asyncio.to_thread(journal.write, written)
+            for hold in let_go:
+                hold.close()
+                places.release()
+                on_done()
+            await asyncio.sleep(_WRITE_INTERVAL_S)
 
     try:
         async with asyncio.TaskGroup() as group:
+            writing = group.create_task(write())
             while few := await asyncio.to_thread(_read_few, lines):
                 for line in few:
                     await places.acquire()
                     group.create_task(serve(line, await room.take(len(line.body))))
+            for _ in range(max_in_work):
+                # Once all are free, every result is written.
+                await places.acquire()
+            writing.cancel()
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 

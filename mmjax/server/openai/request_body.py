@@ -92,13 +92,26 @@ class RequestReader:
         body = await self.receive(request)
         if not _is_json(request.headers.get("content-type", "")):
             raise _no_object()
+        return await self._parse(body, model, request.is_disconnected)
+
+    async def read_line(self, body: bytes, model: type[ModelT]) -> ModelT:
+        """Return a body that is there as a whole, and of no client that could leave."""
+        await self._count(JsonScan(), body)
+        return await self._parse(body, model, None)
+
+    async def _parse(
+        self,
+        body: bytes | bytearray,
+        model: type[ModelT],
+        has_left: Callable[[], Awaitable[bool]] | None,
+    ) -> ModelT:
         if len(body) <= _INLINE_BYTES:
             return parse(body, model)
         await self._turn.acquire()
         loop, start = asyncio.get_running_loop(), time.perf_counter()
         try:
             # The client may have left while the request waited for its turn.
-            if await request.is_disconnected():
+            if has_left is not None and await has_left():
                 raise ClientDisconnect
             return await loop.run_in_executor(self._pool, parse, body, model)
         finally:

@@ -32,6 +32,10 @@ MAX_HASHES = 64
 """Hashes that a response names, so that its headers stay within what proxies take."""
 
 
+STAYS = "mmjax.stays"
+"""Entry of the scope of a request whose client cannot leave: a line of a batch."""
+
+
 class Framing(NamedTuple):
     """How events are written."""
 
@@ -248,6 +252,8 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
     As `asyncio.timeout` does, in this task: a task of its own would be turns of the event loop.
     """
+    if STAYS in request.scope:
+        return await work
     working = cast("asyncio.Task[Any]", asyncio.current_task())
     num_cancels = working.cancelling()
     leaving = asyncio.create_task(_wait_for_disconnect(request))
