@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
+from mmjax.frontend.output.detokenizer import (
+    IncrementalDetokenizer,
+    OutputText,
+    StopChecker,
+    TokenDecoder,
+)
 from tests.kit import EOS, TURN_END, gemma_tokenizer
 
 TOKENIZER = gemma_tokenizer()
@@ -26,7 +31,7 @@ def encode(text: str) -> list[int]:
 
 
 def pieces(ids: list[int], **kwargs: Any) -> list[str]:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, **kwargs)
+    detokenizer = IncrementalDetokenizer(TokenDecoder(TOKENIZER), **kwargs)
     return [detokenizer.append([token_id]) for token_id in ids] + [detokenizer.flush()]
 
 
@@ -46,7 +51,7 @@ def test_the_pieces_are_the_text(text: str) -> None:
 )
 @settings(max_examples=100)
 def test_any_ids_in_any_chunks(ids: list[int], cut: int) -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    detokenizer = IncrementalDetokenizer(TokenDecoder(TOKENIZER))
     shown = detokenizer.append(ids[:cut]) + detokenizer.append(ids[cut:]) + detokenizer.flush()
     whole = TOKENIZER.decode(ids, skip_special_tokens=True)
     # NOTE: the whole shows a run of bytes as valid or as replaced, all of it; the stream has
@@ -78,7 +83,7 @@ def test_a_text_ends_before_a_character_that_is_cut_off(name: str, text: str) ->
     ids = tokenizer.encode(text, add_special_tokens=False)
     context = tokenizer.encode("a", add_special_tokens=False)
     for end in range(len(ids) + 1):
-        detokenizer = IncrementalDetokenizer(tokenizer, context=context)
+        detokenizer = IncrementalDetokenizer(TokenDecoder(tokenizer), context=context)
         shown = detokenizer.append(ids[:end]) + detokenizer.flush()
         whole = b"".join(bytes_of(tokenizer, number) for number in ids[:end])
         assert shown == whole.decode(errors="ignore")
@@ -103,7 +108,7 @@ def test_an_answer_goes_on_with_the_character_that_the_prompt_broke_off(name: st
     tokenizer = CUT_OFF[name]
     ids = tokenizer.encode("a🎈a", add_special_tokens=False)
     begin = next(n for n, number in enumerate(ids) if bytes_of(tokenizer, number)[-1] >= 0x80) + 1
-    detokenizer = IncrementalDetokenizer(tokenizer, context=ids[:begin])
+    detokenizer = IncrementalDetokenizer(TokenDecoder(tokenizer), context=ids[:begin])
     assert detokenizer.append(ids[begin:]) == "🎈a"
 
 
@@ -121,7 +126,7 @@ def test_special_tokens_are_skipped_or_shown() -> None:
 
 
 def test_many_skipped_tokens_cost_nothing() -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    detokenizer = IncrementalDetokenizer(TokenDecoder(TOKENIZER))
     end = TOKENIZER.convert_tokens_to_ids(EOS)
     assert detokenizer.append([*encode("a"), *([end] * 20_000), *encode("b")]) == "ab"
 
@@ -136,9 +141,9 @@ class StrippingTokenizer:
 
 
 def test_a_leading_space_depends_on_what_stands_before() -> None:
-    alone = IncrementalDetokenizer(StrippingTokenizer())
+    alone = IncrementalDetokenizer(TokenDecoder(StrippingTokenizer()))
     assert [alone.append([i]) for i in (1, 1, 0)] == ["word", " word", "s"]
-    after_prompt = IncrementalDetokenizer(StrippingTokenizer(), context=[1, 1])
+    after_prompt = IncrementalDetokenizer(TokenDecoder(StrippingTokenizer()), context=[1, 1])
     assert [after_prompt.append([i]) for i in (1, 0)] == [" word", "s"]
 
 
@@ -228,14 +233,14 @@ def test_a_long_stop_string_costs_no_more_than_its_length() -> None:
 
 
 def test_output_text_stops_inside_an_append() -> None:
-    text = OutputText(IncrementalDetokenizer(TOKENIZER), StopChecker(["red"]))
+    text = OutputText(IncrementalDetokenizer(TokenDecoder(TOKENIZER)), StopChecker(["red"]))
     assert text.append(encode("a red b")) == "a "
     assert text.stop_string == "red"
     assert text.text == "a "
 
 
 def test_output_text_releases_at_the_end() -> None:
-    text = OutputText(IncrementalDetokenizer(TOKENIZER), StopChecker(["red!"]))
+    text = OutputText(IncrementalDetokenizer(TokenDecoder(TOKENIZER)), StopChecker(["red!"]))
     assert text.append(encode("a red")) == "a "
     assert text.finish() == "red"
     assert text.text == "a red"

@@ -8,10 +8,45 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from mmjax.frontend.output.token_bytes import REPLACEMENT, split_unfinished
 
 _MAX_PENDING_TOKENS = 32
 """Ids that are held back for a character's last byte; longer runs are not valid UTF-8."""
+
+
+class TokenDecoder:
+    """Decodes the ids of all sequences by one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self._backend = _find_backend(tokenizer)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of ids, with its spaces as they are."""
+        if not ids:
+            return ""
+        if self._backend is not None:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+
+def _find_backend(tokenizer: Any) -> Any:
+    """Return what HF's `decode` calls in the end, if this tokenizer's does nothing else.
+
+    For a token or two the conversions around it take three times as long.
+    """
+    kind = type(tokenizer)
+    is_plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerFast.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    )
+    return tokenizer.backend_tokenizer if is_plain else None
 
 
 class IncrementalDetokenizer:
@@ -22,11 +57,15 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, *, context: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        decoder: TokenDecoder,
+        *,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
-        self._silent_ids = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
+        self._silent_ids = decoder.special_ids if skip_special_tokens else frozenset[int]()
         self._ids = list(context)
         self._num_read = len(self._ids)
         self._text_read = self._whole_text()
@@ -38,6 +77,8 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Return the text held back, up to a character whose last bytes are missing."""
+        if len(self._ids) == self._num_read:
+            return ""
         text = self._whole_text()[len(self._text_read) :]
         self._read()
         return text
@@ -60,17 +101,13 @@ class IncrementalDetokenizer:
         self._text_read = self._decode(self._ids)
 
     def _whole_text(self) -> str:
-        token_ids, begin = split_unfinished(self._tokenizer, self._ids)
+        if not self._ids:
+            return ""
+        token_ids, begin = split_unfinished(self._decoder.tokenizer, self._ids)
         return self._decode(token_ids) + begin
 
     def _decode(self, ids: Sequence[int]) -> str:
-        if not ids:
-            return ""
-        return self._tokenizer.decode(
-            ids,
-            skip_special_tokens=self._skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+        return self._decoder.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
 class StopChecker:

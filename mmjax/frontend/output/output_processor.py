@@ -13,7 +13,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
+from mmjax.frontend.output.detokenizer import (
+    IncrementalDetokenizer,
+    OutputText,
+    StopChecker,
+    TokenDecoder,
+)
 from mmjax.frontend.output.outputs import (
     CompletionOutput,
     FinishedSequence,
@@ -57,7 +62,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._decoder = TokenDecoder(tokenizer)
         self.sequences: dict[str, SequenceState] = {}
         """The unfinished ones by id, in the order in which they came."""
         self._states: dict[str, RequestState] = {}
@@ -126,7 +131,7 @@ class OutputProcessor:
 
     def _output_text(self, request: ProcessedRequest, params: SamplingParams) -> OutputText:
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer,
+            self._decoder,
             context=self._context(request, params),
             skip_special_tokens=params.skip_special_tokens,
         )
@@ -137,12 +142,14 @@ class OutputProcessor:
         """Return tokens without which decoding would drop a space at the answer's beginning."""
         context: list[int] = []
         if params.structured_outputs is not None:
-            text = (i for i in reversed(request.prompt_token_ids) if i not in self._special_ids)
+            text = (
+                i for i in reversed(request.prompt_token_ids) if i not in self._decoder.special_ids
+            )
             return [*itertools.islice(text, 1)]
         if not request.continues_prompt:
             return context
         for token_id in reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:]):
-            if token_id in self._special_ids:
+            if token_id in self._decoder.special_ids:
                 break
             context.append(token_id)
         return context[::-1]
