@@ -194,8 +194,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The request is for vectors, and generates nothing; `LLM.embed` and the like set it."""
 
     def __post_init__(self) -> None:
-        for name, to_type in _TYPES.items():
-            msgspec.structs.force_setattr(self, name, to_type(name, getattr(self, name)))
+        for (name, to_type), default in zip(_TYPES.items(), self.__struct_defaults__, strict=True):
+            # Most fields have their default, which is of its type.
+            if (given := getattr(self, name)) is not default:
+                msgspec.structs.force_setattr(self, name, to_type(name, given))
         _check_ranges(self)
 
     @property

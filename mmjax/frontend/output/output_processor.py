@@ -57,6 +57,14 @@ class ProcessedOutputs(NamedTuple):
         return cls([], [], [], [])
 
 
+class _Added(NamedTuple):
+    """What a step adds to a sequence."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: SampleLogprobs | None = None
+
+
 class OutputProcessor:
     """Holds the output state of all unfinished requests."""
 
@@ -154,7 +162,7 @@ class OutputProcessor:
             context.append(token_id)
         return context[::-1]
 
-    def _apply(self, sequence: "SequenceState", delta: RequestOutputDelta) -> CompletionOutput:
+    def _apply(self, sequence: "SequenceState", delta: RequestOutputDelta) -> _Added:
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
         sequence.parent.note(delta)
         if delta.prompt_logprobs is not None:
@@ -168,11 +176,11 @@ class OutputProcessor:
             flat = np.frombuffer(delta.vectors.data, np.float32)
             sequence.parent.vectors = flat.reshape(-1, delta.vectors.width)
             sequence.finish_reason = delta.finish_reason
-            return sequence.completion("", [], None)
+            return _Added()
         new_text, taken = self._take(sequence, delta)
         logprobs = self._logprobs(delta, len(taken))
         sequence.logprobs += logprobs or []
-        return sequence.completion(new_text, taken, logprobs)
+        return _Added(new_text, taken, logprobs)
 
     def _resume(
         self, sequence: "SequenceState", message: EngineCoreRequest, outputs: ProcessedOutputs
@@ -184,7 +192,7 @@ class OutputProcessor:
                 del self.sequences[message.request_id]
                 sequence.note_tokens(0, time.monotonic())
                 outputs.finished.append(sequence.to_finished())
-            output = self._request_output(sequence, sequence.completion(new_text, taken, None))
+            output = self._request_output(sequence, _Added(new_text, taken))
             outputs.request_outputs.extend([] if output is None else [output])
             if sequence.finish_reason is not None:
                 break
@@ -245,15 +253,16 @@ class OutputProcessor:
     # ---- the request ----------------------------------------------------------------------------
 
     def _request_output(
-        self, sequence: "SequenceState", added: CompletionOutput
+        self, sequence: "SequenceState", added: _Added
     ) -> RequestOutput | None:
         parent = sequence.parent
         is_finished = not parent.unfinished()
         if is_finished:
             self._states.pop(parent.request.request_id, None)
         if parent.request.stream:
-            has_news = bool(added.text or added.token_ids or added.finish_reason)
-            return parent.output([added], finished=is_finished) if has_news else None
+            if not (added.text or added.token_ids or sequence.finish_reason):
+                return None
+            return parent.output([sequence.completion(*added)], finished=is_finished)
         if not is_finished:
             return None
         return parent.output([item.whole() for item in parent.sequences], finished=True)
@@ -281,9 +290,10 @@ class RequestState:
         times.note_token(time.monotonic())
         if delta.times is not None:
             times.add_engine(delta.times)
-        self.encoding |= dict.fromkeys(delta.encoded, "computed")
-        self.encoding |= dict.fromkeys(delta.found_on_disk, "disk")
-        self.encoding |= dict.fromkeys(delta.encoded_apart, "worker")
+        if delta.encoded or delta.found_on_disk or delta.encoded_apart:
+            self.encoding |= dict.fromkeys(delta.encoded, "computed")
+            self.encoding |= dict.fromkeys(delta.found_on_disk, "disk")
+            self.encoding |= dict.fromkeys(delta.encoded_apart, "worker")
 
     def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         num_cached_tokens = max(item.num_cached_tokens for item in self.sequences)
@@ -373,7 +383,7 @@ class SequenceState:
         )
 
     def completion(
-        self, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
+        self, text: str, token_ids: Sequence[int], logprobs: SampleLogprobs | None
     ) -> CompletionOutput:
         versions = self.weights_versions[len(self.weights_versions) - len(token_ids) :]
         return CompletionOutput(

@@ -276,7 +276,9 @@ class GenerationRequest(PromptRequest):
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
         """Return the sampling parameters; fields that were not given take `defaults`."""
-        given = {name: value for name, value in self if name in _SHARED and value is not None}
+        given = {
+            name: value for name in _SHARED if (value := getattr(self, name)) is not None
+        }
         structure = read_structure(
             self.structured_outputs,
             None if self.response_format is None else self.response_format.model_dump(),
@@ -290,11 +292,12 @@ class GenerationRequest(PromptRequest):
         )
 
 
-_SHARED = frozenset(SamplingParams.__struct_fields__) - {
-    "structured_outputs",
-    "max_tokens",
-    "logprobs",
-}
+_SHARED = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationRequest.__pydantic_fields__
+    and name not in ("structured_outputs", "max_tokens", "logprobs")
+)
 """Fields of a body that are those of SamplingParams, and need nothing else."""
 
 
