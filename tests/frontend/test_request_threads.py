@@ -20,6 +20,7 @@ from mmjax.processing import MediaLimits, processor
 from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import Cancellation, split_by_bytes
 from mmjax.processing.media.encoded import EncodedImage
+from mmjax.system.loop_calls import LoopCalls
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
 from tests.processing.test_media import encode
@@ -27,7 +28,7 @@ from tests.processing.test_media import encode
 
 def with_threads(body: Callable[[RequestThreads], Awaitable[None]], num_workers: int = 2) -> None:
     async def run() -> None:
-        threads = RequestThreads(num_workers)
+        threads = RequestThreads(num_workers, LoopCalls(asyncio.get_running_loop()))
         try:
             await asyncio.wait_for(body(threads), 60.0)
         finally:

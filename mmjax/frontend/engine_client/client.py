@@ -35,6 +35,7 @@ from mmjax.frontend.requests.prompts import PromptType
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest, PromptSource
 from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.system.logger import get_logger
+from mmjax.system.loop_calls import LoopCalls
 from mmjax.system.request_times import RequestTimes, measuring, recording
 from mmjax.transport.messages import (
     AdapterLoaded,
@@ -97,7 +98,7 @@ class AsyncEngineClient:
         self.max_num_seqs = scheduler.max_num_seqs
         self.capacity = Capacity(scheduler.max_num_unfinished_seqs, scheduler.max_num_queued_tokens)
         self.check_room = self.capacity.check_room
-        self._threads = RequestThreads(num_workers)
+        self._num_workers = num_workers
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-grammar")
         # One thread: updates of the caches keep the order of the engine's events.
         self._table_thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-resend")
@@ -113,7 +114,7 @@ class AsyncEngineClient:
             input_processor.tokenizer,
             send=supervisor.send,
             fail=self._fail,
-            on_commit=lambda committed: self._call(self.requests.put, committed),
+            on_commit=lambda committed: self._calls.call(self.requests.put, committed),
             run=self._run_aside,
         )
         self._quarantine = Quarantine(quarantine_s)
@@ -128,6 +129,8 @@ class AsyncEngineClient:
     async def start(self) -> None:
         """Connect to P1, without waiting until it is ready."""
         self._loop = asyncio.get_running_loop()
+        self._calls = LoopCalls(self._loop)
+        self._threads = RequestThreads(self._num_workers, self._calls)
         await self.supervisor.start(self)
         self._stats_log.start()
 
@@ -330,7 +333,8 @@ class AsyncEngineClient:
                 pending.reservation.release()
             else:
                 self.input_processor.committer.commit(
-                    processed, lambda committed: self._call(self._on_committed, pending, committed)
+                    processed,
+                    lambda committed: self._calls.call(self._on_committed, pending, committed),
                 )
 
     def _on_committed(self, pending: PendingRequest, committed: CommittedMessage) -> None:
@@ -445,14 +449,6 @@ class AsyncEngineClient:
     ) -> None:
         future = self._loop.run_in_executor(self._table_thread, job)
         future.add_done_callback(lambda f: None if f.cancelled() else done(f.exception()))
-
-    def _call(self, function: Callable[..., None], *args: object) -> None:
-        """Call a function in the loop, in the order of these calls; from any thread."""
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
 
 
 @asynccontextmanager

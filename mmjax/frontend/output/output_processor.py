@@ -252,9 +252,7 @@ class OutputProcessor:
 
     # ---- the request ----------------------------------------------------------------------------
 
-    def _request_output(
-        self, sequence: "SequenceState", added: _Added
-    ) -> RequestOutput | None:
+    def _request_output(self, sequence: "SequenceState", added: _Added) -> RequestOutput | None:
         parent = sequence.parent
         is_finished = not parent.unfinished()
         if is_finished:

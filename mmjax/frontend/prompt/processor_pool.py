@@ -15,6 +15,7 @@ from mmjax.models.registry import create_processor
 from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 from mmjax.system.allocator import return_free_pages
+from mmjax.system.loop_calls import LoopCalls
 
 T = TypeVar("T")
 
@@ -22,8 +23,12 @@ T = TypeVar("T")
 class RequestThreads:
     """Runs jobs of requests; heavy ones, which decode much, never take the last thread."""
 
-    def __init__(self, num_workers: int) -> None:
-        """Have `num_workers` threads for light jobs, and half as many for heavy ones."""
+    def __init__(self, num_workers: int, calls: LoopCalls) -> None:
+        """Have `num_workers` threads for light jobs, and half as many for heavy ones.
+
+        `calls`: into the loop whose jobs they are.
+        """
+        self._calls = calls
         self._light = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
         self._heavy = ThreadPoolExecutor(
             max(1, num_workers // 2), thread_name_prefix="mmjax-decode"
@@ -33,24 +38,38 @@ class RequestThreads:
         self, job: Callable[[], T], cancellation: Cancellation, *, is_heavy: bool = False
     ) -> T:
         """Run `job` in a thread; RequestCancelledError if it is cancelled before it starts."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def start() -> T:
-            cancellation.check()
+        def start() -> None:
             try:
-                return job()
+                cancellation.check()
+                result = job()
+            except BaseException as error:
+                self._calls.call(_fail, done, error)
+            else:
+                self._calls.call(_finish, done, result)
             finally:
                 if is_heavy:
                     return_free_pages()
 
         # In the request's context, for the id in its log lines.
-        return await asyncio.get_running_loop().run_in_executor(
-            self._heavy if is_heavy else self._light, copy_context().run, start
-        )
+        (self._heavy if is_heavy else self._light).submit(copy_context().run, start)
+        return await done
 
     def close(self) -> None:
         """Start no more jobs, without waiting for running ones."""
         self._light.shutdown(wait=False, cancel_futures=True)
         self._heavy.shutdown(wait=False, cancel_futures=True)
+
+
+def _finish(done: "asyncio.Future[T]", result: T) -> None:
+    if not done.cancelled():
+        done.set_result(result)
+
+
+def _fail(done: "asyncio.Future[T]", error: BaseException) -> None:
+    if not done.cancelled():
+        done.set_exception(error)
 
 
 class ProcessorPool:

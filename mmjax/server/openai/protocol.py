@@ -276,9 +276,7 @@ class GenerationRequest(PromptRequest):
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
         """Return the sampling parameters; fields that were not given take `defaults`."""
-        given = {
-            name: value for name in _SHARED if (value := getattr(self, name)) is not None
-        }
+        given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         structure = read_structure(
             self.structured_outputs,
             None if self.response_format is None else self.response_format.model_dump(),
