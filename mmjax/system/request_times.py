@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Literal, get_args
 
 import msgspec
 
 Stage = Literal["fetch", "tokenize", "decode", "process", "queue", "encode", "prefill", "generate"]
+_STAGES: tuple[Stage, ...] = get_args(Stage)
+_STAGE_TIMES = attrgetter(*_STAGES)
 
 
 class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -44,11 +47,11 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def total(self) -> float:
         """Seconds of all stages."""
-        return sum(self.by_stage().values())
+        return sum(_STAGE_TIMES(self))
 
     def by_stage(self) -> dict[Stage, float]:
         """Return the seconds of each stage, in the order of a request's life."""
-        return {stage: getattr(self, stage) for stage in get_args(Stage)}
+        return dict(zip(_STAGES, _STAGE_TIMES(self), strict=True))
 
     def wait_until(self, now: float) -> None:
         """Count what has passed since the arrival, and is of no stage, as `queue`."""

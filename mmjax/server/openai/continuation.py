@@ -8,8 +8,8 @@ are left out. Set by who calls the application within its process, never by what
 """
 
 import hashlib
+import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -177,7 +177,7 @@ CONTINUATION: ContextVar[Continuation | None] = ContextVar("continuation", defau
 def new_hex() -> str:
     """Return 32 hex digits for an id of the request that is being served."""
     continuation = CONTINUATION.get()
-    return uuid.uuid4().hex if continuation is None else continuation.new_hex()
+    return secrets.token_hex(16) if continuation is None else continuation.new_hex()
 
 
 def age_s() -> float:

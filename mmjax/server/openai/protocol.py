@@ -256,6 +256,9 @@ class GenerationRequest(PromptRequest):
     def check_supported(self) -> None:
         """Refuse fields that mmjax does not support."""
         for name, neutral in self.NEUTRAL.items():
+            if name not in self.model_fields_set:
+                # Its default has no effect.
+                continue
             value = getattr(self, name)
             if not any(value == item and type(value) is type(item) for item in neutral):
                 raise RequestValueError.about(name, "is not supported yet; leave it out")
