@@ -35,7 +35,7 @@ from mmjax.frontend.engine_client.request_stream import EndReason
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
 from mmjax.frontend.requests.request import ProcessedRequest
-from mmjax.system.request_times import Stage
+from mmjax.system.request_times import RequestTimes, Stage
 from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -207,20 +207,15 @@ class Metrics:
         max_tokens = request.messages[0].sampling_params.max_tokens
         self._observe("vllm:request_params_max_tokens", max_tokens or 0)
 
-    def on_tokens(self, tokens: NewTokens) -> None:
+    def on_tokens(self, step: Sequence[NewTokens]) -> None:
         """Observe the time that a step's tokens took."""
-        self._counters["vllm:generation_tokens"].inc(tokens.num_tokens)
-        if not tokens.is_first:
-            self._observe("vllm:inter_token_latency_seconds", tokens.interval_s)
-            return
-        times = tokens.request.times
-        self._observe("vllm:time_to_first_token_seconds", tokens.interval_s)
-        self._observe("vllm:request_queue_time_seconds", times.queue)
-        self._observe("vllm:request_prefill_time_seconds", times.prefill + times.encode)
-        for stage, seconds in times.by_stage().items():
-            # A stage that did not occur has no time.
-            if stage in _STAGES and seconds:
-                self._observe(_STAGES[stage][0], seconds)
+        self._counters["vllm:generation_tokens"].inc(sum(one.num_tokens for one in step))
+        observe = self._histograms["vllm:inter_token_latency_seconds"].observe
+        for tokens in step:
+            if tokens.is_first:
+                self._observe_start(tokens.request.times, tokens.interval_s)
+            else:
+                observe(tokens.interval_s)
 
     def on_finished(self, sequence: FinishedSequence) -> None:
         """Observe the times of a whole sequence."""
@@ -245,6 +240,16 @@ class Metrics:
         self._success[reason].inc()
 
     # ---- parts ----------------------------------------------------------------------------------
+
+    def _observe_start(self, times: RequestTimes, waited_s: float) -> None:
+        """Observe what a sequence's first tokens waited for."""
+        self._observe("vllm:time_to_first_token_seconds", waited_s)
+        self._observe("vllm:request_queue_time_seconds", times.queue)
+        self._observe("vllm:request_prefill_time_seconds", times.prefill + times.encode)
+        for stage, seconds in times.by_stage().items():
+            # A stage that did not occur has no time.
+            if stage in _STAGES and seconds:
+                self._observe(_STAGES[stage][0], seconds)
 
     def _make_counters(self, model: str) -> None:
         self._counters = {

@@ -365,9 +365,8 @@ class AsyncEngineClient:
     def _pass_on(self, processed: ProcessedOutputs) -> None:
         """Tell observers and streams of outputs; forget what they finish."""
         if self._observers:
-            for tokens in processed.new_tokens:
-                stream = self._streams.get(tokens.request.request_id)
-                self._tell(stream, lambda observer, tokens=tokens: observer.on_tokens(tokens))
+            if processed.new_tokens:
+                self._tell_all(lambda observer: observer.on_tokens(processed.new_tokens))
             for ended in processed.finished:
                 stream = self._streams.get(ended.request.request_id)
                 self._tell(stream, lambda observer, ended=ended: observer.on_finished(ended))
@@ -405,12 +404,15 @@ class AsyncEngineClient:
         return stream
 
     def _tell(self, stream: RequestStream | None, call: Callable[[RequestObserver], None]) -> None:
-        """Tell observers of a request, in its context; their faults are none of the request's."""
-        if stream is None:
-            return
+        """Tell observers of a request, in its context."""
+        if stream is not None:
+            stream.context.run(self._tell_all, call)
+
+    def _tell_all(self, call: Callable[[RequestObserver], None]) -> None:
+        """Tell observers; their faults are none of the requests'."""
         for observer in self._observers:
             try:
-                stream.context.run(call, observer)
+                call(observer)
             except Exception:
                 logger.exception("an observer of requests failed")
 

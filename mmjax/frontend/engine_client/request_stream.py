@@ -1,7 +1,7 @@
 """A request as its reader sees it, and what observers are told of it: metrics, the log, traces."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Literal, Protocol, runtime_checkable
 
@@ -60,13 +60,14 @@ class RequestStream:
 
 @runtime_checkable
 class RequestObserver(Protocol):
-    """Is called in the event loop, in the context of the HTTP request; must not block."""
+    """Is called in the event loop; must not block. But for `on_tokens`, which is about several
+    requests, in the context of the HTTP request."""
 
     def on_added(self, request: ProcessedRequest) -> None:
         """Take note of a request that was processed, and goes to P1."""
 
-    def on_tokens(self, tokens: NewTokens) -> None:
-        """Take note of new tokens."""
+    def on_tokens(self, step: Sequence[NewTokens]) -> None:
+        """Take note of the tokens of a step."""
 
     def on_finished(self, sequence: FinishedSequence) -> None:
         """Take note of a finished sequence."""
