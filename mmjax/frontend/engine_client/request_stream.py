@@ -60,8 +60,10 @@ class RequestStream:
 
 @runtime_checkable
 class RequestObserver(Protocol):
-    """Is called in the event loop; must not block. But for `on_tokens`, which is about several
-    requests, in the context of the HTTP request."""
+    """Is called in the event loop, in the context of the HTTP request; must not block.
+
+    `on_tokens` is about several requests, and so in the context of none.
+    """
 
     def on_added(self, request: ProcessedRequest) -> None:
         """Take note of a request that was processed, and goes to P1."""
