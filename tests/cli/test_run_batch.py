@@ -222,6 +222,32 @@ def test_no_more_than_so_many_lines_are_in_work(tmp_path: Path) -> None:
     assert (most, num_read) == (8, 100)
 
 
+def test_results_that_come_together_are_written_together(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [write_line(n, **({"body": {"wrong": 1}} if n % 5 == 0 else {})) for n in range(1, 101)]
+    write_input(tmp_path / "in.jsonl", lines)
+    sizes, write = list[int](), Journal.write
+
+    def count(journal: Journal, results: Any) -> None:
+        sizes.append(len(results))
+        write(journal, results)
+
+    monkeypatch.setattr(Journal, "write", count)
+    assert run(max_in_work=20) == list(range(1, 101))
+    assert sum(sizes) == 100
+    assert len(sizes) < 50
+    assert max(sizes) <= 20
+    found = [
+        [int(one["id"].rpartition("_")[2]) for one in read(tmp_path / name)]
+        for name in ("out.jsonl", "errors.jsonl")
+    ]
+    assert list(map(sorted, found)) == [
+        [n for n in range(1, 101) if n % 5],
+        list(range(5, 101, 5)),
+    ]
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 

@@ -147,6 +147,32 @@ def test_a_leading_space_depends_on_what_stands_before() -> None:
     assert [after_prompt.append([i]) for i in (1, 0)] == [" word", "s"]
 
 
+class Shouting(type(TOKENIZER)):
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs).upper()
+
+
+@pytest.mark.parametrize("name", CUT_OFF)
+@pytest.mark.parametrize("skips", [False, True])
+def test_texts_are_those_of_hfs_decode(name: str, skips: bool) -> None:
+    tokenizer = CUT_OFF[name]
+    decoder = TokenDecoder(tokenizer)
+    texts = ["a red circle , isn't it ?", " aé 日🎈", "\n\n x"]
+    every = [*(tokenizer.encode(text) for text in texts), [*tokenizer.all_special_ids], []]
+    for ids in every:
+        for end in range(len(ids) + 1):
+            whole = tokenizer.decode(
+                ids[:end], skip_special_tokens=skips, clean_up_tokenization_spaces=False
+            )
+            assert decoder.decode(ids[:end], skip_special_tokens=skips) == whole
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself() -> None:
+    tokenizer = Shouting(tokenizer_object=TOKENIZER.backend_tokenizer)
+    decoder = TokenDecoder(tokenizer)
+    assert decoder.decode(encode("red"), skip_special_tokens=True) == "RED"
+
+
 # ---- stop strings --------------------------------------------------------------------------------
 
 
