@@ -188,3 +188,18 @@ def test_what_is_cached_is_no_work(
     broken = EncodedImage(b"no picture", MediaLimits())
     assert not is_heavy({**prompt, "multi_modal_data": {"image": [broken]}})
     assert not is_heavy("a text")
+
+
+def test_jobs_that_never_start_end_with_the_threads() -> None:
+    async def body(threads: RequestThreads) -> None:
+        heavy = Heavy(threads)
+        await wait_for(heavy.has_begun)
+        waiting = asyncio.create_task(threads.run(lambda: 1, Cancellation(), is_heavy=True))
+        await asyncio.sleep(0)
+        threads.close()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        heavy.may_end.set()
+        assert await heavy.task == "heavy"
+
+    with_threads(body)

@@ -53,7 +53,9 @@ class RequestThreads:
                     return_free_pages()
 
         # In the request's context, for the id in its log lines.
-        (self._heavy if is_heavy else self._light).submit(copy_context().run, start)
+        pool = self._heavy if is_heavy else self._light
+        submitted = pool.submit(copy_context().run, start)
+        submitted.add_done_callback(lambda one: one.cancelled() and self._calls.call(done.cancel))
         return await done
 
     def close(self) -> None:
