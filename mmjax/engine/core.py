@@ -61,6 +61,8 @@ class _Dispatched(NamedTuple):
     """When it was dispatched, in `time.monotonic()` seconds."""
     host_s: float = 0.0
     """Seconds that scheduling and dispatching it took."""
+    sent_at: float = 0.0
+    """When the device had all of it."""
 
     @property
     def awaits_masks(self) -> bool:
@@ -330,7 +332,7 @@ class EngineCore:
         return dispatched._replace(in_flight=self._runner.sample(dispatched.in_flight, ids))
 
     def _read(self, dispatched: _Dispatched) -> list[RequestOutputDelta]:
-        output, in_flight, _, host_s = dispatched
+        output, in_flight, _, host_s, sent_at = dispatched
         # The device computes one step after the other.
         start = max(dispatched.begun_at, self._read_at)
         self._runner.wait_encoded(in_flight)
@@ -342,6 +344,8 @@ class EngineCore:
         speculation = self._scheduler.speculation
         if speculation is not None and (output.is_plain or output.has_guesses):
             host_s += time.monotonic() - self._read_at
+            # What the host takes where the device waits for it counts apart (`note_step`).
+            start = max(start, sent_at) if output.has_guesses else start
             waited = None if output.has_guesses else host_s
             speculation.note_step(len(output.requests), self._read_at - start, waited)
         return deltas
@@ -370,7 +374,8 @@ class EngineCore:
         if in_flight is None:
             self._open_outputs.pop()
             return None
-        return _Dispatched(output, in_flight, begun_at, time.monotonic() - start)
+        sent_at = time.monotonic()
+        return _Dispatched(output, in_flight, begun_at, sent_at - start, sent_at)
 
     def _find_computed(self, output: SchedulerOutput) -> list[str]:
         """Return the requests of the steps that are on the device, and of grammars in threads."""

@@ -140,19 +140,6 @@ def test_it_must_pay() -> None:
     assert decides.share_out([0.9], 15) == {0: 4}
 
 
-def test_rows_that_were_slow_are_left_and_tried_again() -> None:
-    """As of kernels that multiply 8 rows as they do one, and 16 in four times that."""
-    decides = Speculation(SpeculativeConfig.parse(NGRAM))  # type: ignore[arg-type]
-    assert decides.share_out([0.95] * 4, 12).total() == 12
-    for _ in range(8):
-        for num_rows, step_s in ((4, 0.1), (8, 0.12), (16, 0.4)):
-            decides.note_step(num_rows, step_s, host_s=0.0)
-    assert decides.share_out([0.95] * 4, 12).total() == 4
-    for _ in range(1200):
-        decides.note_step(4, 0.1, host_s=0.0)
-    assert decides.share_out([0.95] * 4, 12).total() == 12
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

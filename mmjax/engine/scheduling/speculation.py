@@ -308,8 +308,16 @@ class Speculation:
         return Counter({chances.index(best_chance): 1}) if not found and is_due else found
 
     def _find_cost(self, number: int, num_more: int) -> float:
-        """Return how much longer a step takes with so many rows more, of what it takes."""
-        ratio = self._times.find(number + num_more) / self._times.find(number)
+        """Return how much longer a step takes with so many rows more, of what it takes.
+
+        Measured where a draft model waits for the device in any case. Where n-grams are looked up
+        a host may take most of a step, whose time says little of the device's: rows cost what is
+        usual.
+        """
+        if self._draft is None:
+            ratio = _usual(number + num_more) / _usual(number)
+        else:
+            ratio = self._times.find(number + num_more) / self._times.find(number)
         return MARGIN * (ratio - 1 + self._read_cost)
 
     def _choose(self, chances: Sequence[float], costs: Sequence[float]) -> Counter[int]:
