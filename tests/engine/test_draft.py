@@ -27,7 +27,9 @@ from mmjax.errors import CheckpointError, ConfigError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.model_source import load_engine_config, resolve_model
 from mmjax.transport.messages import MEMORY_CAUSES, EngineCoreRequest
-from tests.engine.test_mixed_fields import NUM_REQUESTS, draw_request, install_tokenizer, serve
+from tests.engine.bench import choose_max_model_len
+from tests.engine.grammars import install_tokenizer
+from tests.engine.test_mixed_fields import NUM_REQUESTS, draw_request, serve
 from tests.engine.tiny import (
     answer,
     drain,
@@ -41,6 +43,7 @@ from tests.engine.tiny import (
 )
 from tests.families import served_model
 from tests.kit import draw
+from tests.models.served import count_least_blocks, make_config
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -172,9 +175,6 @@ def test_other_weights_guess_wrongly_and_change_nothing(plain: EngineCore) -> No
 
 def compare_mixed(name: str, num_seeds: int) -> EngineCore:
     """Serve mixed requests in a cramped engine with a draft model, and alone without one."""
-    from tests.engine.bench import choose_max_model_len
-    from tests.models.served import count_least_blocks, make_config
-
     model = served_model(name)
     family, max_model_len = model.family, choose_max_model_len(model)
     largest = max(family.max_embeds.values())

@@ -235,7 +235,8 @@ class Speculation:
             self.num_draft_tokens += num_guessed
             self.num_accepted_tokens += num_new - 1
             self._num_unasked = 0
-        self._drafts.note(token_ids, num_guessed, num_new)
+        if self._draft is not None:
+            self._drafts.note(token_ids, num_guessed, num_new)
         if forecast is not None and self.can_pay:
             forecast.note(token_ids, num_guessed, num_new)
 
@@ -244,7 +245,8 @@ class Speculation:
 
         `host_s`: what the host took meanwhile; None: it has waited, since there were guesses.
         """
-        self._times.note(num_rows, step_s)
+        if self._draft is not None:
+            self._times.note(num_rows, step_s)
         if host_s is not None:
             self._read_cost += 0.05 * (min(1.0, host_s / max(step_s, 1e-9)) - self._read_cost)
             self._num_unasked += 1
