@@ -127,7 +127,10 @@ class Asker:
 
     def first_turn(self, prompt: dict[str, Any], answer_tokens: int) -> list[int]:
         """Return the tokens of the question and its answer, before the picture's are put in."""
-        params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
+        # Words alone: a random model would also say tokens that stand for pictures.
+        params = SamplingParams(
+            max_tokens=answer_tokens, ignore_eos=True, allowed_token_ids=self._words
+        )
         (output,) = self._llm.generate(prompt, params, use_tqdm=False)
         return [*self._begin, *output.outputs[0].token_ids]
 
