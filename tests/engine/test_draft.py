@@ -6,7 +6,7 @@ of all that came before: any that it lacks show as a wrong guess.
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,10 @@ from mmjax.engine.core import EngineCore
 from mmjax.engine.scheduling.outputs import WantedGuess
 from mmjax.engine.scheduling.speculation import (
     MAX_STEPS_UNASKED,
+    ROW_COST,
     DraftForecast,
     Speculation,
+    StepTimes,
 )
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
@@ -42,6 +44,7 @@ from tests.engine.tiny import (
     tokens_of,
 )
 from tests.families import served_model
+from tests.families.tiny import TinyModel
 from tests.kit import draw
 from tests.models.served import count_least_blocks, make_config
 
@@ -173,9 +176,16 @@ def test_other_weights_guess_wrongly_and_change_nothing(plain: EngineCore) -> No
     assert eager.num_draft_tokens > 200 > 2 * eager.num_accepted_tokens
 
 
-def compare_mixed(name: str, num_seeds: int) -> EngineCore:
-    """Serve mixed requests in a cramped engine with a draft model, and alone without one."""
-    model = served_model(name)
+def compare_mixed(
+    model: TinyModel,
+    num_seeds: int,
+    speculation: Mapping[str, Any] = DRAFT,
+    draft_params: Any = None,
+) -> EngineCore:
+    """Serve mixed requests in a cramped engine with guesses, and alone without any.
+
+    `draft_params` None: a draft model guesses, which has the model's own.
+    """
     family, max_model_len = model.family, choose_max_model_len(model)
     largest = max(family.max_embeds.values())
     sizes: dict[str, Any] = {
@@ -197,13 +207,14 @@ def compare_mixed(name: str, num_seeds: int) -> EngineCore:
         # Blocks of both models.
         num_blocks=2 * (count_least_blocks(model, max_model_len) * 5 // 4),
         scheduling_policy="priority",
-        speculative_config=DRAFT,
+        speculative_config=speculation,
         **sizes,
     )
-    architecture = family.model_class.__name__
-    cramped = replace(cramped, draft=replace(cramped.model, architecture=architecture))
+    if draft_params is None:
+        architecture, draft_params = family.model_class.__name__, model.params
+        cramped = replace(cramped, draft=replace(cramped.model, architecture=architecture))
     plain = install_tokenizer(EngineCore(lone, **options))
-    core = install_tokenizer(EngineCore(cramped, draft_params=model.params, **options))
+    core = install_tokenizer(EngineCore(cramped, draft_params=draft_params, **options))
     for seed in range(num_seeds):
         rng = random.Random(seed)
         eager = Eager(core, rng)
@@ -220,14 +231,14 @@ def compare_mixed(name: str, num_seeds: int) -> EngineCore:
 @pytest.mark.timeout(600)
 def test_mixed_requests_are_answered_as_alone() -> None:
     """With penalties, bad words, log-probabilities, priorities, preemption and grammars."""
-    compare_mixed("gemma3", 1)
+    compare_mixed(served_model("gemma3"), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "mistral3", "gemma4"])
 def test_mixed_requests_of_a_family_are_answered_as_alone(name: str) -> None:
-    compare_mixed(name, 4)
+    compare_mixed(served_model(name), 4)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices; CPUs have virtual ones")
@@ -355,12 +366,17 @@ class FakeDraft:
         return [[3] * one.num_tokens for one in wanted]
 
 
-def speculate(draft_s: float, *, step_s: float = 0.1) -> Speculation:
+def speculate(
+    draft_s: float, *, step_s: float = 0.1, ran: Sequence[int] = (1, 4, 8, 16)
+) -> Speculation:
+    """`ran`: rows of the steps that are known, which took what is usual."""
     config = SpeculativeConfig.parse(DRAFT)
     assert config is not None
     speculation = Speculation(config, FakeDraft())
     for _ in range(50):
-        speculation.note_step(1, step_s, host_s=0.0)
+        for rows in ran:
+            usual_s = step_s * (1 + ROW_COST * rows) / (1 + ROW_COST)
+            speculation.note_step(rows, usual_s, host_s=0.0)
     speculation._draft_s, speculation._num_unasked = draft_s, 0
     return speculation
 
@@ -389,6 +405,28 @@ def test_rows_that_were_slow_are_left_and_tried_again() -> None:
     for _ in range(1200):
         decides.note_step(4, 0.1, host_s=0.0)
     assert decides.share_out([0.95] * 4, 12).total() == 12
+
+
+def test_rows_that_nobody_knows_are_tried_by_twice_as_many() -> None:
+    decides = speculate(0.0, ran=[4])
+    assert decides.share_out([0.95] * 4, 12).total() == 4
+    decides.note_step(8, 0.12, host_s=0.0)
+    assert decides.share_out([0.95] * 4, 12).total() == 12
+    # The line through 4 and 8 tells of 5, 6, 7 and of 16.
+    slow = speculate(0.0, ran=[4])
+    slow.note_step(8, 0.2, host_s=0.0)
+    assert slow.share_out([0.95] * 4, 12) == {}
+
+
+def test_steps_between_those_that_ran_lie_on_a_line() -> None:
+    times = StepTimes()
+    assert times.find(4) / times.find(1) == (1 + 4 * ROW_COST) / (1 + ROW_COST)
+    for rows, seconds in ((2, 0.1), (8, 0.4)):
+        times.note(rows, seconds)
+    assert times.find(5) == pytest.approx(0.25, rel=0.02)
+    assert times.find(16) == pytest.approx(0.8, rel=0.02)
+    assert times.find(1) == pytest.approx(0.1 * (1 + ROW_COST) / (1 + 2 * ROW_COST), rel=0.02)
+    assert [times.find_widest(rows) for rows in (1, 2, 8, 9)] == [16, 16, 16, 18]
 
 
 def test_what_does_not_pay_is_tried_again_now_and_then() -> None:

@@ -300,6 +300,8 @@ class Speculation:
             return Counter()
         number = max(len(chances), 1)
         most = max(0, min(num_rows, self._most * number))
+        if self._draft is not None:
+            most = min(most, self._times.find_widest(number) - number)
         costs = [self._find_cost(number, rows) for rows in range(1, most + 1)]
         self.can_pay = any(rows / number > cost for rows, cost in enumerate(costs, 1))
         best_chance = max(chances, default=0.0)
@@ -366,12 +368,33 @@ class StepTimes:
             self._seconds[rows] += FORGOTTEN * (usual - self._seconds[rows])
 
     def find(self, num_rows: int) -> float:
-        """Return the seconds of a step; where none ran, in proportion to the next known one."""
+        """Return the seconds of a step; where none ran, as its neighbours tell.
+
+        Between two that ran: on the line through both. Beyond the widest: on the line through it
+        and the next narrower, or as is usual, whichever takes longer.
+        """
         own = _round_rows(num_rows)
         if own in self._seconds or not self._seconds:
             return self._seconds.get(own, _usual(num_rows))
-        near = max((rows for rows in self._seconds if rows < own), default=min(self._seconds))
-        return self._seconds[near] * _usual(own) / _usual(near)
+        below = max((rows for rows in self._seconds if rows < own), default=0)
+        above = min((rows for rows in self._seconds if rows > own), default=0)
+        near = below or above
+        usual = self._seconds[near] * _usual(own) / _usual(near)
+        if not below:
+            return usual
+        other = above or max((rows for rows in self._seconds if rows < below), default=0)
+        if not other:
+            return usual
+        a_row = (self._seconds[other] - self._seconds[below]) / (other - below)
+        straight = self._seconds[below] + a_row * (own - below)
+        return straight if above else max(straight, usual)
+
+    def find_widest(self, num_rows: int) -> int:
+        """Return how many rows a step may have where one of so many is known: twice what ran.
+
+        So that few steps tell what rows cost here, and none of them takes much longer than any.
+        """
+        return 2 * max((rows for rows in self._seconds if rows >= num_rows), default=num_rows)
 
 
 def _round_rows(num_rows: int) -> int:
