@@ -6,7 +6,7 @@ from typing import Any
 
 from mmjax.errors import ConfigError
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp")
 MAX_GUESSED = 15
 """Tokens that are guessed at once, at most: with the one before them they are the rows that the
 CPU's kernels multiply in one order of sums (docs/determinism.md)."""
@@ -16,6 +16,7 @@ DEFAULT_NGRAM = 5
 _NAMES_OF = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model", "revision"),
+    "mtp": (),
 }
 """The fields of one method alone."""
 
@@ -26,7 +27,7 @@ class SpeculativeConfig:
 
     method: str
     """ngram: what came behind the last tokens where they stood before; draft_model: what a smaller
-    model of the same family answers."""
+    model of the same family answers; mtp: what a layer of the checkpoint predicts."""
     num_speculative_tokens: int
     """Tokens that are guessed at once, at most."""
     prompt_lookup_max: int = 0
@@ -50,8 +51,8 @@ class SpeculativeConfig:
         method = given.get("method", "draft_model" if given.get("model") is not None else None)
         if method not in METHODS:
             raise ConfigError(
-                f"`speculative_config` has {method!r} as its `method`; give 'ngram', or "
-                "'draft_model' with a `model`"
+                f"`speculative_config` has {method!r} as its `method`; give 'ngram', "
+                "'draft_model' with a `model`, or 'mtp'"
             )
         _check_names(given, method, [one.name for one in fields(cls)])
         number = _number(given, "num_speculative_tokens", MAX_GUESSED)
@@ -62,7 +63,8 @@ class SpeculativeConfig:
             )
         if method == "ngram":
             return cls(method=method, num_speculative_tokens=number, **_parse_ngram(given))
-        return cls(method=method, num_speculative_tokens=number, **_parse_draft(given))
+        own = _parse_draft(given) if method == "draft_model" else {}
+        return cls(method=method, num_speculative_tokens=number, **own)
 
 
 def _check_names(given: Mapping[str, Any], method: str, known: list[str]) -> None:

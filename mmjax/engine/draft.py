@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 from jaxtyping import Array
 
 from mmjax.config.engine_config import EngineConfig, ModelConfig
@@ -44,7 +45,8 @@ class DraftRunner(ModelRunner):
                 self.rows.free(identifier)
         if not self.is_ready:
             return
-        windows = [one for one in output.requests if _is_of_prompt(one)]
+        windows = [self._cut(one) for one in output.requests if _is_of_prompt(one)]
+        windows = [one for one in windows if one.num_tokens]
         # There is room: the engine's encoder cache holds them as well.
         needed = {
             item.identifier: item
@@ -93,12 +95,16 @@ class DraftRunner(ModelRunner):
             samples.append(self._sample_windows(windows))
             rows.append({place: row for row, place in enumerate(places)})
         for one in wanted:
-            one.request.num_drafted_tokens = one.request.num_tokens + one.num_tokens - 1
+            one.request.num_drafted_tokens = self._count_kept(one)
         drawn = jax.device_get(samples)
         return [
             [int(drawn[number][rows[number][place]]) for number in range(one.num_tokens)]
             for place, one in enumerate(wanted)
         ]
+
+    def _count_kept(self, wanted: WantedGuess) -> int:
+        """Return the tokens that are computed, and need not be again if the guess is right."""
+        return wanted.request.num_tokens + wanted.num_tokens - 1
 
     def _compute_lacking(self, wanted: Sequence[WantedGuess]) -> list[ScheduledRequest]:
         """Compute all tokens of requests that it has not; return what is left for one step.
@@ -106,13 +112,13 @@ class DraftRunner(ModelRunner):
         Those are windows of one token each: a request's last one, and, where they are few, those
         before it.
         """
-        windows = [window for one in wanted for window in _lacking(one)]
+        windows = [window for one in wanted for window in self._list_lacking(one)]
         if len(windows) <= self.buckets.max_num_rows:
             return windows
         buckets, part, num_tokens = self.buckets, list[ScheduledRequest](), 0
         for one in wanted:
             last = one.request.num_tokens - 1
-            start = _first_lacking(one)
+            start = self._find_lacking(one)
             while start < last:
                 room = buckets.max_num_batched_tokens - num_tokens
                 if not room or len(part) == buckets.max_num_seqs:
@@ -124,6 +130,27 @@ class DraftRunner(ModelRunner):
                 start, num_tokens = start + size, num_tokens + size
         self._run_windows(part)
         return [_window(one, one.request.num_tokens - 1) for one in wanted]
+
+    def _find_lacking(self, wanted: WantedGuess) -> int:
+        """Return the first token that was not computed; the last one's state is always wanted.
+
+        What a wrong guess has left behind the known tokens is none of theirs.
+        """
+        request = wanted.request
+        first = max(request.num_drafted_tokens, request.items_end, self.slot_lag)
+        return min(first, request.num_tokens - 1)
+
+    def _list_lacking(self, wanted: WantedGuess) -> Iterator[ScheduledRequest]:
+        end = wanted.request.num_tokens
+        for place in range(self._find_lacking(wanted), end):
+            yield _window(wanted, place, samples=place == end - 1)
+
+    def _cut(self, window: ScheduledRequest) -> ScheduledRequest:
+        """Return a window without the tokens that stand nowhere."""
+        if window.start >= self.slot_lag:
+            return window
+        start = min(self.slot_lag, window.end)
+        return msgspec.structs.replace(window, start=start, num_tokens=window.end - start)
 
     def _sample_windows(self, windows: Sequence[ScheduledRequest]) -> Array:
         """Compute windows, and return the tokens that come behind those that sample, in order."""
@@ -142,22 +169,6 @@ def _is_of_prompt(scheduled: ScheduledRequest) -> bool:
     """Return whether a window is of a prompt, or of all that is computed again, and known."""
     is_decoded = scheduled.start >= scheduled.request.num_prompt_tokens
     return scheduled.token_from < 0 and (scheduled.num_tokens > 1 or not is_decoded)
-
-
-def _first_lacking(wanted: WantedGuess) -> int:
-    """Return the first token that was not computed; the last one's state is always wanted.
-
-    What a wrong guess has left behind the known tokens is none of theirs.
-    """
-    request = wanted.request
-    first = max(request.num_drafted_tokens, request.items_end)
-    return min(first, request.num_tokens - 1)
-
-
-def _lacking(wanted: WantedGuess) -> Iterator[ScheduledRequest]:
-    end = wanted.request.num_tokens
-    for place in range(_first_lacking(wanted), end):
-        yield _window(wanted, place, samples=place == end - 1)
 
 
 def _window(

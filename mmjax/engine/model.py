@@ -88,7 +88,11 @@ def load_model(
     devices: Sequence[Device] | None,
 ) -> LoadedModel:
     """Return the model with its sharded parameters; `params` None: those of the checkpoint."""
-    model = describe_model(config, model_class, devices)
+    return load_params(config, describe_model(config, model_class, devices), params)
+
+
+def load_params(config: EngineConfig, model: LoadedModel, params: Params | None) -> LoadedModel:
+    """Return a model with arrays in place of its parameters' descriptions."""
     model_class, _, abstract, placement, _, left_out = model
     if left_out:
         why = "workers encode" if config.cache.encoder_workers else "no media are allowed"

@@ -53,6 +53,7 @@ from mmjax.engine.model import (
     iter_own_params,
     load_model,
 )
+from mmjax.engine.mtp import MtpRunner, check_mtp, find_shared, load_mtp
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, encode_sizes
@@ -155,7 +156,7 @@ def start_engine(
         model = load_model(config, model_class, params, devices)
         plan = plan_media(config, model)
         programs = _make_programs(config, model, plan)
-        draft_parts = _load_draft(config, programs, draft_params, devices)
+        draft_parts = _load_draft(config, model, programs, draft_params, plan=plan, devices=devices)
     with timed("measure"):
         guessing = draft_parts and draft_parts.programs
         num_blocks = fit_kv_cache(config, programs, shard_bytes(model.params), draft=guessing)
@@ -163,11 +164,11 @@ def start_engine(
     with timed("allocate", "allocating the caches"):
         pool = _make_host_pool(config, model, programs)
         workers = _open_workers(config, programs, encoder)
-        draft = None if draft_parts is None else _make_draft(draft_parts, num_blocks)
         limits, scheduler = _make_scheduler(config, plan, programs, num_blocks, pool, workers)
-        scheduler.speculation = _make_speculation(config, plan, draft)
         options: dict[str, Any] = {"has_spans": plan.sees != "past", "host_pool": pool}
         runner = ModelRunner(programs, compiled, model.params, num_blocks=num_blocks, **options)
+        draft = None if draft_parts is None else _make_draft(draft_parts, num_blocks, runner)
+        scheduler.speculation = _make_speculation(config, plan, draft)
         runner.stored_rows = open_stored_rows(config, model.model_class, programs, model.params)
     weights = EngineWeights(programs, runner, _make_source(config, model, programs, encoder))
     adapters, reader = _open_adapters(config, model, lambda: runner.params)
@@ -209,7 +210,7 @@ def _log_ready(
 
 
 class _DraftParts(NamedTuple):
-    """A draft model that is loaded, before memory is planned."""
+    """What guesses tokens ahead, loaded before memory is planned."""
 
     config: EngineConfig
     model: LoadedModel
@@ -219,32 +220,51 @@ class _DraftParts(NamedTuple):
 
 def _load_draft(
     config: EngineConfig,
+    model: LoadedModel,
     programs: Programs,
     params: Params | None,
+    *,
+    plan: MediaPlan,
     devices: Sequence[Device] | None,
 ) -> _DraftParts | None:
-    """Load the model that guesses tokens ahead; None: none does."""
-    if config.draft is None or programs.num_state_slots or config.model.pools:
+    """Load the model, or the layer, that guesses tokens ahead; None: none does."""
+    speculation = _find_speculation(config, plan)
+    if speculation is None:
+        return None
+    if speculation.method == "mtp":
+        check_mtp(config, model.model_class, sees=plan.sees)
+        own = make_draft_config(config, config.model)
+        layer = load_mtp(own, model, params, devices)
+        # The engine encodes the items.
+        own_plan = plan._replace(has_tower=False, sizes={"max_units": 0}, takes_embeds=False)
+        own_programs = _make_programs(own, layer, own_plan, shared=find_shared(layer.params))
+        return _DraftParts(own, layer, own_plan, own_programs)
+    if config.draft is None:
         return None
     check_draft_settings(config)
     own = make_draft_config(config, config.draft)
-    model = load_model(own, None, params, devices)
-    own_plan = plan_media(own, model)
-    own_programs = _make_programs(own, model, own_plan)
+    small = load_model(own, None, params, devices)
+    own_plan = plan_media(own, small)
+    own_programs = _make_programs(own, small, own_plan)
     check_draft_model(config.draft.model, programs, own_programs)
-    return _DraftParts(own, model, own_plan, own_programs)
+    return _DraftParts(own, small, own_plan, own_programs)
 
 
-def _make_draft(parts: _DraftParts, num_blocks: int) -> DraftModel:
+def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> DraftModel:
     """Allocate a draft model's caches: as many blocks as the engine's model has."""
     config, model, plan, programs = parts
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks, is_draft=True)
-    has_spans = plan.sees != "past"
-    runner = DraftRunner(
-        programs, compiled, model.params, num_blocks=num_blocks, has_spans=has_spans
-    )
+    options: dict[str, Any] = {"num_blocks": num_blocks, "has_spans": plan.sees != "past"}
+    make: Any = DraftRunner
+    if programs.shared:
+        make, options = MtpRunner, {"num_blocks": num_blocks, "engine": engine}
+    own = {n: leaf for n, leaf in flatten_params(model.params).items() if n not in programs.shared}
+    runner = make(programs, compiled, unflatten_params(own), **options)
     weights = EngineWeights(programs, runner, _make_source(config, model, programs, None))
-    total = sum(programs.host_bytes(num_blocks).values())
+    held = programs.host_bytes(num_blocks)
+    if programs.shared:
+        held.pop("encoder_outputs", None)  # which are the engine's
+    total = sum(held.values())
     return DraftModel(runner, compiled, weights, warm_up_keys, {"draft_model": total})
 
 
@@ -353,7 +373,7 @@ def _make_source(
     return WeightsSource(
         rules=model_class.rules(config.model.hf_config),
         left_out=left_out,
-        read=partial(iter_own_params, config, model_class, left_out, mesh, programs.params),
+        read=partial(iter_own_params, config, model_class, left_out, mesh, programs.own_params),
         path=config.model.path,
         encoded_apart=encoder and encoder.params,
     )
@@ -413,7 +433,11 @@ def _find_speculation(config: EngineConfig, plan: MediaPlan) -> SpeculativeConfi
 
 
 def _make_programs(
-    config: EngineConfig, model: LoadedModel, plan: MediaPlan, unread: Collection[str] = ()
+    config: EngineConfig,
+    model: LoadedModel,
+    plan: MediaPlan,
+    unread: Collection[str] = (),
+    shared: Collection[str] = (),
 ) -> Programs:
     schedule, placement = config.scheduler, model.placement
     shape = ModelShape.of(model.graphdef, model.params)
@@ -459,6 +483,7 @@ def _make_programs(
         keeps_rows=keeps_rows,
         num_state_slots=plan.num_state_slots,
         unread=unread,
+        shared=shared,
         alignment_heads=heads,
     )
 

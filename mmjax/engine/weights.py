@@ -42,7 +42,7 @@ class EngineWeights:
     """
 
     def __init__(self, programs: Programs, runner: ModelRunner, source: WeightsSource) -> None:
-        self._expected = flatten_params(programs.params)
+        self._expected = flatten_params(programs.own_params)
         self._programs, self._runner, self._source = programs, runner, source
         self._path = source.path
         """Of the directory that was read last."""

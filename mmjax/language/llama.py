@@ -22,11 +22,12 @@ and logits; 2408.00118) and 3 (norms on queries and keys, angles of two kinds; 2
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -34,7 +35,9 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError, check_settings
-from mmjax.layers.attention.kv_cache import KVCacheSpec
+from mmjax.layers.attention.api import AttentionMetadata
+from mmjax.layers.attention.kv_cache import KeptStates, KVCache, KVCacheSpec
+from mmjax.layers.attention.metadata import PagedAttentionMetadata
 from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.decoder import (
     Decoder,
@@ -45,7 +48,9 @@ from mmjax.layers.decoder import (
     SandwichNormLayer,
     ScaledQueryAttention,
 )
+from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP, GatedMLP
+from mmjax.layers.module import call_block
 from mmjax.layers.moe import ClampedGate, MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import GemmaRMSNorm, HeadNorm, LayerNorm, RMSNorm
 from mmjax.layers.rope import text_angles
@@ -470,6 +475,57 @@ class LlamaTextModel(Decoder):
         length, factors = config.query_scales
         scales = jnp.asarray(factors, jnp.float32)[positions[0] // length]
         return [(each, scales) for each in angles]
+
+
+class MtpTextModel(LlamaTextModel):
+    """One more layer, over a token's embedding and the state of the token before it, which guesses.
+
+    Multi-token prediction (MTP): DeepSeek-V3's (arXiv 2412.19437, section 2.2), as GLM-OCR has it
+    and vLLM's `glm_ocr_mtp.py` computes it. The table of tokens and the head are the decoder's own.
+    A token stands in the slot of the one before it, whose state is read there; the first of a
+    prompt is in no step. Parameters bear HF's names, the layer the number that it has in files.
+    """
+
+    def __init__(self, config: LlamaConfig, *, is_tied: bool, dtype: Any) -> None:
+        number = config.num_hidden_layers
+        one = replace(config, num_hidden_layers=1, windows=(None,), layer_ropes=None)
+        super().__init__(one, is_tied=is_tied, dtype=dtype)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.layers = nnx.List([*(nnx.Module() for _ in range(number)), self.layers[0]])
+        self.enorm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.hnorm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.eh_proj = Linear(2 * width, width, use_bias=False, dtype=dtype)
+        self.kv_cache_spec = replace(self.kv_cache_spec, kept_width=width)
+
+    def __call__(
+        self,
+        inputs_embeds: Float[Array, "T D"],
+        positions: Int[Array, "3 T"],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """Return the states that guess, before their norm, and the cache.
+
+        `positions` are those of the tokens before.
+        """
+        assert kv_cache is not None, "states are read from the cache"
+        assert isinstance(metadata, PagedAttentionMetadata), "states are read from the cache"
+        cache, kept = kv_cache
+        assert isinstance(kept, KeptStates), "the cache keeps no states"
+        states = kept.read(metadata.slot_block, metadata.slot_offset)
+        # As in vLLM: what stands behind the first token is not read.
+        embeds = jnp.where((metadata.token_index == 0)[:, None], 0, inputs_embeds)
+        with jax.named_scope("join"):
+            joined = jnp.concatenate([self.enorm(embeds), self.hnorm(states)], axis=-1)
+            x = self.eh_proj(joined)
+        (angles,) = self.layer_inputs(positions)
+        x, cache = call_block(self.layers[-1], x, angles, cache, metadata)
+        return x, (cache, kept)
+
+    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Norm, and project onto the vocabulary, in float32."""
+        assert self.norm is not None, "the layer has no norm"
+        return super().compute_logits(self.norm(hidden_states))
 
 
 def _build_norm(config: LlamaConfig, width: int, *, dtype: Any) -> nnx.Module:

@@ -92,6 +92,8 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     """
 
     host_inputs: ClassVar[type[HostInputs]]
+    mtp_class: ClassVar[type["MultiModalModel"] | None] = None
+    """What guesses tokens ahead as an `MtpTextModel` does, with a `num_nextn_predict_layers`."""
     sees: Sees = "past"
     """What a prompt's tokens see; an instance may set it by its config. `items`: a run of an item's
     embeddings (those without a mark between them) see each other both ways, so that a step holds

@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError, RequestError
-from mmjax.layers.attention.kv_cache import InterleavedCache, StateCache
+from mmjax.layers.attention.kv_cache import InterleavedCache, TransposedCache
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import answer, drain, tokens_of
@@ -101,7 +101,7 @@ def test_cross_attention_may_have_heads_of_its_own() -> None:
     engine = tiny_encoder_decoder(heads=OWN_HEADS, num_blocks=LEAST_BLOCKS, encoder_cache_size=21)
     assert engine.num_kv_blocks == LEAST_BLOCKS
     caches = engine._runner._state.kv_cache
-    assert {(c.num_kv_heads, c.value_dim) for c in caches if not isinstance(c, StateCache)} == {
+    assert {(c.num_kv_heads, c.value_dim) for c in caches if isinstance(c, TransposedCache)} == {
         (NUM_HEADS, HEAD_DIM),
         (OWN_HEADS.num_kv, OWN_HEADS.value),
     }

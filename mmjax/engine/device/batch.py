@@ -239,7 +239,13 @@ class BatchBuilder:
         max_encoder_blocks: int = 0,
         has_adapters: bool = False,
         has_states: bool = False,
+        slot_lag: int = 0,
     ) -> None:
+        """`slot_lag`: how many slots before its own a token stands; the first are in no window.
+
+        Of a layer that reads the state of the token before (`MtpTextModel`).
+        """
+        self._slot_lag = slot_lag
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_blocks = max_blocks
@@ -319,7 +325,7 @@ class BatchBuilder:
         request_of_row = np.repeat(np.arange(len(requests), dtype=np.int32), counts)
         starts = np.fromiter((item.start for item in requests), np.int32, len(requests))
         place = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
-        index = np.repeat(starts, counts) + place
+        index = np.repeat(starts, counts) + place - self._slot_lag
 
         tables = fields["block_tables"][: len(requests)].reshape(-1)
         np.concatenate([item.block_table for item in requests], out=tables)
@@ -332,7 +338,8 @@ class BatchBuilder:
         fields["positions"][:, :num_tokens] = index
         for scheduled, first, count in zip(requests, ends - counts, counts, strict=True):
             if scheduled.request.rotary is not None:
-                places = scheduled.request.rotary.between(scheduled.start, scheduled.end)
+                low, high = scheduled.start - self._slot_lag, scheduled.end - self._slot_lag
+                places = scheduled.request.rotary.between(low, high)
                 fields["positions"][:, first : first + count] = places
         fields["token_index"][:num_tokens] = index
         if bucket.has_spans:

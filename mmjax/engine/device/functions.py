@@ -19,7 +19,7 @@ from mmjax.engine.device.batch import (
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, sample_full
 from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCache, StateCache
+from mmjax.layers.attention.kv_cache import KeptStates, KVCache, StateCache
 from mmjax.layers.cpu.storage import from_storage, to_storage
 from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
 from mmjax.models.interface import embed_units
@@ -258,6 +258,16 @@ def copy_states(kv_cache: KVCache, source: Int[Array, ""], target: Int[Array, ""
     return tuple(
         jax.tree.map(copy, one) if isinstance(one, StateCache) else one for one in kv_cache
     )
+
+
+def keep_states(
+    kv_cache: KVCache, hidden: Shaped[Array, "rows D"], packed: Int[Array, "3 T"]
+) -> KVCache:
+    """Keep rows of the hidden states in slots, whose blocks and offsets stand behind the rows."""
+    rows, blocks, offsets = packed
+    *layers, kept = kv_cache
+    assert isinstance(kept, KeptStates), "the cache keeps no states"
+    return (*layers, kept.write(from_storage(hidden[rows]), blocks, offsets))
 
 
 def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array, "n arrays ..."]]:

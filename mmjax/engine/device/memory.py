@@ -116,7 +116,7 @@ def fit_kv_cache(
     well and has as many blocks.
     """
     models = [programs] if draft is None else [programs, draft]
-    loaded = weights if draft is None else weights + shard_bytes(draft.params)
+    loaded = weights if draft is None else weights + shard_bytes(draft.own_params)
     cache, placement = config.cache, programs.placement
     demand = KVDemand(
         bytes_per_block=sum(one.bytes_per_block for one in models),
@@ -157,7 +157,7 @@ def _find_fixed(
     arrays = [one.describe_arrays(demand.least) for one in models]
     return FixedMemory(
         weights=weights,
-        draft_weights=shard_bytes([one.params for one in drafts]),
+        draft_weights=shard_bytes([one.own_params for one in drafts]),
         programs=0,
         encoder_pool=shard_bytes([one.pool for one in arrays]),
         hidden_states=shard_bytes([(one.state.hidden, one.previous) for one in arrays]),

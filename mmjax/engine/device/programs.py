@@ -35,6 +35,7 @@ from mmjax.engine.device.functions import (
     encode,
     encode_prompts,
     gather_blocks,
+    keep_states,
     load_adapter,
     pool_rows,
     sample,
@@ -111,14 +112,17 @@ class Programs:
         takes_embeds: bool = False,
         keeps_rows: bool = False,
         unread: Collection[str] = (),
+        shared: Collection[str] = (),
         alignment_heads: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them.
 
         `takes_embeds`: of clients; `keeps_rows`: whether what is encoded is returned, too.
         `unread`: parameters that are not held, of programs that encode and do nothing else.
+        `shared`: parameters that the engine's model holds, of one that guesses for it.
         `alignment_heads`: as of `MultiModalModel`.
         """
+        self.shared = frozenset(shared)
         self.alignment_heads = alignment_heads
         self.keeps_rows, self.embed_width = keeps_rows, shape.embed_width
         model = bind(shape.graphdef, params)
@@ -246,6 +250,7 @@ class Programs:
             partial(write_extra, self._shape.graphdef), donate_argnames="pool", out_shardings=whole
         )
         self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
+        self.keep_states = jit(keep_states, donate_argnames="kv_cache", out_shardings=kv_cache)
         self._block_sharding = self.placement.heads(self._cache_type.HEAD_AXIS + 1)
         self.gather_blocks = jit(gather_blocks, out_shardings=self._block_sharding)
         self.scatter_blocks = jit(
@@ -258,6 +263,8 @@ class Programs:
     def _shard_cache(self, spec: KVCacheSpec) -> Any:
         """Return the shardings of the caches: one of all blocks, or of each layer's arrays."""
         heads: Any = self.placement.heads(self._cache_type.HEAD_AXIS)
+        if spec.kept_width:
+            return (*[heads] * len(spec.layers), self.placement.replicated)
         if not spec.states:
             return heads
         states = (
@@ -288,6 +295,12 @@ class Programs:
             if isinstance(module, Linear | PackedLinear) and (path[0] in towers) == is_tower
         )
         return placement.platform == "cpu" and all(map(is_small, weights))
+
+    @property
+    def own_params(self) -> Params:
+        """`params` without those that the engine's model holds."""
+        leaves = flatten_params(self.params)
+        return unflatten_params({n: leaf for n, leaf in leaves.items() if n not in self.shared})
 
     @property
     def vocab_size(self) -> int:
@@ -354,7 +367,7 @@ class Programs:
             return {}
         arrays, number = self.describe_arrays(num_blocks), len(self.placement.local_devices)
         parts = {
-            "weights": self.params,
+            "weights": self.own_params,
             "kv_cache": arrays.state.kv_cache,
             "encoder_outputs": arrays.pool,
             "hidden_states": (arrays.state.hidden, arrays.previous),
@@ -434,9 +447,10 @@ class Programs:
     def select_params(self, function: str, params: Params) -> dict[str, Any]:
         """Return by name the parameters that "step", "sample" or "pool" is called with."""
         leaves = flatten_params(params)
-        return {name: leaves[name] for name in sorted(self._find_read_by(function))}
+        return {name: leaves[name] for name in sorted(self.find_read_by(function))}
 
-    def _find_read_by(self, function: str) -> frozenset[str]:
+    def find_read_by(self, function: str) -> frozenset[str]:
+        """Return the names of the parameters that "step", "sample" or "pool" is called with."""
         if function not in self._read:
             kinds = {_kind(key.size): key for key in self.buckets.keys if key.function == function}
             arrays, read = self.describe_arrays(1), self._readers[function]

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import msgspec
@@ -23,7 +23,7 @@ from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, Wr
 from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import Call, SampleKind
 from mmjax.engine.device.programs import AlignCall, Programs
-from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables
+from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables, read_logprobs
 from mmjax.engine.scheduling.buckets import (
     ProgramKey,
     SampleBucket,
@@ -41,7 +41,7 @@ from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.layers.cpu.storage import from_storage
 from mmjax.layers.module import set_param
 from mmjax.system.logger import get_logger
-from mmjax.transport.messages import Alignment, TokenLogprobs
+from mmjax.transport.messages import Alignment
 from mmjax.weights.adapter import fill_slot
 
 logger = get_logger(__name__)
@@ -100,6 +100,9 @@ class AlignmentReport(NamedTuple):
 class ModelRunner:
     """Holds the device's arrays, and runs steps over them."""
 
+    slot_lag: ClassVar[int] = 0
+    """As of `BatchBuilder`."""
+
     def __init__(
         self,
         programs: Programs,
@@ -140,6 +143,7 @@ class ModelRunner:
             max_encoder_blocks=programs.max_encoder_blocks,
             has_adapters=programs.adapted is not None,
             has_states=bool(programs.num_state_slots),
+            slot_lag=self.slot_lag,
         )
         self._empty_tables = {
             num_rows: programs.empty_tables(num_rows) for num_rows in self.buckets.sample
@@ -156,6 +160,16 @@ class ModelRunner:
         """Whether every call is broadcast to following processes."""
         self._has_tower_adapters = programs.adapted is not None and programs.adapted.has_towers
         self.make_arrays()
+
+    @property
+    def pool(self) -> Array:
+        """The rows of encoded items."""
+        return self._pool
+
+    @property
+    def hidden(self) -> Array:
+        """The states of the last step's tokens, in its order, and behind them others."""
+        return self._state.hidden
 
     def reset(self) -> None:
         """Reallocate all caches, after a failed step."""
@@ -184,7 +198,8 @@ class ModelRunner:
         self.params.clear()
         self._params_by.clear()
 
-    def _select_params(self, function: str) -> dict[str, Array]:
+    def select_params(self, function: str) -> dict[str, Array]:
+        """Return by name the parameters that "step", "sample" or "pool" is called with."""
         found = self._params_by.get(function)
         if found is None:
             found = self._params_by[function] = self._programs.select_params(function, self.params)
@@ -305,8 +320,14 @@ class ModelRunner:
         for request_id in in_flight.late:
             del output[request_id]
         for report in in_flight.reports:
-            logprobs = _read_report(report, self._programs.vocab_size)
-            request_id = report.scheduled.request.request_id
+            request = report.scheduled.request
+            logprobs = read_logprobs(
+                jax.device_get(report.drawn),
+                report.token_ids.tolist(),
+                num_wanted=request.sampling_params.prompt_logprobs or 0,
+                vocab_size=self._programs.vocab_size,
+            )
+            request_id = request.request_id
             (token,) = output.get(request_id, [SampledToken()])
             output[request_id] = [msgspec.structs.replace(token, prompt_logprobs=logprobs)]
         for request, weights in in_flight.alignments:
@@ -328,9 +349,9 @@ class ModelRunner:
         self._state, rest = self._compiled(
             "step",
             bucket,
-            params=self._select_params("step"),
+            params=self.select_params("step"),
             state=self._state,
-            pool=self._pool,
+            pool=self.pool,
             previous=self._previous,
             packed=self._placement.give(packed),
             adapters=self._adapters if bucket.has_adapters else None,
@@ -431,7 +452,7 @@ class ModelRunner:
         return self._compiled(
             "sample",
             bucket,
-            params=self._select_params("sample"),
+            params=self.select_params("sample"),
             hidden=self._state.hidden,
             packed=packed,
             tables=on_device,
@@ -464,7 +485,7 @@ class ModelRunner:
     def _run_pool(self, rows: np.ndarray) -> Array:
         self._lead("pool", len(rows))
         placed = self._placement.put(rows)
-        params = self._select_params("pool")
+        params = self.select_params("pool")
         given = {"params": params, "hidden": self._state.hidden, "rows": placed}
         return self._compiled("pool", len(rows), **given)
 
@@ -732,17 +753,3 @@ def _read_pooled(pooled: PooledRows) -> ModelRunnerOutput:
         output[scheduled.request.request_id] = [SampledToken(states=part)]
         start += number
     return output
-
-
-def _read_report(report: PromptReport, vocab_size: int) -> list[TokenLogprobs | None]:
-    """Return the log-probabilities of each token; None for one that has no logit."""
-    num_wanted = report.scheduled.request.sampling_params.prompt_logprobs or 0
-    token_ids = report.token_ids.tolist()
-    logprobs: list[TokenLogprobs | None] = []
-    for drawn in jax.device_get(report.drawn):
-        part = token_ids[len(logprobs) : len(logprobs) + len(drawn.ranks)]
-        logprobs += [
-            drawn.read(row, token_id, num_wanted) if token_id < vocab_size else None
-            for row, token_id in enumerate(part)
-        ]
-    return logprobs

@@ -50,6 +50,23 @@ class SampleOutput(NamedTuple):
         )
 
 
+def read_logprobs(
+    reported: Sequence[SampleOutput], token_ids: Sequence[int], *, num_wanted: int, vocab_size: int
+) -> list[TokenLogprobs | None]:
+    """Return the log-probabilities of tokens, which are those of the samples' rows in order.
+
+    None for a token that has no logit.
+    """
+    logprobs: list[TokenLogprobs | None] = []
+    for drawn in reported:
+        part = token_ids[len(logprobs) : len(logprobs) + len(drawn.ranks)]
+        logprobs += [
+            drawn.read(row, token_id, num_wanted) if token_id < vocab_size else None
+            for row, token_id in enumerate(part)
+        ]
+    return logprobs
+
+
 # ---- what few samples need -----------------------------------------------------------------------
 
 

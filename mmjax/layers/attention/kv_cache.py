@@ -70,6 +70,8 @@ class KVCacheSpec:
     """Which of `layers`, and of `states` behind them, each of the decoder's has; empty: its own."""
     states: tuple[StateSpec, ...] = ()
     """Of recurrent layers: what they keep is a request's, and not a token's."""
+    kept_width: int = 0
+    """Width of the states of another model that stand behind all layers; 0: none do."""
 
     @classmethod
     def alike(
@@ -337,7 +339,25 @@ class StateCache(NamedTuple):
         return cls(tuple(jnp.zeros((num_slots, *one.shape), jnp.float32) for one in spec.arrays))
 
 
-KVCache = tuple[LayerCache | StateCache, ...]
+class KeptStates(NamedTuple):
+    """A hidden state of each token, of the model that a layer guesses for, in the cache's slots."""
+
+    rows: Shaped[Array, "M Q D"]
+    """Numbers, or their bits, as `layers.cpu.storage` keeps them."""
+
+    def write(
+        self, states: Float[Array, "T D"], blocks: Int[Array, " T"], offsets: Int[Array, " T"]
+    ) -> "KeptStates":
+        """Store states in slots; those with a block id out of range are dropped."""
+        stored = to_storage(states, self.rows.dtype)
+        return KeptStates(self.rows.at[blocks, offsets].set(stored, mode="drop"))
+
+    def read(self, blocks: Int[Array, " T"], offsets: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Return the states of slots; of a block id out of range any."""
+        return from_storage(self.rows.at[blocks, offsets].get(mode="clip"))
+
+
+KVCache = tuple[LayerCache | StateCache | KeptStates, ...]
 
 
 class DenseCache(NamedTuple):
@@ -371,8 +391,12 @@ def allocate(
     sharding: HeadSharding | None = None,
     num_state_slots: int = 0,
 ) -> KVCache:
-    """Return zeroed blocks for every layer, and zeroed slots for recurrent ones."""
+    """Return zeroed blocks for every layer, zeroed slots for recurrent ones, and kept states."""
     blocks = (
         cache_type.zeros(layer, num_blocks, block_size, dtype, sharding) for layer in spec.layers
     )
-    return *blocks, *(StateCache.zeros(one, num_state_slots) for one in spec.states)
+    states = (StateCache.zeros(one, num_state_slots) for one in spec.states)
+    if not spec.kept_width:
+        return *blocks, *states
+    kept = KeptStates(jnp.zeros((num_blocks, block_size, spec.kept_width), dtype))
+    return *blocks, *states, kept

@@ -3,21 +3,51 @@
 from collections.abc import Sequence
 from typing import Any
 
+from mmjax.language.llama import LlamaConfig, MtpTextModel
 from mmjax.models.glm4v.host_inputs import Glm4vHostInputs
+from mmjax.models.grid_inputs import GridHostInputs
 from mmjax.models.grid_model import GridModel
+from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import text_rules
 from mmjax.weights.rules import Rule, RuleTypes
 
 
+class GlmOcrMtp(MultiModalModel):
+    """The layer behind GLM-OCR's last, which guesses tokens ahead."""
+
+    host_inputs = GridHostInputs
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        config = LlamaConfig.from_hf(hf_config.text_config)
+        self.language_model = MtpTextModel(
+            config, is_tied=hf_config.tie_word_embeddings, dtype=dtype
+        )
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        """Map the layer's names; all others, its copies of table and head too, are not read."""
+        own = rf"^model\.language_model\.layers\.{hf_config.text_config.num_hidden_layers}\."
+        return (
+            Rule(rf"^(?!{own[1:]})", None),
+            Rule(rf"{own}(embed_tokens|shared_head\.head)\.", None),
+            Rule(rf"{own}shared_head\.norm\.", "language_model.norm."),
+            Rule(rf"{own}(enorm|hnorm|eh_proj)\.", r"language_model.\1."),
+            *text_rules(hf_config),
+            Rule(r"^model\.language_model\.", "language_model."),
+        )
+
+
 class GlmOcrForConditionalGeneration(GridModel):
     """Served as HF's class of this name."""
+
+    mtp_class = GlmOcrMtp
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, which is also save_pretrained's, and the module's own names."""
         num_layers = hf_config.text_config.num_hidden_layers
         return (
-            # The layer behind the last guesses several tokens at once.
+            # `GlmOcrMtp`'s.
             Rule(rf"^model\.language_model\.layers\.{num_layers}\.", None),
             *text_rules(hf_config),
             Rule(r"^model\.visual\.embeddings\.$", None),  # HF's has no output here
@@ -33,6 +63,7 @@ class GlmOcrForConditionalGeneration(GridModel):
 class Glm4vForConditionalGeneration(GlmOcrForConditionalGeneration):
     """Served as HF's class of this name; its patches have learned positions."""
 
+    mtp_class = None  # no published checkpoint has its layer
     host_inputs = Glm4vHostInputs
 
 
