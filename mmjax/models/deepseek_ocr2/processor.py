@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import RequestValueError, check_settings
+from mmjax.errors import check_settings
 from mmjax.models.deepseek_ocr2.host_inputs import (
     MAX_TILES,
     STRIDE,
@@ -25,13 +25,10 @@ from mmjax.models.deepseek_ocr2.host_inputs import (
     count_tokens,
     read_sides,
 )
-from mmjax.models.family import (
-    FamilyInfo,
-    item_fields,
-    make_factories,
-)
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.image_processors.image import sliver_error
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.image_processors.tiling import check_limits, list_arrangements
@@ -69,8 +66,9 @@ class ViewAndTiles:
             `num_local_patches` int64[images] and `image_affine`.
         """
         fewest, most = self.get_limits(kwargs)
-        for image in images:
-            self._check_size(ImageSize(*image.size))
+        for size in (ImageSize(*image.size) for image in images):
+            if round(min(size) / max(size) * self.sides.view) < 1:
+                raise sliver_error(size, self.sides.view)
         outputs = self.hf(list(images), min_patches=fewest, max_patches=most)
         tiles = outputs.get("pixel_values_local")
         none = np.empty((0, 3, self.sides.tile, self.sides.tile), np.uint8)
@@ -91,14 +89,6 @@ class ViewAndTiles:
             _LIMITS[name] if kwargs.get(name) is None else kwargs[name] for name in names
         )
         return check_limits(fewest, most, names, MAX_TILES)
-
-    def _check_size(self, size: ImageSize) -> None:
-        if round(min(size) / max(size) * self.sides.view) < 1:
-            raise RequestValueError(
-                f"image is {size.width}x{size.height} pixels; scaled until its longer side is "
-                f"{self.sides.view}, the shorter has none: crop it",
-                param="multi_modal_data",
-            )
 
 
 _FOUND = re.compile(r"<\|ref\|>(.*?)<\|/ref\|>\s*<\|det\|>(.*?)<\|/det\|>", re.DOTALL)
