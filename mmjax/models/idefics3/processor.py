@@ -34,7 +34,7 @@ from mmjax.processing.image_processors.parts import (
     load_video_settings,
     read_json,
 )
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, PixelsOnlyDataParser
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
@@ -188,10 +188,6 @@ CHAT_TEMPLATE = write_turns(
 """SmolVLM's turns (HF: `DEFAULT_CHAT_TEMPLATE` of processing_smolvlm.py)."""
 
 
-class SmolVLMDataParser(ImagesOnlyDataParser):
-    keeps_metadata = True
-
-
 DOCTAG = "<doctag>"
 """Granite-Docling's tokenizer alone has it, of all that are served as Idefics3."""
 DOCLING_TASKS = {
@@ -286,7 +282,7 @@ class Idefics3ProcessingInfo(FamilyInfo):
 
 
 class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
-    data_parser = SmolVLMDataParser
+    data_parser = PixelsOnlyDataParser
     limits: ClassVar = {"image": None, "video": None}
     placeholders: ClassVar = {"image": IMAGE, "video": "<video>"}
 

@@ -31,7 +31,7 @@ from mmjax.processing.image_processors.patches import PLANNED_ASPECT_RATIO, chec
 from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.image_processors.tiling import check_limits
 from mmjax.processing.items.items import ImageSize
-from mmjax.processing.items.parse import ImagesOnlyDataParser
+from mmjax.processing.items.parse import PixelsOnlyDataParser
 from mmjax.processing.media.decode import map_in_threads
 from mmjax.processing.prompt_updates.updates import (
     PromptUpdateDetails,
@@ -205,15 +205,10 @@ _SUFFIXES = {"image": "", "video": "_videos"}
 """Of HF's names of a modality's tensors."""
 
 
-class MiniCPMV46DataParser(ImagesOnlyDataParser):
-    """Nothing says how many of the embeddings are a slice."""
-
-    keeps_metadata = True
-
-
 class MiniCPMV46ProcessingInfo(FamilyInfo):
     chat_template = write_chatml(write_parts(**_PLACEHOLDERS))
-    data_parser = MiniCPMV46DataParser
+    data_parser = PixelsOnlyDataParser
+    """Nothing says how many of the embeddings are a slice."""
     host_inputs = MiniCPMV46HostInputs
     limits: ClassVar = {"image": None, "video": None}
     image_processors: ClassVar = {"MiniCPMV4_6": "minicpmv4_6"}

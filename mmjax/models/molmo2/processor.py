@@ -41,7 +41,7 @@ from mmjax.processing.image_processors.parts import (
     load_video_settings,
 )
 from mmjax.processing.items.items import ImageSize
-from mmjax.processing.items.parse import ImagesOnlyDataParser
+from mmjax.processing.items.parse import PixelsOnlyDataParser
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
@@ -123,10 +123,6 @@ _FIXED_SETTINGS: Mapping[str, Any] = {
 }
 
 
-class Molmo2DataParser(ImagesOnlyDataParser):
-    keeps_metadata = True
-
-
 class Molmo2ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     tasks: ClassVar = {
@@ -134,7 +130,7 @@ class Molmo2ProcessingInfo(FamilyInfo):
         "Point to": "Point to the {boats}.",
         "Count": "How many {boats} are there?",
     }
-    data_parser = Molmo2DataParser
+    data_parser = PixelsOnlyDataParser
     host_inputs = Molmo2HostInputs
     limits: ClassVar = {"image": None, "video": 1}
     placeholders: ClassVar = {"image": "<|image|>", "video": "<|video|>"}
