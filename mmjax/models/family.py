@@ -332,6 +332,7 @@ def item_fields(
     units: Sequence[str] = (),
     counts: Any = (),
     on_host: Sequence[str] = (),
+    units_on_host: Sequence[str] = (),
 ) -> dict[str, MultiModalFieldConfig]:
     """Return the fields of a modality, its precomputed embeddings among them.
 
@@ -340,15 +341,18 @@ def item_fields(
         rows: Tensors of which a row is an item.
         units: Tensors of which an item has several rows: `counts[i]` of them.
         counts: As above; empty where there is none of these tensors.
-        on_host: Tensors of which a row is an item that the device never sees.
+        on_host: Those of `rows` that the device never sees.
+        units_on_host: Those of `units` that it never sees.
     """
-    several = MultiModalFieldConfig.flat_from_sizes(modality, np.asarray(counts))
-    one, kept = (MultiModalFieldConfig.batched(modality, keep_on_cpu=x) for x in (False, True))
+    sizes, config = np.asarray(counts), MultiModalFieldConfig
+    one, kept_one = (config.batched(modality, keep_on_cpu=x) for x in (False, True))
+    several, kept = (config.flat_from_sizes(modality, sizes, keep_on_cpu=x) for x in (False, True))
     return {
         f"{modality}_embeds": one,
         **dict.fromkeys(rows, one),
         **dict.fromkeys(units, several),
-        **dict.fromkeys(on_host, kept),
+        **dict.fromkeys(on_host, kept_one),
+        **dict.fromkeys(units_on_host, kept),
     }
 
 

@@ -297,8 +297,6 @@ class Gemma4ProcessingInfo(FamilyInfo):
     # ---- tokens ----------------------------------------------------------------------------------
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        num_frames = np.asarray(outputs.get("num_frames_per_video", ()), np.int64)
-        seconds = MultiModalFieldConfig.flat_from_sizes("video", num_frames, keep_on_cpu=True)
         return {
             **item_fields(
                 "image",
@@ -308,10 +306,10 @@ class Gemma4ProcessingInfo(FamilyInfo):
             **item_fields(
                 "video",
                 units=["pixel_values_videos", "video_position_ids"],
-                counts=num_frames,
+                counts=outputs.get("num_frames_per_video", ()),
                 on_host=["num_frames_per_video", "num_soft_tokens_per_video"],
+                units_on_host=["timestamps"],
             ),
-            "timestamps": seconds,
             **item_fields(
                 "audio",
                 units=["input_features"],

@@ -290,12 +290,12 @@ class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
         return as_ids(self.placeholders[modality], self.get_tokenizer())
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        counts = np.asarray(outputs.get("num_frames", ()), int)
-        seconds = MultiModalFieldConfig.flat_from_sizes("video", counts + 1, keep_on_cpu=True)
-        videos = item_fields(
-            "video", units=["pixel_values_videos"], counts=counts, on_host=["num_frames"]
-        )
-        return {**super().get_fields(outputs), **videos, "video_seconds": seconds}
+        counts, frames = np.asarray(outputs.get("num_frames", ()), int), ["pixel_values_videos"]
+        return {
+            **super().get_fields(outputs),
+            **item_fields("video", units=frames, counts=counts, on_host=["num_frames"]),
+            **item_fields("video", units_on_host=["video_seconds"], counts=counts + 1),
+        }
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
         if modality == "image":

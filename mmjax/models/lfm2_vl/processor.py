@@ -304,18 +304,12 @@ class Lfm2VLProcessingInfo(FamilyInfo):
         return find_largest(self.get_budget(self.get_planned_mm_kwargs()))
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        counts = {name: outputs.get(f"image_num_{name}", ()) for name in ("patches", "units")}
-        units = np.asarray(counts["units"], int)
+        names = ("image_num_patches", "image_num_units")
+        patches, units = (outputs.get(name, ()) for name in names)
         return {
-            **item_fields(
-                "image",
-                units=["pixel_values"],
-                counts=counts["patches"],
-                on_host=["image_tiles", *(f"image_num_{name}" for name in counts)],
-            ),
-            "spatial_shapes": MultiModalFieldConfig.flat_from_sizes(
-                "image", units, keep_on_cpu=True
-            ),
+            **item_fields("image", units=["pixel_values"], counts=patches),
+            **item_fields("image", units_on_host=["spatial_shapes"], counts=units),
+            **item_fields("image", on_host=["image_tiles", *names]),
         }
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:

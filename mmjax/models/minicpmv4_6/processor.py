@@ -305,16 +305,10 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
         fields: dict[str, MultiModalFieldConfig] = {}
         for modality, suffix in _SUFFIXES.items():
             names = [f"{modality}_num_patches", f"{modality}_num_units"]
-            patches, units = (np.asarray(outputs.get(name, ()), int) for name in names)
-            fields |= item_fields(
-                modality,
-                units=[f"pixel_values{suffix}"],
-                counts=patches,
-                on_host=[f"{modality}_grids", *names],
-            )
-            fields[f"target_sizes{suffix}"] = MultiModalFieldConfig.flat_from_sizes(
-                modality, units, keep_on_cpu=True
-            )
+            patches, units = (outputs.get(name, ()) for name in names)
+            fields |= item_fields(modality, units=[f"pixel_values{suffix}"], counts=patches)
+            fields |= item_fields(modality, units_on_host=[f"target_sizes{suffix}"], counts=units)
+            fields |= item_fields(modality, on_host=[f"{modality}_grids", *names])
         return fields
 
     def reference_inputs(

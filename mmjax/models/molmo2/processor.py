@@ -252,21 +252,19 @@ class Molmo2ProcessingInfo(FamilyInfo):
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         several = (
-            ("image", "image_num_crops", ["pixel_values"]),
-            ("image", "num_windows", ["image_token_pooling"]),
-            ("image", "num_tokens", ["image_rows"]),
-            ("video", "num_frames", ["pixel_values_videos"]),
-            ("video", "num_video_windows", ["video_token_pooling"]),
-            ("video", "num_video_tokens", ["video_rows"]),
+            ("image", "image_num_crops", "pixel_values"),
+            ("image", "num_windows", "image_token_pooling"),
+            ("image", "num_tokens", "image_rows"),
+            ("video", "num_frames", "pixel_values_videos"),
+            ("video", "num_video_windows", "video_token_pooling"),
+            ("video", "num_video_tokens", "video_rows"),
         )
         found = item_fields("image", on_host=["image_grids"])
-        for modality, count, names in several:
+        for modality, count, name in several:
             counts = outputs.get(count, ())
-            found |= item_fields(modality, units=names, counts=counts, on_host=[count])
-        seconds = MultiModalFieldConfig.flat_from_sizes(
-            "video", np.asarray(outputs.get("num_frames", ())), keep_on_cpu=True
-        )
-        return {**found, "timestamps": seconds}
+            found |= item_fields(modality, units=[name], counts=counts, on_host=[count])
+        frames = outputs.get("num_frames", ())
+        return found | item_fields("video", units_on_host=["timestamps"], counts=frames)
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
