@@ -224,12 +224,28 @@ class FamilyInfo(BaseProcessingInfo):
         assert size is not None, "frames of any size: a family says which are largest"
         return self.get_max_frames(seq_len, mm_counts), size
 
+    @property
+    def num_frame_tokens(self) -> int:
+        """How many embeddings a frame of a video has, at most."""
+        return self.num_unit_tokens
+
+    @property
+    def num_frame_room(self) -> int:
+        """How many tokens it has, with text of its own."""
+        return self.num_frame_tokens
+
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
+        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens.
+
+        No more than are seen of one, where the part for videos has a `sampling`.
+        """
         num_tokens = seq_len or self.ctx.model_config.max_model_len
         num_videos = max((mm_counts or {}).get("video", 0), 1)
-        num_frames = num_tokens // self.num_unit_tokens // num_videos
-        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
+        most = self.get_media_limits().max_video_frames
+        part = getattr(self.get_hf_processor(), "video_processor", None)
+        if (sampling := getattr(part, "sampling", None)) is not None:
+            most = sampling.asked(self.scope_kwargs({}, "videos_kwargs")).num_frames or most
+        return max(min(num_tokens // self.num_frame_room // num_videos, most), 1)
 
     # ---- the seeds' hooks, by the row ------------------------------------------------------------
 
@@ -256,10 +272,10 @@ class FamilyInfo(BaseProcessingInfo):
         most = dict[str, int]()
         if "image" in self.supported_mm_limits:
             most["image"] = self.get_max_image_tokens()
+        if "video" in self.supported_mm_limits:
+            most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_frame_tokens
         if "audio" in self.supported_mm_limits:
             most["audio"] = self.get_max_clip_tokens(seq_len, mm_counts)
-        if "video" in self.supported_mm_limits:
-            most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_unit_tokens
         return most
 
     def parse_answer(
@@ -291,6 +307,21 @@ class FamilyInfo(BaseProcessingInfo):
                 f"the tokenizer does not know `{token}`, which the model's prompts are made of"
             )
         return token_id
+
+    def find_bos(self, *, or_eos: bool = False) -> int:
+        """Return the token that prompts begin with; `CheckpointError` where there is none.
+
+        `or_eos`: the tokenizer's EOS where it has no BOS, as Qwen2's.
+        """
+        tokenizer = self.get_tokenizer()
+        for found in (tokenizer.bos_token_id, tokenizer.eos_token_id)[: 1 + or_eos]:
+            if found is not None:
+                return found
+        lacking = "neither a BOS nor an EOS" if or_eos else "no BOS"
+        raise CheckpointError(
+            f"the tokenizer has {lacking} token, and the model's prompts need one: name it in "
+            "tokenizer_config.json"
+        )
 
     def check_token(self, token: str, key: str = "image_token_id") -> None:
         """Refuse a checkpoint whose config.json gives a token another id than the tokenizer."""

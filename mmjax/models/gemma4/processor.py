@@ -246,8 +246,9 @@ class Gemma4ProcessingInfo(FamilyInfo):
 
         return {f"{m}s_kwargs": {"max_soft_tokens": find_most(m)} for m in self.limits}
 
-    def get_largest_image(self) -> ImageSize:
-        return self.get_hf_processor().image_processor.find_largest(self.get_budget("image"))
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        budget = self.get_budget("image")
+        return self.get_image_processor().find_largest(budget), budget
 
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -256,27 +257,20 @@ class Gemma4ProcessingInfo(FamilyInfo):
         return self.get_max_frames(seq_len, mm_counts), largest
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the number of frames that are sampled, or that fit if videos share a prompt.
+        """Return those of a whole prompt, not of a step.
 
-        Not those of a step: every video of 32 seconds and more has all that are sampled.
+        Every video of 32 seconds and more has all that are sampled.
         """
-        part: TokenBudgetVideoPatcher = self.get_hf_processor().video_processor
-        sampling = part.sampling.asked(self.scope_kwargs({}, "videos_kwargs"))
-        most = sampling.num_frames or self.get_media_limits().max_video_frames
-        num_videos = max((mm_counts or {}).get("video", 0), 1)
-        share = self.ctx.model_config.max_model_len // num_videos
-        return max(min(share // self.get_budget("video"), most), 1)
+        return super().get_max_frames(None, mm_counts)
 
-    def get_mm_max_tokens_per_item(
+    @property
+    def num_frame_tokens(self) -> int:
+        return self.get_budget("video")
+
+    def get_max_clip_tokens(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        num_frames = self.get_max_frames(seq_len, mm_counts)
-        most = {
-            "image": self.get_budget("image"),
-            "video": num_frames * self.get_budget("video"),
-            "audio": self.max_clip_rows,
-        }
-        return {modality: most[modality] for modality in self.supported_mm_limits}
+    ) -> int:
+        return self.max_clip_rows
 
     def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
         return self.get_hf_processor().feature_extractor.num_samples

@@ -261,13 +261,9 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
         planned["videos_kwargs"]["max_num_frames"] = most
         return planned
 
-    def get_largest_image(self) -> ImageSize:
+    def find_largest_image(self) -> tuple[ImageSize, int]:
         cutter, most = self.find_cutter("image")
-        return cutter.find_largest(most)[0]
-
-    def get_max_image_tokens(self) -> int:
-        cutter, most = self.find_cutter("image")
-        return cutter.find_largest(most)[1]
+        return cutter.find_largest(most)
 
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -280,24 +276,18 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
 
         That is of all frames that may be seen, of those that fit if videos share a prompt.
         """
-        cutter, most = self.find_cutter("video")
-        assert isinstance(cutter, FrameSliceCutter)
+        cutter: FrameSliceCutter = self.get_hf_processor().video_processor
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs(), "videos_kwargs")
         num_frames = cutter.sampling.asked(kwargs).max_num_frames
         num_videos = max((mm_counts or {}).get("video", 0), 1)
         share = self.ctx.model_config.max_model_len // num_videos
         num_tokens = min(share, num_frames * cutter.find_largest(1)[1])
-        return max(min(num_tokens // cutter.find_largest(most)[1], num_frames), 1)
+        return max(min(num_tokens // self.num_frame_tokens, num_frames), 1)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
+    @property
+    def num_frame_tokens(self) -> int:
         cutter, most = self.find_cutter("video")
-        num_frames = self.get_max_frames(seq_len, mm_counts)
-        return {
-            "image": self.get_max_image_tokens(),
-            "video": num_frames * cutter.find_largest(most)[1],
-        }
+        return cutter.find_largest(most)[1]
 
     # ---- tokens and tensors ----------------------------------------------------------------------
 

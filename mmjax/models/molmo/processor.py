@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import CheckpointError, RequestValueError, check_settings
-from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
+from mmjax.models.family import Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
     NUM_NEW_TOKENS,
@@ -29,6 +29,7 @@ from mmjax.models.molmo.host_inputs import (
     count_embedding_rows,
     new_token_id,
 )
+from mmjax.models.tiles import CropsInfo
 from mmjax.processing.image_processors.crops import Grid, OverlappingCrops
 from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
@@ -220,7 +221,7 @@ def format_prompt(text: str, message_format: str, *, always_start_with_space: bo
     return f" {text}" if always_start_with_space else text
 
 
-class MolmoProcessingInfo(FamilyInfo):
+class MolmoProcessingInfo(CropsInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = MolmoHostInputs
@@ -274,18 +275,6 @@ class MolmoProcessingInfo(FamilyInfo):
                 f"together less than the {processor.crop_patches} patches of a crop"
             )
 
-    @property
-    def bos_token_id(self) -> int:
-        """The tokenizer's BOS; its EOS where it has none, as Qwen2's."""
-        tokenizer = self.get_tokenizer()
-        for found in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-            if found is not None:
-                return found
-        raise CheckpointError(
-            "the tokenizer has neither a BOS nor an EOS token; Molmo's prompts begin with one "
-            "of them: name it in tokenizer_config.json"
-        )
-
     def frame_prompt(
         self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
     ) -> list[int]:
@@ -293,7 +282,7 @@ class MolmoProcessingInfo(FamilyInfo):
 
         A control token's name that a user wrote, and that was tokenized as mere text, stays so.
         """
-        tokenizer, bos = self.get_tokenizer(), self.bos_token_id
+        tokenizer, bos = self.get_tokenizer(), self.find_bos(or_eos=True)
         words = token_ids[1:] if token_ids[:1] == [bos] else token_ids
         given = self.scope_kwargs(mm_kwargs, "text_kwargs")
         settings = {key: given.get(key, value) for key, value in _TEXT_SETTINGS.items()}
@@ -307,17 +296,6 @@ class MolmoProcessingInfo(FamilyInfo):
         prefix, suffix = formatted[:start], formatted[start + len(text) :]
         return [bos, *_encode_around(tokenizer, prefix, words, suffix)]
 
-    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return the larger of the checkpoint's number of crops and the operator's."""
-        cutter: MolmoImageProcessor = self.get_image_processor()
-        operators = cutter.resolve_max_crops(self.scope_kwargs({}))
-        return {"max_crops": max(cutter.max_crops, operators)}
-
-    def find_largest_image(self) -> tuple[ImageSize, int]:
-        """Return the size of an image with the most embeddings, and how many."""
-        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return self.get_image_processor().find_largest(kwargs)
-
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return item_fields(
             "image",
@@ -330,7 +308,7 @@ class MolmoProcessingInfo(FamilyInfo):
         return new_token_id(self.get_hf_config(), "<im_patch>")
 
     def get_target(self, modality: str) -> Target:
-        return PromptIndexTargets.prefix([self.bos_token_id])
+        return PromptIndexTargets.prefix([self.find_bos(or_eos=True)])
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(tensors["image_grid_hw"].tolist())

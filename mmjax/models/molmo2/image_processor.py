@@ -181,11 +181,6 @@ class Molmo2VideoProcessor:
         """How many embeddings a frame has, marks included."""
         return len(self.pool_frame()[1])
 
-    @property
-    def frame_room(self) -> int:
-        """How many tokens a frame has at most, with its second: a digit is one."""
-        return self.num_frame_tokens + len(" 99999.9 ")
-
     def pool_frame(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the windows of a frame, and int[tokens]: its rows, marks included."""
         side = self.crop_side // self.patch_size

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmjax.errors import CheckpointError, check_settings
-from mmjax.models.family import FamilyInfo, item_fields, make_factories
+from mmjax.models.family import item_fields, make_factories
 from mmjax.models.molmo2.host_inputs import (
     MARKS,
     MAX_POOLED,
@@ -35,6 +35,7 @@ from mmjax.models.molmo2.image_processor import (
     Molmo2Sampling,
     Molmo2VideoProcessor,
 )
+from mmjax.models.tiles import CropsInfo
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
     load_image_settings,
@@ -123,7 +124,7 @@ _FIXED_SETTINGS: Mapping[str, Any] = {
 }
 
 
-class Molmo2ProcessingInfo(FamilyInfo):
+class Molmo2ProcessingInfo(CropsInfo):
     chat_template = CHAT_TEMPLATE
     tasks: ClassVar = {
         "Describe": "Describe this image.",
@@ -201,28 +202,8 @@ class Molmo2ProcessingInfo(FamilyInfo):
         self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
     ) -> list[int]:
         """Begin a prompt with BOS, or with EOS where the tokenizer has none, as Qwen's."""
-        tokenizer = self.get_tokenizer()
-        bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        if bos is None:
-            raise CheckpointError(
-                "the tokenizer has neither a BOS nor an EOS token, and Molmo 2's prompts begin "
-                "with one of them: name it in tokenizer_config.json"
-            )
+        bos = self.find_bos(or_eos=True)
         return token_ids if token_ids[:1] == [bos] else [bos, *token_ids]
-
-    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return the larger of the checkpoint's number of crops and the operator's."""
-        cutter: Molmo2ImageProcessor = self.get_image_processor()
-        operators = self.scope_kwargs({}).get("max_crops") or cutter.max_crops
-        return {"max_crops": max(cutter.max_crops, operators)}
-
-    def find_largest_image(self) -> tuple[ImageSize, int]:
-        """Return the size of an image with the most embeddings, and how many."""
-        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return self.get_image_processor().find_largest(kwargs)
-
-    def get_unit_size(self) -> None:
-        """Return nothing: images have any size."""
 
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -230,25 +211,14 @@ class Molmo2ProcessingInfo(FamilyInfo):
         side = self.get_hf_processor().video_processor.crop_side
         return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
 
-    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the frames of the longest video: those that are seen, or that fit into a step.
+    @property
+    def num_frame_tokens(self) -> int:
+        return self.get_hf_processor().video_processor.num_frame_tokens
 
-        All of them go in one, with their seconds between them.
-        """
-        part: Molmo2VideoProcessor = self.get_hf_processor().video_processor
-        sampling = part.sampling.asked(self.scope_kwargs({}, "videos_kwargs"))
-        most = sampling.num_frames or self.get_media_limits().max_video_frames
-        return max(
-            min((seq_len or self.ctx.model_config.max_model_len) // part.frame_room, most), 1
-        )
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        part: Molmo2VideoProcessor = self.get_hf_processor().video_processor
-        frames = self.get_max_frames(seq_len, mm_counts)
-        most = {"image": self.get_max_image_tokens(), "video": frames * part.num_frame_tokens}
-        return {modality: most[modality] for modality in self.supported_mm_limits}
+    @property
+    def num_frame_room(self) -> int:
+        """How many tokens a frame has at most, with its second: a digit is one."""
+        return self.num_frame_tokens + len(" 99999.9 ")
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         several = (

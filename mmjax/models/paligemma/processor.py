@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, check_settings
+from mmjax.errors import check_settings
 from mmjax.models.family import FamilyInfo, FamilyProcessor, make_factories
 from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.retrieval.prompts import (
@@ -95,17 +95,8 @@ class PaliGemmaProcessingInfo(FamilyInfo):
             source=source,
         )
         self.check_token(IMAGE_TOKEN)
-        self._find_bos()
+        self.find_bos()
         return processor
-
-    def _find_bos(self) -> int:
-        bos: int | None = self.get_tokenizer().bos_token_id
-        if bos is None:
-            raise CheckpointError(
-                "the tokenizer has no BOS token, which PaliGemma's prompts have behind images; "
-                "name it in tokenizer_config.json"
-            )
-        return bos
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Require one row for each patch."""
@@ -121,7 +112,7 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         A prompt with BOS there and a newline at its end is one already.
         """
         tokenizer, image = self.get_tokenizer(), self.get_embed_token_id("image")
-        bos, end = self._find_bos(), tokenizer.decode(token_ids[-1:])
+        bos, end = self.find_bos(), tokenizer.decode(token_ids[-1:])
         start = len(token_ids) - token_ids[::-1].index(image) if image in token_ids else 0
         if token_ids[start : start + 1] == [bos] and end.endswith("\n"):
             return token_ids
