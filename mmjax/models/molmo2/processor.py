@@ -36,6 +36,7 @@ from mmjax.models.molmo2.image_processor import (
     Molmo2VideoProcessor,
 )
 from mmjax.models.tiles import CropsInfo
+from mmjax.processing.chat_turns import write_chatml
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
     load_image_settings,
@@ -88,32 +89,22 @@ def _find_points(text: str) -> Iterator[tuple[str, str, int, int, int]]:
 
 
 PATCH = "<im_patch>"
-CHAT_TEMPLATE = r"""
-{%- set found = namespace(images=0) -%}
-{%- for message in messages -%}
-    {%- for part in message.content if part.type == 'image' -%}
-        {%- set found.images = found.images + 1 -%}
-    {%- endfor -%}
+_MEDIA = r"""
+{%- set parts = messages | sum(attribute='content', start=[]) -%}
+{%- set images = parts | selectattr('type', 'equalto', 'image') | list -%}
+{%- for image in images -%}
+    {{- ('Image ' ~ loop.index if images | length > 1 else '') ~ '<|image|>' -}}
 {%- endfor -%}
-{%- for number in range(1, found.images + 1) -%}
-    {{- ('Image ' ~ number if found.images > 1 else '') ~ '<|image|>' -}}
+{%- for part in parts if part.type == 'video' -%}
+    {{- '<|video|>' -}}
 {%- endfor -%}
-{%- for message in messages -%}
-    {%- for part in message.content if part.type == 'video' -%}
-        {{- '<|video|>' -}}
-    {%- endfor -%}
-{%- endfor -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\n' -}}
-    {%- for part in message.content if part.type == 'text' -%}
-        {{- ('' if loop.first else ' ') + part.text -}}
-    {%- endfor -%}
-    {{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
 """
+_TEXTS = r"""
+{%- for part in message.content if part.type == 'text' -%}
+    {{- ('' if loop.first else ' ') + part.text -}}
+{%- endfor -%}
+"""
+CHAT_TEMPLATE = write_chatml(_TEXTS.strip(), first=_MEDIA)
 """The published order, media before all turns; the published one refuses a system's turn."""
 _FIXED_SETTINGS: Mapping[str, Any] = {
     "do_resize": True,
@@ -147,50 +138,35 @@ class Molmo2ProcessingInfo(CropsInfo):
         """Return mmjax's own: HF's needs torchvision."""
         path = self.ctx.model_config.path
         _ = self.encoder_spec  # refuses crops that the tower does not take
-        own = load_video_settings(path)
-        parts = ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=self._make_part(Molmo2ImageProcessor, load_image_settings(path)),
-            video_processor=self._make_part(
-                Molmo2VideoProcessor, {**own, "sampling": Molmo2Sampling().of_checkpoint(own)}
-            ),
-        )
         ids: dict[str, int] = dict(zip((PATCH, *MARKS), self._prompt_ids, strict=True))
         found = {token: self.get_token_id(token) for token in ids}
         check_settings(found, ids, where="the tokenizer")
-        return parts
+        images, frames = load_image_settings(path), load_video_settings(path)
+        # Frames are whole crops: they have no margins.
+        frames |= {"sampling": Molmo2Sampling().of_checkpoint(frames), "overlap_margins": (0, 0)}
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=self._make_part("image", Molmo2ImageProcessor, images),
+            video_processor=self._make_part("video", Molmo2VideoProcessor, frames),
+        )
 
     def _make_part(
-        self, kind: type[Molmo2ImageProcessor | Molmo2VideoProcessor], settings: Mapping[str, Any]
+        self, modality: str, kind: type[Molmo2ImageProcessor], settings: Mapping[str, Any]
     ) -> Any:
         """Return what cuts images, or frames; `CheckpointError` for what no model takes."""
         vision = self.get_hf_config().vision_config
-        side = vision.image_size[0]
-        size = settings.get("size", {"height": 378, "width": 378})
-        settings = {
-            **settings,
-            **self.processor_settings,
-            "size": size,
-            "crop_side": size["height"],
-        }
-        wanted = {
-            **_FIXED_SETTINGS,
-            "size": {"height": side, "width": side},
-            "patch_size": vision.patch_size,
-        }
-        modality = "image" if kind is Molmo2ImageProcessor else "video"
+        side, patch_size = vision.image_size[0], vision.patch_size
+        found = {"size": {"height": 378, "width": 378}, **settings, **self.processor_settings}
+        wanted = {"size": {"height": side, "width": side}, "patch_size": patch_size}
         where, source = f"the {modality} processor", "the model takes"
-        check_settings(settings, wanted, where=where, source=source)
-        part = kind(
-            **{name: settings[name] for name in settings.keys() & kind.__dataclass_fields__}
-        )
-        rows, columns = part.pooling_size
-        has_room = not isinstance(part, Molmo2ImageProcessor) or part.window_patches >= 1
-        if not 1 <= rows * columns <= MAX_POOLED or not has_room:
+        check_settings(found, {**_FIXED_SETTINGS, **wanted}, where=where, source=source)
+        found["crop_side"] = side
+        part = kind(**{name: found[name] for name in found.keys() & kind.__dataclass_fields__})
+        if not 1 <= math.prod(part.pooling_size) <= MAX_POOLED or part.window_patches < 1:
             raise CheckpointError(
                 f"`pooling_size` and `overlap_margins` of {where} are {list(part.pooling_size)} "
-                f"and {list(settings.get('overlap_margins', ()))}; mmjax pools up to {MAX_POOLED} "
-                f"patches, and a crop has {side // vision.patch_size} a side"
+                f"and {list(part.overlap_margins)}; mmjax pools up to {MAX_POOLED} patches, and a "
+                f"crop has {side // patch_size} a side"
             )
         return part
 

@@ -54,17 +54,13 @@ def parse_objects(text: str, image_size: ImageSize) -> dict[str, Any]:
 
 IMAGE_TOKEN = "<image>"
 CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {%- for part in message.content if part.type == 'image' -%}
-        {{- '<image>' -}}
-    {%- endfor -%}
+{%- for part in messages | sum(attribute='content', start=[]) if part.type == 'image' -%}
+    {{- '<image>' -}}
 {%- endfor -%}
-{%- for message in messages if message.role == 'user' -%}
-    {%- if loop.last -%}
-        {%- for part in message.content if part.type == 'text' -%}
-            {{- part.text -}}
-        {%- endfor -%}
-    {%- endif -%}
+{%- for message in (messages | selectattr('role', 'equalto', 'user') | list)[-1:] -%}
+    {%- for part in message.content if part.type == 'text' -%}
+        {{- part.text -}}
+    {%- endfor -%}
 {%- endfor -%}
 """
 """The task of the last turn alone: the model was trained on tasks, not on conversations."""
