@@ -24,7 +24,7 @@ from mmjax.processing.image_processors.patches import (
     VideoPatcher,
     keep_bytes_of_patches,
 )
-from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.pil_classes import load_image_processor, make_image_processor
 from mmjax.processing.image_processors.sampled_videos import SampledVideoPatcher
 from mmjax.processing.items.parse import ImageSize, MultiModalDataParser
 from mmjax.processing.media.encoded import PixelRange
@@ -144,9 +144,8 @@ class GridInfo(FamilyInfo):
         # HF writes to them.
         own = load_video_settings(self.ctx.model_config.path)
         settings = copy.deepcopy(self.choose_video_settings(own))
-        known = settings.keys() & hf_class.valid_kwargs.__annotations__
         return self.choose_video_patcher(settings)(
-            hf_class(**{key: settings[key] for key in known}), settings=settings, **options
+            make_image_processor(hf_class, settings), settings=settings, **options
         )
 
     def choose_video_settings(self, own: Mapping[str, Any]) -> Mapping[str, Any]:

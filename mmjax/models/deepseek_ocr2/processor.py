@@ -27,10 +27,9 @@ from mmjax.models.deepseek_ocr2.host_inputs import (
 )
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.processing.context import InputProcessingContext
-from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.image import sliver_error
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.pil_classes import load_class, load_image_processor
 from mmjax.processing.image_processors.tiling import check_limits, list_arrangements
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -162,13 +161,8 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
         path = self.ctx.model_config.path
         if not self.is_original:
             return load_image_processor(path, {"DeepseekOcr2": "deepseek_ocr2"})
-        # Imported here: it imports torch if it is installed.
-        from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
-            DeepseekOcr2ImageProcessorPil,
-        )
-
         size = {"height": sides.view, "width": sides.view}
-        return keep_bytes(DeepseekOcr2ImageProcessorPil)(size=size, tile_size=sides.tile)
+        return load_class("DeepseekOcr2", "deepseek_ocr2")(size=size, tile_size=sides.tile)
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]

@@ -11,6 +11,7 @@ Pictures and frames -> tiles, as HF's Idefics3 image processor for Pillow makes 
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -27,13 +28,9 @@ from mmjax.models.family import (
 )
 from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
 from mmjax.processing.chat_turns import write_parts, write_turns
-from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.frames import Timing, read_timing, split_pairs
-from mmjax.processing.image_processors.parts import (
-    ProcessorOfParts,
-    load_video_settings,
-    read_json,
-)
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
+from mmjax.processing.image_processors.pil_classes import make_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, PixelsOnlyDataParser
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.updates import (
@@ -64,9 +61,12 @@ class TileCutter:
         }
     )
 
-    def __init__(self, hf: Any) -> None:
-        """`hf`: an `Idefics3ImageProcessorPil` whose pixels stay bytes."""
+    def __init__(self, hf: Any, side: int) -> None:
+        """`hf`: an `Idefics3ImageProcessorPil` whose pixels stay bytes; `side`: of a tile."""
         self.hf = hf
+        source = "`vision_config.image_size` of config.json is"
+        found, wanted = dict(hf.max_image_size), {"longest_edge": side}
+        check_settings(found, wanted, where="`max_image_size`", source=source)
 
     def __call__(
         self, images: Sequence[Any], *, return_tensors: str = "np", **kwargs: Any
@@ -75,20 +75,16 @@ class TileCutter:
 
         Rows and columns are 0 of an image that is not split.
         """
-        cut = [self.cut(image, kwargs) for image in images]
-        return {
-            "pixel_values": np.concatenate([pixels for pixels, _, _ in cut]),
-            "image_grid": np.array([grid for _, grid, _ in cut], np.int64),
-            "image_affine": cut[0][2],
-        }
-
-    def cut(self, image: Any, kwargs: Mapping[str, Any]) -> tuple[np.ndarray, list[int], Any]:
-        """Return the units of one image, its grid, and what makes pixels of bytes."""
         self.find_longest(kwargs)
         fixed = {"do_resize": True, "do_pad": False, "return_row_col_info": True}
-        outputs = self.hf([image], **{**kwargs, **fixed})
-        grid = [outputs["rows"][0][0], outputs["cols"][0][0]]
-        return np.stack(outputs["pixel_values"][0]), grid, outputs["image_affine"]
+        made = [self.hf([image], **{**kwargs, **fixed}) for image in images]
+        return {
+            "pixel_values": np.stack([unit for one in made for unit in one["pixel_values"][0]]),
+            "image_grid": np.array(
+                [(one["rows"][0][0], one["cols"][0][0]) for one in made], np.int64
+            ),
+            "image_affine": made[0]["image_affine"],
+        }
 
     def find_longest(self, kwargs: Mapping[str, Any]) -> int:
         """Return the longest side to which these kwargs scale; `RequestValueError` for no side."""
@@ -112,48 +108,29 @@ class TileCutter:
         return (number, number) if is_split and number > 1 else (0, 0)
 
 
-class FrameCutter:
+class FrameCutter(TileCutter):
     """Frames are scaled as images that are not split."""
 
     valid_kwargs: ClassVar = TileCutter.valid_kwargs - {"do_image_splitting"}
-
-    def __init__(self, hf_class: Any, settings: Mapping[str, Any]) -> None:
-        """`settings`: of the checkpoint's videos."""
-        known = hf_class.valid_kwargs.__annotations__
-        own = {key: value for key, value in settings.items() if key in known}
-        sampling = settings.get("video_sampling") or {}
-        if "size" not in own and sampling.get("video_size"):
-            own["size"] = sampling["video_size"]
-        self.hf = hf_class(**own)
-        self._tiles = TileCutter(self.hf)
 
     def __call__(
         self, videos: Sequence[Any], *, return_tensors: str = "np", **kwargs: Any
     ) -> dict[str, Any]:
         """Return the frames of all videos, and the seconds that they are written with.
 
-        Args:
-            videos: uint8[frames, height, width, 3], or a pair of that and its metadata.
-            return_tensors: "np".
-            kwargs: Of `valid_kwargs`.
-
-        Returns:
-            `pixel_values_videos` uint8[frames, C, Y, X], `num_frames` int64[videos], and
-            `video_seconds` int64[videos + frames]: of each video its length, then its frames'.
+        A video is its frames, or a pair of them and its metadata. `pixel_values_videos`
+        uint8[frames, C, Y, X]; `num_frames` int64[videos]; `video_seconds` int64[videos + frames]:
+        of each video its length, then its frames'.
         """
         pairs = split_pairs(videos)
-        kwargs["do_image_splitting"] = False
-        cut = [
-            self._tiles.cut(Image.fromarray(frame), kwargs)
-            for frames, _ in pairs
-            for frame in frames
-        ]
+        images = [Image.fromarray(frame) for frames, _ in pairs for frame in frames]
+        cut = super().__call__(images, **{**kwargs, "do_image_splitting": False})
         seconds = [find_seconds(read_timing(len(frames), known)) for frames, known in pairs]
         return {
-            "pixel_values_videos": np.concatenate([pixels for pixels, _, _ in cut]),
+            "pixel_values_videos": cut["pixel_values"],
             "num_frames": np.array([len(frames) for frames, _ in pairs], np.int64),
             "video_seconds": np.concatenate(seconds),
-            "video_affine": cut[0][2],
+            "video_affine": cut["image_affine"],
         }
 
 
@@ -201,6 +178,7 @@ class Idefics3ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = Idefics3HostInputs
+    image_processors: ClassVar = {"Idefics3": "idefics3"}
     placeholders: ClassVar = {"image": IMAGE}
     embed_token = IMAGE
 
@@ -210,29 +188,17 @@ class Idefics3ProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the parts: HF's processor of SmolVLM needs torchvision and num2words."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.models.idefics3.image_processing_pil_idefics3 import (
-            Idefics3ImageProcessorPil,
-        )
-
-        path, side = self.ctx.model_config.path, self.encoder_spec.inputs["pixel_values"][0][-1]
-        facts = {"image_seq_len": self.num_unit_tokens}
-        check_settings(read_json(path / "processor_config.json"), facts)
+        check_settings(self.processor_settings, {"image_seq_len": self.num_unit_tokens})
         self.check_token(IMAGE)
-        hf_class = keep_bytes(Idefics3ImageProcessorPil)
-        images, frames = hf_class.from_pretrained(path), None
-        if "video" in self.limits:
-            frames = FrameCutter(hf_class, load_video_settings(path))
-        parts = ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=TileCutter(images),
-            video_processor=frames,
-        )
-        for part in (images, *([] if frames is None else [frames.hf])):
-            found = {"longest_edge": part.max_image_size["longest_edge"]}
-            where, source = "`max_image_size`", "`vision_config.image_size` of config.json is"
-            check_settings(found, {"longest_edge": side}, where=where, source=source)
-        return parts
+        return super().load_hf_processor()
+
+    def wrap_image_processor(self, hf_processor: Any) -> TileCutter:
+        return TileCutter(hf_processor, self.unit_side)
+
+    @property
+    def unit_side(self) -> int:
+        """The pixels of a tile's side."""
+        return self.get_hf_config().vision_config.image_size
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
@@ -253,9 +219,7 @@ class Idefics3ProcessingInfo(FamilyInfo):
         cutter: TileCutter = self.get_hf_processor().image_processor
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
         rows, columns = cutter.find_largest_grid(kwargs)
-        unit = self.get_unit_size()
-        assert unit is not None, "tiles of one size"
-        size = ImageSize(width=max(columns, 1) * unit.width, height=max(rows, 1) * unit.height)
+        size = ImageSize(*(max(tiles, 1) * self.unit_side for tiles in (columns, rows)))
         return size, (rows * columns + 1) * self.num_unit_tokens
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
@@ -270,8 +234,8 @@ class Idefics3ProcessingInfo(FamilyInfo):
         """Write a picture of (rows, columns) of tiles, (0, 0) where it is not split."""
         rows, columns = size
         lines = [
-            "".join(self.write_unit(f"<row_{row}_col_{column}>") for column in _count(columns))
-            for row in _count(rows)
+            "".join(self.write_unit(f"<row_{row + 1}_col_{col + 1}>") for col in range(columns))
+            for row in range(rows)
         ]
         text = "\n".join([*lines, "", ""]) if lines else ""
         return as_ids(text + self.write_unit(WHOLE) + FAKE, self.get_tokenizer())
@@ -285,6 +249,14 @@ class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
     data_parser = PixelsOnlyDataParser
     limits: ClassVar = {"image": None, "video": None}
     placeholders: ClassVar = {"image": IMAGE, "video": "<video>"}
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        parts = super().load_hf_processor()
+        settings = load_video_settings(self.ctx.model_config.path)
+        sampled = (settings.get("video_sampling") or {}).get("video_size")
+        settings = {**({"size": sampled} if sampled else {}), **settings}
+        hf = make_image_processor(type(parts.image_processor.hf), settings)
+        return replace(parts, video_processor=FrameCutter(hf, self.unit_side))
 
     def get_target(self, modality: str) -> Target:
         return as_ids(self.placeholders[modality], self.get_tokenizer())
@@ -354,10 +326,6 @@ class SmolVLMMultiModalProcessor(FamilyProcessor[SmolVLMProcessingInfo]):
             tokens[tokens.index(fake) : end], embed_token_id
         )
         return update.with_content(content)
-
-
-def _count(number: int) -> range:
-    return range(1, number + 1)
 
 
 FACTORIES = make_factories(Idefics3ProcessingInfo)

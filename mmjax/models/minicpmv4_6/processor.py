@@ -28,7 +28,7 @@ from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.frames import FrameSampling, Timing, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.patches import PLANNED_ASPECT_RATIO, check_aspect_ratio
-from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.pil_classes import load_image_processor, make_image_processor
 from mmjax.processing.image_processors.tiling import check_limits
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.items.parse import PixelsOnlyDataParser
@@ -221,7 +221,6 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
             self.check_token(placeholder, f"{modality}_token_id")
         own = load_image_processor(path, self.image_processors)
         videos = load_video_settings(path)
-        known = videos.keys() & own.valid_kwargs.__annotations__
         sizes = {
             "patch_size": config.vision_config.patch_size,
             "downsample_mode": config.downsample_mode,
@@ -230,7 +229,7 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
             tokenizer=self.get_tokenizer(),
             image_processor=SliceCutter(own, **sizes),
             video_processor=FrameSliceCutter(
-                type(own)(**{key: videos[key] for key in known}), settings=videos, **sizes
+                make_image_processor(type(own), videos), settings=videos, **sizes
             ),
         )
 
