@@ -20,7 +20,11 @@ TOWER = r"^(model\.)?vision_(?:tower|encoder)\.(vision_model\.)?"
 WRAPPER_RULES = (
     Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
     Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
-    Rule(r"^(model\.)?(multi_modal_projector|vision_projection)\.", "multi_modal_projector."),
+    # Of HF's projectors that are one layer, the layer.
+    Rule(
+        r"^(model\.)?(multi_modal_projector|vision_projection)\.(linear\.)?",
+        "multi_modal_projector.",
+    ),
     Rule(r"^model\.(vision_tower|vision_embed_tokens)\.", r"\1."),
 )
 """What stands around a tower, in the same three layouts."""
