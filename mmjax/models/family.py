@@ -6,7 +6,7 @@ Where a row does not suffice, a family overrides a hook of `BaseMultiModalProces
 of `FamilyProcessor`.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -348,6 +348,15 @@ class FamilyInfo(BaseProcessingInfo):
         """
         found = [tensors[name] for name in names if name in tensors]
         return {**tensors, "pixel_values": np.concatenate(found)} if found else tensors
+
+    def find_larger(
+        self, read: Callable[[Mapping[str, Any]], int], scope: str = "images_kwargs"
+    ) -> int:
+        """Return the larger of what a part reads of the checkpoint's settings and the operator's.
+
+        `read` is given the kwargs of a call: none, and the operator's own.
+        """
+        return max(read(kwargs) for kwargs in ({}, self.scope_kwargs({}, scope)))
 
     def scope_kwargs(
         self, mm_kwargs: Mapping[str, object], scope: str = "images_kwargs"

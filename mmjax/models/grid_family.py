@@ -184,8 +184,9 @@ class GridInfo(FamilyInfo):
 
         def find_most(modality: str) -> int:
             patcher: ImagePatcher = getattr(parts, f"{modality}_processor")
-            operators = self.scope_kwargs({}, f"{modality}s_kwargs")
-            return max(patcher.get_pixel_limits(kwargs)[1] for kwargs in ({}, operators))
+            return self.find_larger(
+                lambda kwargs: patcher.get_pixel_limits(kwargs)[1], f"{modality}s_kwargs"
+            )
 
         return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in self.limits}
 

@@ -19,8 +19,7 @@ class CropsInfo(FamilyInfo):
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger of the checkpoint's number of crops and the operator's."""
         cutter: OverlappingCrops = self.get_image_processor()
-        operators = cutter.resolve_max_crops(self.scope_kwargs({}))
-        return {"max_crops": max(cutter.max_crops, operators)}
+        return {"max_crops": self.find_larger(cutter.resolve_max_crops)}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of an image with the most embeddings, and how many."""

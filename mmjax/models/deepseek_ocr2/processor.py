@@ -174,8 +174,7 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger number of tiles of the checkpoint's and the operator's."""
         cutter: ViewAndTiles = self.get_image_processor()
-        limits = [cutter.get_limits(kwargs) for kwargs in ({}, self.scope_kwargs({}))]
-        return {"max_patches": max(most for _, most in limits)}
+        return {"max_patches": self.find_larger(lambda kwargs: cutter.get_limits(kwargs)[1])}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of an image with the most tiles, and how many embeddings it has."""

@@ -100,12 +100,11 @@ class TileCutter:
             )
         return longest
 
-    def find_largest_grid(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the rows and columns of the largest picture's tiles; (0, 0): it is not split."""
+    def count_most(self, kwargs: Mapping[str, Any]) -> int:
+        """Return how many tiles a side of the largest picture has; 0: it is not split."""
         is_split = kwargs.get("do_image_splitting", self.hf.do_image_splitting)
-        side = self.hf.max_image_size["longest_edge"]
-        number = math.ceil(self.find_longest(kwargs) / side)
-        return (number, number) if is_split and number > 1 else (0, 0)
+        number = math.ceil(self.find_longest(kwargs) / self.hf.max_image_size["longest_edge"])
+        return number if is_split and number > 1 else 0
 
 
 class FrameCutter(TileCutter):
@@ -210,17 +209,16 @@ class Idefics3ProcessingInfo(FamilyInfo):
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger `size` of the checkpoint's and the operator's, split into tiles."""
-        cutter: TileCutter = self.get_hf_processor().image_processor
-        most = max(cutter.find_longest(kwargs) for kwargs in ({}, self.scope_kwargs({})))
-        return {"do_image_splitting": True, "size": {"longest_edge": most}}
+        cutter: TileCutter = self.get_image_processor()
+        size = {"longest_edge": self.find_larger(cutter.find_longest)}
+        return {"do_image_splitting": True, "size": size}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of a picture with the most tiles, a square, and its embeddings."""
-        cutter: TileCutter = self.get_hf_processor().image_processor
-        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        rows, columns = cutter.find_largest_grid(kwargs)
-        size = ImageSize(*(max(tiles, 1) * self.unit_side for tiles in (columns, rows)))
-        return size, (rows * columns + 1) * self.num_unit_tokens
+        cutter: TileCutter = self.get_image_processor()
+        number = cutter.count_most(self.scope_kwargs(self.get_planned_mm_kwargs()))
+        side = max(number, 1) * self.unit_side
+        return ImageSize(width=side, height=side), (number**2 + 1) * self.num_unit_tokens
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = np.asarray(outputs.get("image_grid", np.empty((0, 2), int)))

@@ -269,9 +269,6 @@ class Lfm2VLProcessingInfo(FamilyInfo):
             ),
         )
 
-    def get_unit_size(self) -> None:
-        """Return nothing: tiles and whole pictures have sizes of their own."""
-
     def get_budget(self, mm_kwargs: Mapping[str, object]) -> Budget:
         """Return what decides how pictures are cut, under kwargs over the operator's."""
         return self.get_image_processor().budget(self.scope_kwargs(mm_kwargs))

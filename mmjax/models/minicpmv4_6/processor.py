@@ -244,21 +244,19 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger numbers of slices and frames, the checkpoint's or the operator's."""
         parts = self.get_hf_processor()
-        images, videos = (self.scope_kwargs({}, f"{modality}s_kwargs") for modality in self.limits)
-        cut = {"slice_mode": True}
 
-        def find_most(cutter: SliceCutter, operators: Mapping[str, Any]) -> int:
-            return max(cutter.resolve({**kwargs, **cut}) for kwargs in ({}, operators))
+        def plan(cutter: SliceCutter, scope: str) -> dict[str, int]:
+            cut = {"slice_mode": True}
+            most = self.find_larger(lambda kwargs: cutter.resolve({**kwargs, **cut}), scope)
+            return {**cut, "max_slice_nums": most}
 
-        sampling = parts.video_processor.sampling
-        most = max(sampling.max_num_frames, sampling.asked(videos).max_num_frames)
-        slices = {
-            "images_kwargs": find_most(parts.image_processor, images),
-            "videos_kwargs": find_most(parts.video_processor, videos),
-        }
-        planned = {scope: {**cut, "max_slice_nums": number} for scope, number in slices.items()}
-        planned["videos_kwargs"]["max_num_frames"] = most
-        return planned
+        images = plan(parts.image_processor, "images_kwargs")
+        videos = plan(parts.video_processor, "videos_kwargs")
+        sampling: SecondSampling = parts.video_processor.sampling
+        frames = self.find_larger(
+            lambda kwargs: sampling.asked(kwargs).max_num_frames, "videos_kwargs"
+        )
+        return {"images_kwargs": images, "videos_kwargs": {**videos, "max_num_frames": frames}}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         cutter, most = self.find_cutter("image")

@@ -24,6 +24,7 @@ from mmjax.models.family import Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
     NUM_NEW_TOKENS,
+    POOLING_SIDE,
     MolmoHostInputs,
     MolmoVisionSizes,
     count_embedding_rows,
@@ -40,7 +41,6 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 DROPPED = -100
 """Stands in `image_input_idx` for an embedding that no token takes."""
-_POOLING_SIDE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class MolmoImageProcessor(OverlappingCrops):
     @property
     def crop_tokens(self) -> int:
         """Embeddings of a crop along a side."""
-        return self.crop_patches // _POOLING_SIDE
+        return self.crop_patches // POOLING_SIDE
 
     def count_tokens(self, tiling: Grid) -> Grid:
         """Return the rows and columns of tokens of an image that is tiled so."""
         margin = sum(self.overlap_margins)
         rows, columns = (
-            (tiles * self.window_patches + margin + 1) // _POOLING_SIDE for tiles in tiling
+            (tiles * self.window_patches + margin + 1) // POOLING_SIDE for tiles in tiling
         )
         return Grid(rows, columns)
 
@@ -155,8 +155,8 @@ class MolmoImageProcessor(OverlappingCrops):
 
     def _keep_tokens(self, num_tiles: int) -> list[np.ndarray]:
         """Return, per tile of an axis, the token's index on that axis; -1 where it is dropped."""
-        before, behind = (margin // _POOLING_SIDE for margin in self.overlap_margins)
-        side, window = self.crop_tokens, self.window_patches // _POOLING_SIDE
+        before, behind = (margin // POOLING_SIDE for margin in self.overlap_margins)
+        side, window = self.crop_tokens, self.window_patches // POOLING_SIDE
         kept = []
         for tile in range(num_tiles):
             indices = np.arange(side) + tile * window

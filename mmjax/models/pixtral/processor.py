@@ -141,21 +141,15 @@ class PixtralProcessingInfo(FamilyInfo):
     def wrap_image_processor(self, hf_processor: Any) -> PixtralImageScaler:
         return PixtralImageScaler(hf_processor, self.unit)
 
-    def get_longest_edge(self, mm_kwargs: Mapping[str, object]) -> int:
-        """Return the pixels of an image's longer side under kwargs over the operator's."""
-        return self.get_image_processor().get_longest_edge(self.scope_kwargs(mm_kwargs))
-
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger one of the checkpoint's size and the operator's."""
-        own = self.get_image_processor().get_longest_edge({})
-        return {"size": {"longest_edge": max(own, self.get_longest_edge({}))}}
+        scaler: PixtralImageScaler = self.get_image_processor()
+        return {"size": {"longest_edge": self.find_larger(scaler.get_longest_edge)}}
 
-    def get_largest_image(self) -> ImageSize:
-        side = self.get_longest_edge(self.get_planned_mm_kwargs())
-        return ImageSize(width=side, height=side)
-
-    def get_max_image_tokens(self) -> int:
-        return cdiv(self.get_largest_image().width, self.unit) ** 2
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        scaler: PixtralImageScaler = self.get_image_processor()
+        side = scaler.get_longest_edge(self.scope_kwargs(self.get_planned_mm_kwargs()))
+        return ImageSize(width=side, height=side), cdiv(side, self.unit) ** 2
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, int]:
         """Return the rows and columns of embeddings."""
