@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
 from mmjax.models.gemma4.host_inputs import (
     FRAMES_PER_ROW,
@@ -27,7 +27,6 @@ from mmjax.models.gemma4.host_inputs import (
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
-    load_feature_settings,
     load_image_settings,
     load_video_settings,
 )
@@ -74,10 +73,10 @@ class Gemma4Features:
             )
         # On use only, as HF's image processors.
         module = import_module("transformers.models.gemma4.feature_extraction_gemma4")
-        size = settings.get("feature_size", 128)
-        _check("feature_size", size, num_mel_bins, "`subsampling_conv_channels`")
+        found, expected = {"feature_size": 128, **settings}, {"feature_size": num_mel_bins}
+        source = "`subsampling_conv_channels` takes"
+        check_settings(found, expected, where="the feature extractor", source=source)
         extractor = module.Gemma4AudioFeatureExtractor(**settings)
-        _check("sampling_rate", extractor.sampling_rate, SAMPLING_RATE, "mmjax")
         num_samples = max_rows * FRAMES_PER_ROW * extractor.hop_length
         return cls(num_samples=num_samples, extractor=extractor)
 
@@ -86,11 +85,8 @@ class Gemma4Features:
         cls, settings: Mapping[str, Any], *, max_rows: int, samples_per_frame: int
     ) -> "Gemma4Features":
         """Likewise, of an encoder that takes samples."""
-        given = settings.get("audio_samples_per_token", samples_per_frame)
-        _check("audio_samples_per_token", given, samples_per_frame, "`audio_embed_dim`")
-        _check(
-            "sampling_rate", settings.get("sampling_rate", SAMPLING_RATE), SAMPLING_RATE, "mmjax"
-        )
+        expected, source = {"audio_samples_per_token": samples_per_frame}, "`audio_embed_dim` takes"
+        check_settings(settings, expected, where="the feature extractor", source=source)
         return cls(num_samples=max_rows * samples_per_frame, samples_per_frame=samples_per_frame)
 
     def __call__(self, clips: Sequence[np.ndarray], *, return_tensors: str) -> dict[str, Any]:
@@ -136,14 +132,6 @@ def as_batch(features: np.ndarray, num_clip_frames: np.ndarray) -> dict[str, np.
     padded = np.zeros((*mask.shape, features.shape[1]), np.float32)
     padded[np.arange(counts.max())[None, :] < counts[:, None]] = features
     return {"input_features": padded, "input_features_mask": mask}
-
-
-def _check(name: str, given: Any, expected: Any, source: str) -> None:
-    if given != expected:
-        raise CheckpointError(
-            f"`{name}` of the feature extractor is {given}, and {source} takes {expected}; make "
-            "them equal"
-        )
 
 
 CHAT_TEMPLATE = write_turns(
@@ -218,10 +206,15 @@ class Gemma4ProcessingInfo(FamilyInfo):
         """Return what makes spectrograms of clips."""
         audio = self.get_hf_config().audio_config
         return Gemma4Features.of_spectrograms(
-            load_feature_settings(self.ctx.model_config.path),
+            self.load_feature_settings(),
             max_rows=self.max_clip_rows,
             num_mel_bins=audio.subsampling_conv_channels[0],
         )
+
+    def load_feature_settings(self) -> Mapping[str, Any]:
+        settings, expected = super().load_feature_settings(), {"sampling_rate": SAMPLING_RATE}
+        check_settings(settings, expected, where="the feature extractor", source="mmjax takes")
+        return settings
 
     @property
     def max_clip_rows(self) -> int:
@@ -380,7 +373,7 @@ class Gemma4UnifiedProcessingInfo(Gemma4ProcessingInfo):
 
     def load_features(self) -> Gemma4Features:
         return Gemma4Features.of_samples(
-            load_feature_settings(self.ctx.model_config.path),
+            self.load_feature_settings(),
             max_rows=self.max_clip_rows,
             samples_per_frame=self.get_hf_config().audio_config.audio_embed_dim,
         )

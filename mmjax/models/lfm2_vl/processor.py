@@ -269,10 +269,6 @@ class Lfm2VLProcessingInfo(FamilyInfo):
             ),
         )
 
-    def get_budget(self, mm_kwargs: Mapping[str, object]) -> Budget:
-        """Return what decides how pictures are cut, under kwargs over the operator's."""
-        return self.get_image_processor().budget(self.scope_kwargs(mm_kwargs))
-
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
     ) -> Mapping[str, Any]:
@@ -298,7 +294,8 @@ class Lfm2VLProcessingInfo(FamilyInfo):
         return {name: getattr(largest, name) for name in sorted(processor.valid_kwargs)}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
-        return find_largest(self.get_budget(self.get_planned_mm_kwargs()))
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        return find_largest(self.get_image_processor().budget(kwargs))
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         names = ("image_num_patches", "image_num_units")

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
 from mmjax.models.minicpmv4_6.host_inputs import MiniCPMV46HostInputs
 from mmjax.processing.chat_turns import write_chatml, write_parts
@@ -57,12 +57,8 @@ class SliceCutter:
         """`patch_size`, `downsample_mode`: of config.json, which the tower goes by."""
         self.hf = hf_processor
         wanted = {"patch_size": patch_size, "downsample_mode": downsample_mode, "do_resize": True}
-        for name, value in wanted.items():
-            if getattr(hf_processor, name) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {getattr(hf_processor, name)!r}; the "
-                    f"tower of config.json takes {value!r}: make them equal"
-                )
+        where, source = "the image processor", "the tower of config.json takes"
+        check_settings(hf_processor, wanted, where=where, source=source)
         self.unit = patch_size * (2 if downsample_mode == "4x" else 4)
         """The side of the square of pixels that one embedding stands for."""
         # What is largest depends on the number of slices alone.
