@@ -140,32 +140,15 @@ class MolmoImageProcessor(OverlappingCrops):
 
         BOS is at 0 and the first `<im_start>` at 1. A token of an overlap is read in one crop.
         """
-        side, grid = self.crop_tokens, self.count_tokens(tiling)
+        side, numbers = self.crop_tokens, self.number_cells(tiling, POOLING_SIDE)
+        rows, columns = np.indices(numbers.shape)
         # Rows of tokens, each followed by `<im_col>`.
         whole = 2 + np.arange(side)[:, None] * (side + 1) + np.arange(side)
         first = 2 + side * (side + 1) + 2  # behind `<im_end>` and `<im_start>`
-        in_rows, in_columns = (self._keep_tokens(tiles) for tiles in tiling)
-        crops = [whole]
-        for rows in in_rows:
-            for columns in in_columns:
-                places = first + rows[:, None] * (grid.columns + 1) + columns
-                is_kept = (rows[:, None] >= 0) & (columns >= 0)
-                crops.append(np.where(is_kept, places, DROPPED))
-        return np.stack(crops).reshape(len(crops), -1).astype(np.int32)
-
-    def _keep_tokens(self, num_tiles: int) -> list[np.ndarray]:
-        """Return, per tile of an axis, the token's index on that axis; -1 where it is dropped."""
-        before, behind = (margin // POOLING_SIDE for margin in self.overlap_margins)
-        side, window = self.crop_tokens, self.window_patches // POOLING_SIDE
-        kept = []
-        for tile in range(num_tiles):
-            indices = np.arange(side) + tile * window
-            if tile > 0:
-                indices[:before] = -1
-            if tile < num_tiles - 1:
-                indices[side - behind :] = -1
-            kept.append(indices)
-        return kept
+        places = np.full((1 + math.prod(tiling)) * side**2, DROPPED, np.int32)
+        places[: side**2] = whole.reshape(-1)
+        places[side**2 + numbers] = first + rows * (numbers.shape[1] + 1) + columns
+        return places.reshape(-1, side**2)
 
 
 def _resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:

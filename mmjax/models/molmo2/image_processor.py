@@ -118,7 +118,7 @@ class Molmo2ImageProcessor(OverlappingCrops):
         pixels = np.asarray(image.convert("RGB"))
         tiling = self.choose(ImageSize(*image.size), max_crops)
         low_windows, low_grid = self.pool_crop()
-        numbers = self._number_patches(tiling) + self.crop_patches**2
+        numbers = self.number_cells(tiling) + self.crop_patches**2
         high_windows, high_grid = pool_grid(numbers, *self.pooling_size)
         return {
             "pixel_values": np.concatenate([self.squeeze(pixels), self.squeeze(pixels, tiling)]),
@@ -126,23 +126,6 @@ class Molmo2ImageProcessor(OverlappingCrops):
             "image_rows": self.write_rows(low_grid, high_grid),
             "image_grids": np.array([[*low_grid, *high_grid]], np.int64),
         }
-
-    def _number_patches(self, tiling: Grid) -> np.ndarray:
-        """Return int[rows, columns] of the tiled image's patches: their numbers in its crops.
-
-        Of a patch that several crops have, the number in the one whose margin it is not in.
-        """
-        side, (before, behind) = self.crop_patches, self.overlap_margins
-        numbers = np.arange(tiling.rows * tiling.columns * side**2)
-        numbers = numbers.reshape(tiling.rows, tiling.columns, side, side)
-        is_read = np.ones_like(numbers, bool)
-        is_read[1:, :, :before] = False
-        is_read[:, 1:, :, :before] = False
-        is_read[:-1, :, side - behind :] = False
-        is_read[:, :-1, :, side - behind :] = False
-        order, is_read = numbers.transpose(0, 2, 1, 3), is_read.transpose(0, 2, 1, 3)
-        size = self.size_of(tiling)
-        return order[is_read].reshape(size.height // self.patch_size, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
