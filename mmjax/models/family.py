@@ -84,7 +84,7 @@ class FamilyInfo(BaseProcessingInfo):
     """Whether the tokenizer adds its own to a text, where a request does not say; else the chat
     template writes BOS."""
     max_answer_images: ClassVar[float] = 0
-    """Answers about so many images, at most, are read by `parse_answer`."""
+    """Answers about so many images, at most, are read by `read_answer`."""
 
     # ---- what most rows say: an item is so many units of one size --------------------------------
 
@@ -282,6 +282,11 @@ class FamilyInfo(BaseProcessingInfo):
         self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
     ) -> Mapping[str, Any]:
         """Return an answer's boxes or points; `image_sizes`: of the prompt's images, as sent."""
+        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+        return self.read_answer(text, image_sizes)
+
+    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
+        """Return the same of an answer's text, special tokens included."""
         raise NotImplementedError(f"{type(self).__name__} reads no answers")
 
     # ---- what rows are written with --------------------------------------------------------------

@@ -204,11 +204,7 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
         return count_tokens(int(tensors["num_local_patches"]))
 
-    def parse_answer(
-        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
-    ) -> Mapping[str, Any]:
-        """Return an answer's boxes."""
-        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
         return parse_boxes(text, image_sizes[0])
 
 

@@ -272,11 +272,7 @@ class Molmo2ProcessingInfo(CropsInfo):
             frames += tokens[number * per_frame : (number + 1) * per_frame]
         return frames
 
-    def parse_answer(
-        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
-    ) -> Mapping[str, Any]:
-        """Return an answer's points."""
-        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
         return parse_points(text, image_sizes)
 
 

@@ -118,11 +118,7 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         text = token_ids[max(first, start) : len(token_ids) - bool(own)]
         return [*token_ids[first:start], bos, *text, *as_ids(f"{own}\n", tokenizer)]
 
-    def parse_answer(
-        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
-    ) -> Mapping[str, Any]:
-        """Return an answer's objects."""
-        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
         return parse_objects(text.removesuffix(self.get_tokenizer().eos_token), image_sizes[0])
 
     def reference_inputs(
