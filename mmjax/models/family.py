@@ -6,7 +6,7 @@ Where a row does not suffice, a family overrides a hook of `BaseMultiModalProces
 of `FamilyProcessor`.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -84,7 +84,7 @@ class FamilyInfo(BaseProcessingInfo):
     """Whether the tokenizer adds its own to a text, where a request does not say; else the chat
     template writes BOS."""
     max_answer_images: ClassVar[float] = 0
-    """Answers about so many images, at most, are read by `parse_answer`."""
+    """Answers about so many images, at most, are read by `read_answer`."""
 
     # ---- what most rows say: an item is so many units of one size --------------------------------
 
@@ -224,12 +224,28 @@ class FamilyInfo(BaseProcessingInfo):
         assert size is not None, "frames of any size: a family says which are largest"
         return self.get_max_frames(seq_len, mm_counts), size
 
+    @property
+    def num_frame_tokens(self) -> int:
+        """How many embeddings a frame of a video has, at most."""
+        return self.num_unit_tokens
+
+    @property
+    def num_frame_room(self) -> int:
+        """How many tokens it has, with text of its own."""
+        return self.num_frame_tokens
+
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
+        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens.
+
+        No more than are seen of one, where the part for videos has a `sampling`.
+        """
         num_tokens = seq_len or self.ctx.model_config.max_model_len
         num_videos = max((mm_counts or {}).get("video", 0), 1)
-        num_frames = num_tokens // self.num_unit_tokens // num_videos
-        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
+        most = self.get_media_limits().max_video_frames
+        part = getattr(self.get_hf_processor(), "video_processor", None)
+        if (sampling := getattr(part, "sampling", None)) is not None:
+            most = sampling.asked(self.scope_kwargs({}, "videos_kwargs")).num_frames or most
+        return max(min(num_tokens // self.num_frame_room // num_videos, most), 1)
 
     # ---- the seeds' hooks, by the row ------------------------------------------------------------
 
@@ -256,16 +272,21 @@ class FamilyInfo(BaseProcessingInfo):
         most = dict[str, int]()
         if "image" in self.supported_mm_limits:
             most["image"] = self.get_max_image_tokens()
+        if "video" in self.supported_mm_limits:
+            most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_frame_tokens
         if "audio" in self.supported_mm_limits:
             most["audio"] = self.get_max_clip_tokens(seq_len, mm_counts)
-        if "video" in self.supported_mm_limits:
-            most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_unit_tokens
         return most
 
     def parse_answer(
         self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
     ) -> Mapping[str, Any]:
         """Return an answer's boxes or points; `image_sizes`: of the prompt's images, as sent."""
+        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+        return self.read_answer(text, image_sizes)
+
+    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
+        """Return the same of an answer's text, special tokens included."""
         raise NotImplementedError(f"{type(self).__name__} reads no answers")
 
     # ---- what rows are written with --------------------------------------------------------------
@@ -291,6 +312,21 @@ class FamilyInfo(BaseProcessingInfo):
                 f"the tokenizer does not know `{token}`, which the model's prompts are made of"
             )
         return token_id
+
+    def find_bos(self, *, or_eos: bool = False) -> int:
+        """Return the token that prompts begin with; `CheckpointError` where there is none.
+
+        `or_eos`: the tokenizer's EOS where it has no BOS, as Qwen2's.
+        """
+        tokenizer = self.get_tokenizer()
+        for found in (tokenizer.bos_token_id, tokenizer.eos_token_id)[: 1 + or_eos]:
+            if found is not None:
+                return found
+        lacking = "neither a BOS nor an EOS" if or_eos else "no BOS"
+        raise CheckpointError(
+            f"the tokenizer has {lacking} token, and the model's prompts need one: name it in "
+            "tokenizer_config.json"
+        )
 
     def check_token(self, token: str, key: str = "image_token_id") -> None:
         """Refuse a checkpoint whose config.json gives a token another id than the tokenizer."""
@@ -318,6 +354,15 @@ class FamilyInfo(BaseProcessingInfo):
         found = [tensors[name] for name in names if name in tensors]
         return {**tensors, "pixel_values": np.concatenate(found)} if found else tensors
 
+    def find_larger(
+        self, read: Callable[[Mapping[str, Any]], int], scope: str = "images_kwargs"
+    ) -> int:
+        """Return the larger of what a part reads of the checkpoint's settings and the operator's.
+
+        `read` is given the kwargs of a call: none, and the operator's own.
+        """
+        return max(read(kwargs) for kwargs in ({}, self.scope_kwargs({}, scope)))
+
     def scope_kwargs(
         self, mm_kwargs: Mapping[str, object], scope: str = "images_kwargs"
     ) -> dict[str, Any]:
@@ -332,6 +377,7 @@ def item_fields(
     units: Sequence[str] = (),
     counts: Any = (),
     on_host: Sequence[str] = (),
+    units_on_host: Sequence[str] = (),
 ) -> dict[str, MultiModalFieldConfig]:
     """Return the fields of a modality, its precomputed embeddings among them.
 
@@ -340,15 +386,18 @@ def item_fields(
         rows: Tensors of which a row is an item.
         units: Tensors of which an item has several rows: `counts[i]` of them.
         counts: As above; empty where there is none of these tensors.
-        on_host: Tensors of which a row is an item that the device never sees.
+        on_host: Those of `rows` that the device never sees.
+        units_on_host: Those of `units` that it never sees.
     """
-    several = MultiModalFieldConfig.flat_from_sizes(modality, np.asarray(counts))
-    one, kept = (MultiModalFieldConfig.batched(modality, keep_on_cpu=x) for x in (False, True))
+    sizes, config = np.asarray(counts), MultiModalFieldConfig
+    one, kept_one = (config.batched(modality, keep_on_cpu=x) for x in (False, True))
+    several, kept = (config.flat_from_sizes(modality, sizes, keep_on_cpu=x) for x in (False, True))
     return {
         f"{modality}_embeds": one,
         **dict.fromkeys(rows, one),
         **dict.fromkeys(units, several),
-        **dict.fromkeys(on_host, kept),
+        **dict.fromkeys(on_host, kept_one),
+        **dict.fromkeys(units_on_host, kept),
     }
 
 

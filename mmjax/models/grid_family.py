@@ -24,7 +24,7 @@ from mmjax.processing.image_processors.patches import (
     VideoPatcher,
     keep_bytes_of_patches,
 )
-from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.pil_classes import load_image_processor, make_image_processor
 from mmjax.processing.image_processors.sampled_videos import SampledVideoPatcher
 from mmjax.processing.items.parse import ImageSize, MultiModalDataParser
 from mmjax.processing.media.encoded import PixelRange
@@ -144,9 +144,8 @@ class GridInfo(FamilyInfo):
         # HF writes to them.
         own = load_video_settings(self.ctx.model_config.path)
         settings = copy.deepcopy(self.choose_video_settings(own))
-        known = settings.keys() & hf_class.valid_kwargs.__annotations__
         return self.choose_video_patcher(settings)(
-            hf_class(**{key: settings[key] for key in known}), settings=settings, **options
+            make_image_processor(hf_class, settings), settings=settings, **options
         )
 
     def choose_video_settings(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,8 +184,9 @@ class GridInfo(FamilyInfo):
 
         def find_most(modality: str) -> int:
             patcher: ImagePatcher = getattr(parts, f"{modality}_processor")
-            operators = self.scope_kwargs({}, f"{modality}s_kwargs")
-            return max(patcher.get_pixel_limits(kwargs)[1] for kwargs in ({}, operators))
+            return self.find_larger(
+                lambda kwargs: patcher.get_pixel_limits(kwargs)[1], f"{modality}s_kwargs"
+            )
 
         return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in self.limits}
 

@@ -158,13 +158,49 @@ def _list_lfm2(text_config: Any) -> tuple[RuleTypes, ...]:
     )
 
 
-def _list_phi3(text_config: Any) -> tuple[RuleTypes, ...]:
-    heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
+def _find_widths(text_config: Any) -> list[int]:
+    """Return the rows of queries, keys and values."""
+    heads = text_config.num_attention_heads
+    key_heads = getattr(text_config, "num_key_value_heads", None) or heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    return [head_dim * number for number in (heads, key_heads, key_heads)]
+
+
+def _list_phi3(text_config: Any) -> tuple[RuleTypes, ...]:
     parts = [rf"language_model.\1{name}_proj." for name in "qkv"]
-    sizes = [head_dim * number for number in (heads, key_heads, key_heads)]
-    qkv = Split(_LAYER + r"self_attn\.)qkv_proj\.", parts, sizes)
+    qkv = Split(_LAYER + r"self_attn\.)qkv_proj\.", parts, _find_widths(text_config))
     return (qkv, *_list_fused_mlp(text_config))
+
+
+def _list_molmo(text_config: Any) -> tuple[RuleTypes, ...]:
+    """Read the published names; Molmo 2's have modules for attention and the MLP."""
+    block, layer = r"^model\.transformer\.blocks\.(\d+)\.", r"language_model.layers.\1."
+    # The size in Molmo's config counts both halves.
+    inner = text_config.intermediate_size // (2 if text_config.model_type == "molmo" else 1)
+    names = {
+        block + r"(?:self_attn\.)?attn_out\.": layer + "self_attn.o_proj.",
+        block + r"(?:self_attn\.)?([qk])_norm\.": layer + r"self_attn.\2_norm.",
+        block + r"(?:mlp\.)?ff_out\.": layer + "mlp.down_proj.",
+        block + r"attn_norm\.": layer + "input_layernorm.",
+        block + r"ff_norm\.": layer + "post_attention_layernorm.",
+        r"^model\.transformer\.wte\.embedding$": "language_model.embed_tokens.weight",
+        r"^model\.transformer\.wte\.new_embedding$": "new_embed_tokens.weight",
+        r"^model\.transformer\.ln_f\.": "language_model.norm.",
+        r"^model\.transformer\.ff_out\.": "language_model.lm_head.",
+    }
+    return (
+        Split(
+            block + r"(?:self_attn\.)?att_proj\.",
+            [f"{layer}self_attn.{part}_proj." for part in "qkv"],
+            _find_widths(text_config),
+        ),
+        Split(
+            block + r"(?:mlp\.)?ff_proj\.",
+            [f"{layer}mlp.{part}_proj." for part in ("up", "gate")],
+            [inner] * 2,
+        ),
+        *(Rule(pattern, name) for pattern, name in names.items()),
+    )
 
 
 def _list_experts(text_config: Any) -> tuple[RuleTypes, ...]:
@@ -206,6 +242,8 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "glm_ocr_text": _list_glm,
         "gpt_oss": _list_gpt_oss,
         "lfm2": _list_lfm2,
+        "molmo": _list_molmo,
+        "molmo2_text": _list_molmo,
         "persimmon": _list_persimmon,
         "phi3": _list_phi3,
         "qwen3_5_moe_text": _list_experts,

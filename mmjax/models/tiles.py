@@ -1,12 +1,30 @@
-"""Rows whose images are cut into tiles, which the encoder takes one by one, and the whole last."""
+"""Rows whose images are cut: into tiles, which the encoder takes one by one, or into crops."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 from mmjax.models.family import FamilyInfo, item_fields
+from mmjax.processing.image_processors.crops import OverlappingCrops
 from mmjax.processing.image_processors.tiling import find_largest_picture
 from mmjax.processing.items.parse import ImageSize
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
+
+
+class CropsInfo(FamilyInfo):
+    """A row whose `load_hf_processor` gives `OverlappingCrops` as the image processor.
+
+    Whose `find_largest` returns the size of an image with the most embeddings, and how many.
+    """
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the larger of the checkpoint's number of crops and the operator's."""
+        cutter: OverlappingCrops = self.get_image_processor()
+        return {"max_crops": self.find_larger(cutter.resolve_max_crops)}
+
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        """Return the size of an image with the most embeddings, and how many."""
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        return self.get_image_processor().find_largest(kwargs)
 
 
 class TiledInfo(FamilyInfo):

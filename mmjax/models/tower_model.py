@@ -1,6 +1,6 @@
 """HF's layout since LLaVA: a `vision_tower`, a `multi_modal_projector`, a `language_model`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,11 @@ TOWER = r"^(model\.)?vision_(?:tower|encoder)\.(vision_model\.)?"
 WRAPPER_RULES = (
     Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
     Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
-    Rule(r"^(model\.)?(multi_modal_projector|vision_projection)\.", "multi_modal_projector."),
+    # Of HF's projectors that are one layer, the layer.
+    Rule(
+        r"^(model\.)?(multi_modal_projector|vision_projection)\.(linear\.)?",
+        "multi_modal_projector.",
+    ),
     Rule(r"^model\.(vision_tower|vision_embed_tokens)\.", r"\1."),
 )
 """What stands around a tower, in the same three layouts."""
@@ -35,6 +39,30 @@ PACKED_SIGLIP_RULES = (
     Rule(_BLOCK, r"vision_tower.blocks.\3."),
 )
 """A SigLIP's names in the same layouts, of a `PackedViT`; the first decides."""
+
+
+def molmo_tower_rules(prefix: str, tower: str, unread: Iterable[int]) -> list[Rule]:
+    """Return rules from a tower's names in Molmo's files, or HF's module, to the tree's.
+
+    Behind a prefix to behind `tower`; the blocks of these numbers are left out.
+    """
+    blocks = prefix + r"(?:transformer\.resblocks|layers)\."
+    block, layer = blocks + r"(\d+)\.", rf"{tower}encoder.layers.\1."
+    names = {
+        block + r"(?:attention\.wo|self_attn\.o_proj)\.": layer + "self_attn.out_proj.",
+        block + r"(?:attention\.w|self_attn\.)([qkv])(?:_proj)?\.": layer + r"self_attn.\2_proj.",
+        block + r"(?:attention_norm|layer_norm1)\.": layer + "layer_norm1.",
+        block + r"(?:ffn_norm|layer_norm2)\.": layer + "layer_norm2.",
+        block + r"(?:feed_forward\.w|mlp\.fc)([12])\.": layer + r"mlp.fc\2.",
+        block: layer,
+        prefix + r"positional_embedding$": f"{tower}embeddings.position_embedding.weight",
+        prefix + r"(class|patch)_embedding": rf"{tower}embeddings.\1_embedding",
+        prefix + r"pre_ln\.": f"{tower}pre_layrnorm.",
+    }
+    return [
+        *(Rule(rf"{blocks}{number}\.", None) for number in unread),
+        *(Rule(pattern, name) for pattern, name in names.items()),
+    ]
 
 
 class TowerModel(MultiModalModel):

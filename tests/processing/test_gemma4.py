@@ -108,10 +108,10 @@ def test_a_model_without_a_tower_for_clips_hears_none(tmp_path: Path):
     ("family", "settings", "words"),
     [
         (GEMMA4, {"dither": 0.1}, "`dither` of the feature extractor is 0.1: noise"),
-        (GEMMA4, {"feature_size": 9}, "is 9, and `subsampling_conv_channels` takes 8"),
-        (GEMMA4, {"sampling_rate": 8_000}, "is 8000, and mmjax takes 16000"),
-        (GEMMA4_UNIFIED, {"audio_samples_per_token": 1}, "is 1, and `audio_embed_dim` takes 640"),
-        (GEMMA4_UNIFIED, {"sampling_rate": 8_000}, "is 8000, and mmjax takes 16000"),
+        (GEMMA4, {"feature_size": 9}, "is 9, but `subsampling_conv_channels` takes 8"),
+        (GEMMA4, {"sampling_rate": 8_000}, "is 8000, but mmjax takes 16000"),
+        (GEMMA4_UNIFIED, {"audio_samples_per_token": 1}, "is 1, but `audio_embed_dim` takes 640"),
+        (GEMMA4_UNIFIED, {"sampling_rate": 8_000}, "is 8000, but mmjax takes 16000"),
     ],
 )
 def test_what_is_made_of_clips_otherwise_is_refused(

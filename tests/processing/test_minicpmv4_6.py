@@ -98,9 +98,13 @@ def test_slivers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("file", "changes", "match"),
     [
-        ("preprocessor_config", {"patch_size": 16}, "`patch_size` .* is 16; .* takes 8"),
-        ("preprocessor_config", {"downsample_mode": "4x"}, "`downsample_mode` .* is '4x'; .*'16x'"),
-        ("video_preprocessor_config", {"do_resize": False}, "`do_resize` .* is False; .* True"),
+        ("preprocessor_config", {"patch_size": 16}, "`patch_size` .* is 16, but .* takes 8"),
+        (
+            "preprocessor_config",
+            {"downsample_mode": "4x"},
+            "`downsample_mode` .* is '4x', but .*'16x'",
+        ),
+        ("video_preprocessor_config", {"do_resize": False}, "`do_resize` .* is False, but .* True"),
         ("video_preprocessor_config", {"stack_frames": 3}, "`stack_frames` .* is 3; .* set it to"),
     ],
 )

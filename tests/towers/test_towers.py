@@ -32,13 +32,14 @@ from transformers.models.ovis2.modeling_ovis2 import Ovis2VisionModel
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
+from mmjax.models.host_inputs import find_places
 from mmjax.models.internvl.model import count_blocks, rename_tower
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.lfm2_vl.model import Lfm2VlForConditionalGeneration
 from mmjax.models.ovis2.model import read_vision as read_aimv2
 from mmjax.models.ovis2.model import rename_tower as rename_aimv2
-from mmjax.models.pixtral.host_inputs import cut_patches
 from mmjax.models.pixtral.model import PixtralForConditionalGeneration
+from mmjax.processing.image_processors.image import patchify
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
 from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
 from mmjax.towers.vit import ViT, ViTConfig
@@ -236,7 +237,8 @@ def test_pixtrals_states_of_packed_pictures_are_hfs(changes: dict[str, Any]):
     units = []
     for picture, (height, width) in zip(whole, SIZES, strict=True):
         picture[:, :height, :width] = generator.normal(size=(len(picture), height, width))
-        units.append(cut_patches(picture[:, :height, :width], 4))
+        patches = patchify(picture[:, :height, :width], 4, 4, colours_first=True)
+        units.append({"pixel_values": patches, "places": find_places(height // 4, width // 4, 1)})
     with torch.no_grad():
         expected = reference(
             torch.tensor(whole), image_sizes=torch.tensor(SIZES), output_hidden_states=True

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import RequestValueError, check_settings
+from mmjax.errors import check_settings
 from mmjax.models.deepseek_ocr2.host_inputs import (
     MAX_TILES,
     STRIDE,
@@ -25,15 +25,11 @@ from mmjax.models.deepseek_ocr2.host_inputs import (
     count_tokens,
     read_sides,
 )
-from mmjax.models.family import (
-    FamilyInfo,
-    item_fields,
-    make_factories,
-)
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.processing.context import InputProcessingContext
-from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.image_processors.image import sliver_error
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.pil_classes import load_class, load_image_processor
 from mmjax.processing.image_processors.tiling import check_limits, list_arrangements
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -69,8 +65,9 @@ class ViewAndTiles:
             `num_local_patches` int64[images] and `image_affine`.
         """
         fewest, most = self.get_limits(kwargs)
-        for image in images:
-            self._check_size(ImageSize(*image.size))
+        for size in (ImageSize(*image.size) for image in images):
+            if round(min(size) / max(size) * self.sides.view) < 1:
+                raise sliver_error(size, self.sides.view)
         outputs = self.hf(list(images), min_patches=fewest, max_patches=most)
         tiles = outputs.get("pixel_values_local")
         none = np.empty((0, 3, self.sides.tile, self.sides.tile), np.uint8)
@@ -91,14 +88,6 @@ class ViewAndTiles:
             _LIMITS[name] if kwargs.get(name) is None else kwargs[name] for name in names
         )
         return check_limits(fewest, most, names, MAX_TILES)
-
-    def _check_size(self, size: ImageSize) -> None:
-        if round(min(size) / max(size) * self.sides.view) < 1:
-            raise RequestValueError(
-                f"image is {size.width}x{size.height} pixels; scaled until its longer side is "
-                f"{self.sides.view}, the shorter has none: crop it",
-                param="multi_modal_data",
-            )
 
 
 _FOUND = re.compile(r"<\|ref\|>(.*?)<\|/ref\|>\s*<\|det\|>(.*?)<\|/det\|>", re.DOTALL)
@@ -172,13 +161,8 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
         path = self.ctx.model_config.path
         if not self.is_original:
             return load_image_processor(path, {"DeepseekOcr2": "deepseek_ocr2"})
-        # Imported here: it imports torch if it is installed.
-        from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
-            DeepseekOcr2ImageProcessorPil,
-        )
-
         size = {"height": sides.view, "width": sides.view}
-        return keep_bytes(DeepseekOcr2ImageProcessorPil)(size=size, tile_size=sides.tile)
+        return load_class("DeepseekOcr2", "deepseek_ocr2")(size=size, tile_size=sides.tile)
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
@@ -190,8 +174,7 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger number of tiles of the checkpoint's and the operator's."""
         cutter: ViewAndTiles = self.get_image_processor()
-        limits = [cutter.get_limits(kwargs) for kwargs in ({}, self.scope_kwargs({}))]
-        return {"max_patches": max(most for _, most in limits)}
+        return {"max_patches": self.find_larger(lambda kwargs: cutter.get_limits(kwargs)[1])}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of an image with the most tiles, and how many embeddings it has."""
@@ -221,11 +204,7 @@ class DeepseekOcr2ProcessingInfo(FamilyInfo):
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
         return count_tokens(int(tensors["num_local_patches"]))
 
-    def parse_answer(
-        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
-    ) -> Mapping[str, Any]:
-        """Return an answer's boxes."""
-        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
         return parse_boxes(text, image_sizes[0])
 
 

@@ -23,16 +23,11 @@ from mmjax.models.deepseek_vl2.host_inputs import (
     count_side_tokens,
     read_part,
 )
-from mmjax.models.family import (
-    FamilyInfo,
-    FamilyProcessor,
-    item_fields,
-    make_factories,
-)
+from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
 from mmjax.processing.chat_turns import write_turns
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.affine import make_affine
-from mmjax.processing.image_processors.image import to_pixels
+from mmjax.processing.image_processors.image import sliver_error, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.items.parse import MultiModalDataItems, MultiModalUUIDDict
@@ -133,11 +128,7 @@ class DeepseekVLV2ImageProcessor:
         """Return the size of the canvas for an image; refuse one of which nothing would be left."""
         canvas = choose_resolution(size, self.list_canvases(kwargs))
         if round(min(size) / max(size) * self.tile_size) < 1:
-            raise RequestValueError(
-                f"image is {size.width}x{size.height} pixels; scaled until its longer side is "
-                f"{self.tile_size}, the shorter has none: crop it",
-                param="multi_modal_data",
-            )
+            raise sliver_error(size, self.tile_size)
         return canvas
 
     def _cut(self, image: Image.Image, canvas: ImageSize) -> list[Image.Image]:

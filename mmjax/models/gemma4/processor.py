@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
 from mmjax.models.gemma4.host_inputs import (
     FRAMES_PER_ROW,
@@ -27,7 +27,6 @@ from mmjax.models.gemma4.host_inputs import (
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
-    load_feature_settings,
     load_image_settings,
     load_video_settings,
 )
@@ -74,10 +73,10 @@ class Gemma4Features:
             )
         # On use only, as HF's image processors.
         module = import_module("transformers.models.gemma4.feature_extraction_gemma4")
-        size = settings.get("feature_size", 128)
-        _check("feature_size", size, num_mel_bins, "`subsampling_conv_channels`")
+        found, expected = {"feature_size": 128, **settings}, {"feature_size": num_mel_bins}
+        source = "`subsampling_conv_channels` takes"
+        check_settings(found, expected, where="the feature extractor", source=source)
         extractor = module.Gemma4AudioFeatureExtractor(**settings)
-        _check("sampling_rate", extractor.sampling_rate, SAMPLING_RATE, "mmjax")
         num_samples = max_rows * FRAMES_PER_ROW * extractor.hop_length
         return cls(num_samples=num_samples, extractor=extractor)
 
@@ -86,11 +85,8 @@ class Gemma4Features:
         cls, settings: Mapping[str, Any], *, max_rows: int, samples_per_frame: int
     ) -> "Gemma4Features":
         """Likewise, of an encoder that takes samples."""
-        given = settings.get("audio_samples_per_token", samples_per_frame)
-        _check("audio_samples_per_token", given, samples_per_frame, "`audio_embed_dim`")
-        _check(
-            "sampling_rate", settings.get("sampling_rate", SAMPLING_RATE), SAMPLING_RATE, "mmjax"
-        )
+        expected, source = {"audio_samples_per_token": samples_per_frame}, "`audio_embed_dim` takes"
+        check_settings(settings, expected, where="the feature extractor", source=source)
         return cls(num_samples=max_rows * samples_per_frame, samples_per_frame=samples_per_frame)
 
     def __call__(self, clips: Sequence[np.ndarray], *, return_tensors: str) -> dict[str, Any]:
@@ -136,14 +132,6 @@ def as_batch(features: np.ndarray, num_clip_frames: np.ndarray) -> dict[str, np.
     padded = np.zeros((*mask.shape, features.shape[1]), np.float32)
     padded[np.arange(counts.max())[None, :] < counts[:, None]] = features
     return {"input_features": padded, "input_features_mask": mask}
-
-
-def _check(name: str, given: Any, expected: Any, source: str) -> None:
-    if given != expected:
-        raise CheckpointError(
-            f"`{name}` of the feature extractor is {given}, and {source} takes {expected}; make "
-            "them equal"
-        )
 
 
 CHAT_TEMPLATE = write_turns(
@@ -218,10 +206,15 @@ class Gemma4ProcessingInfo(FamilyInfo):
         """Return what makes spectrograms of clips."""
         audio = self.get_hf_config().audio_config
         return Gemma4Features.of_spectrograms(
-            load_feature_settings(self.ctx.model_config.path),
+            self.load_feature_settings(),
             max_rows=self.max_clip_rows,
             num_mel_bins=audio.subsampling_conv_channels[0],
         )
+
+    def load_feature_settings(self) -> Mapping[str, Any]:
+        settings, expected = super().load_feature_settings(), {"sampling_rate": SAMPLING_RATE}
+        check_settings(settings, expected, where="the feature extractor", source="mmjax takes")
+        return settings
 
     @property
     def max_clip_rows(self) -> int:
@@ -246,8 +239,9 @@ class Gemma4ProcessingInfo(FamilyInfo):
 
         return {f"{m}s_kwargs": {"max_soft_tokens": find_most(m)} for m in self.limits}
 
-    def get_largest_image(self) -> ImageSize:
-        return self.get_hf_processor().image_processor.find_largest(self.get_budget("image"))
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        budget = self.get_budget("image")
+        return self.get_image_processor().find_largest(budget), budget
 
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -256,27 +250,20 @@ class Gemma4ProcessingInfo(FamilyInfo):
         return self.get_max_frames(seq_len, mm_counts), largest
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the number of frames that are sampled, or that fit if videos share a prompt.
+        """Return those of a whole prompt, not of a step.
 
-        Not those of a step: every video of 32 seconds and more has all that are sampled.
+        Every video of 32 seconds and more has all that are sampled.
         """
-        part: TokenBudgetVideoPatcher = self.get_hf_processor().video_processor
-        sampling = part.sampling.asked(self.scope_kwargs({}, "videos_kwargs"))
-        most = sampling.num_frames or self.get_media_limits().max_video_frames
-        num_videos = max((mm_counts or {}).get("video", 0), 1)
-        share = self.ctx.model_config.max_model_len // num_videos
-        return max(min(share // self.get_budget("video"), most), 1)
+        return super().get_max_frames(None, mm_counts)
 
-    def get_mm_max_tokens_per_item(
+    @property
+    def num_frame_tokens(self) -> int:
+        return self.get_budget("video")
+
+    def get_max_clip_tokens(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        num_frames = self.get_max_frames(seq_len, mm_counts)
-        most = {
-            "image": self.get_budget("image"),
-            "video": num_frames * self.get_budget("video"),
-            "audio": self.max_clip_rows,
-        }
-        return {modality: most[modality] for modality in self.supported_mm_limits}
+    ) -> int:
+        return self.max_clip_rows
 
     def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
         return self.get_hf_processor().feature_extractor.num_samples
@@ -297,8 +284,6 @@ class Gemma4ProcessingInfo(FamilyInfo):
     # ---- tokens ----------------------------------------------------------------------------------
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        num_frames = np.asarray(outputs.get("num_frames_per_video", ()), np.int64)
-        seconds = MultiModalFieldConfig.flat_from_sizes("video", num_frames, keep_on_cpu=True)
         return {
             **item_fields(
                 "image",
@@ -308,10 +293,10 @@ class Gemma4ProcessingInfo(FamilyInfo):
             **item_fields(
                 "video",
                 units=["pixel_values_videos", "video_position_ids"],
-                counts=num_frames,
+                counts=outputs.get("num_frames_per_video", ()),
                 on_host=["num_frames_per_video", "num_soft_tokens_per_video"],
+                units_on_host=["timestamps"],
             ),
-            "timestamps": seconds,
             **item_fields(
                 "audio",
                 units=["input_features"],
@@ -388,7 +373,7 @@ class Gemma4UnifiedProcessingInfo(Gemma4ProcessingInfo):
 
     def load_features(self) -> Gemma4Features:
         return Gemma4Features.of_samples(
-            load_feature_settings(self.ctx.model_config.path),
+            self.load_feature_settings(),
             max_rows=self.max_clip_rows,
             samples_per_frame=self.get_hf_config().audio_config.audio_embed_dim,
         )

@@ -11,6 +11,7 @@ Pictures and frames -> tiles, as HF's Idefics3 image processor for Pillow makes 
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -27,14 +28,10 @@ from mmjax.models.family import (
 )
 from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
 from mmjax.processing.chat_turns import write_parts, write_turns
-from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.frames import Timing, read_timing, split_pairs
-from mmjax.processing.image_processors.parts import (
-    ProcessorOfParts,
-    load_video_settings,
-    read_json,
-)
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
+from mmjax.processing.image_processors.pil_classes import make_image_processor
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, PixelsOnlyDataParser
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
@@ -64,9 +61,12 @@ class TileCutter:
         }
     )
 
-    def __init__(self, hf: Any) -> None:
-        """`hf`: an `Idefics3ImageProcessorPil` whose pixels stay bytes."""
+    def __init__(self, hf: Any, side: int) -> None:
+        """`hf`: an `Idefics3ImageProcessorPil` whose pixels stay bytes; `side`: of a tile."""
         self.hf = hf
+        source = "`vision_config.image_size` of config.json is"
+        found, wanted = dict(hf.max_image_size), {"longest_edge": side}
+        check_settings(found, wanted, where="`max_image_size`", source=source)
 
     def __call__(
         self, images: Sequence[Any], *, return_tensors: str = "np", **kwargs: Any
@@ -75,20 +75,16 @@ class TileCutter:
 
         Rows and columns are 0 of an image that is not split.
         """
-        cut = [self.cut(image, kwargs) for image in images]
-        return {
-            "pixel_values": np.concatenate([pixels for pixels, _, _ in cut]),
-            "image_grid": np.array([grid for _, grid, _ in cut], np.int64),
-            "image_affine": cut[0][2],
-        }
-
-    def cut(self, image: Any, kwargs: Mapping[str, Any]) -> tuple[np.ndarray, list[int], Any]:
-        """Return the units of one image, its grid, and what makes pixels of bytes."""
         self.find_longest(kwargs)
         fixed = {"do_resize": True, "do_pad": False, "return_row_col_info": True}
-        outputs = self.hf([image], **{**kwargs, **fixed})
-        grid = [outputs["rows"][0][0], outputs["cols"][0][0]]
-        return np.stack(outputs["pixel_values"][0]), grid, outputs["image_affine"]
+        made = [self.hf([image], **{**kwargs, **fixed}) for image in images]
+        return {
+            "pixel_values": np.stack([unit for one in made for unit in one["pixel_values"][0]]),
+            "image_grid": np.array(
+                [(one["rows"][0][0], one["cols"][0][0]) for one in made], np.int64
+            ),
+            "image_affine": made[0]["image_affine"],
+        }
 
     def find_longest(self, kwargs: Mapping[str, Any]) -> int:
         """Return the longest side to which these kwargs scale; `RequestValueError` for no side."""
@@ -104,56 +100,36 @@ class TileCutter:
             )
         return longest
 
-    def find_largest_grid(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the rows and columns of the largest picture's tiles; (0, 0): it is not split."""
+    def count_most(self, kwargs: Mapping[str, Any]) -> int:
+        """Return how many tiles a side of the largest picture has; 0: it is not split."""
         is_split = kwargs.get("do_image_splitting", self.hf.do_image_splitting)
-        side = self.hf.max_image_size["longest_edge"]
-        number = math.ceil(self.find_longest(kwargs) / side)
-        return (number, number) if is_split and number > 1 else (0, 0)
+        number = math.ceil(self.find_longest(kwargs) / self.hf.max_image_size["longest_edge"])
+        return number if is_split and number > 1 else 0
 
 
-class FrameCutter:
+class FrameCutter(TileCutter):
     """Frames are scaled as images that are not split."""
 
     valid_kwargs: ClassVar = TileCutter.valid_kwargs - {"do_image_splitting"}
-
-    def __init__(self, hf_class: Any, settings: Mapping[str, Any]) -> None:
-        """`settings`: of the checkpoint's videos."""
-        known = hf_class.valid_kwargs.__annotations__
-        own = {key: value for key, value in settings.items() if key in known}
-        sampling = settings.get("video_sampling") or {}
-        if "size" not in own and sampling.get("video_size"):
-            own["size"] = sampling["video_size"]
-        self.hf = hf_class(**own)
-        self._tiles = TileCutter(self.hf)
 
     def __call__(
         self, videos: Sequence[Any], *, return_tensors: str = "np", **kwargs: Any
     ) -> dict[str, Any]:
         """Return the frames of all videos, and the seconds that they are written with.
 
-        Args:
-            videos: uint8[frames, height, width, 3], or a pair of that and its metadata.
-            return_tensors: "np".
-            kwargs: Of `valid_kwargs`.
-
-        Returns:
-            `pixel_values_videos` uint8[frames, C, Y, X], `num_frames` int64[videos], and
-            `video_seconds` int64[videos + frames]: of each video its length, then its frames'.
+        A video is its frames, or a pair of them and its metadata. `pixel_values_videos`
+        uint8[frames, C, Y, X]; `num_frames` int64[videos]; `video_seconds` int64[videos + frames]:
+        of each video its length, then its frames'.
         """
         pairs = split_pairs(videos)
-        kwargs["do_image_splitting"] = False
-        cut = [
-            self._tiles.cut(Image.fromarray(frame), kwargs)
-            for frames, _ in pairs
-            for frame in frames
-        ]
+        images = [Image.fromarray(frame) for frames, _ in pairs for frame in frames]
+        cut = super().__call__(images, **{**kwargs, "do_image_splitting": False})
         seconds = [find_seconds(read_timing(len(frames), known)) for frames, known in pairs]
         return {
-            "pixel_values_videos": np.concatenate([pixels for pixels, _, _ in cut]),
+            "pixel_values_videos": cut["pixel_values"],
             "num_frames": np.array([len(frames) for frames, _ in pairs], np.int64),
             "video_seconds": np.concatenate(seconds),
-            "video_affine": cut[0][2],
+            "video_affine": cut["image_affine"],
         }
 
 
@@ -188,10 +164,6 @@ CHAT_TEMPLATE = write_turns(
 """SmolVLM's turns (HF: `DEFAULT_CHAT_TEMPLATE` of processing_smolvlm.py)."""
 
 
-class SmolVLMDataParser(ImagesOnlyDataParser):
-    keeps_metadata = True
-
-
 DOCTAG = "<doctag>"
 """Granite-Docling's tokenizer alone has it, of all that are served as Idefics3."""
 DOCLING_TASKS = {
@@ -205,6 +177,7 @@ class Idefics3ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = Idefics3HostInputs
+    image_processors: ClassVar = {"Idefics3": "idefics3"}
     placeholders: ClassVar = {"image": IMAGE}
     embed_token = IMAGE
 
@@ -214,29 +187,17 @@ class Idefics3ProcessingInfo(FamilyInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the parts: HF's processor of SmolVLM needs torchvision and num2words."""
-        # Imported here: it imports torch if it is installed.
-        from transformers.models.idefics3.image_processing_pil_idefics3 import (
-            Idefics3ImageProcessorPil,
-        )
-
-        path, side = self.ctx.model_config.path, self.encoder_spec.inputs["pixel_values"][0][-1]
-        facts = {"image_seq_len": self.num_unit_tokens}
-        check_settings(read_json(path / "processor_config.json"), facts)
+        check_settings(self.processor_settings, {"image_seq_len": self.num_unit_tokens})
         self.check_token(IMAGE)
-        hf_class = keep_bytes(Idefics3ImageProcessorPil)
-        images, frames = hf_class.from_pretrained(path), None
-        if "video" in self.limits:
-            frames = FrameCutter(hf_class, load_video_settings(path))
-        parts = ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=TileCutter(images),
-            video_processor=frames,
-        )
-        for part in (images, *([] if frames is None else [frames.hf])):
-            found = {"longest_edge": part.max_image_size["longest_edge"]}
-            where, source = "`max_image_size`", "`vision_config.image_size` of config.json is"
-            check_settings(found, {"longest_edge": side}, where=where, source=source)
-        return parts
+        return super().load_hf_processor()
+
+    def wrap_image_processor(self, hf_processor: Any) -> TileCutter:
+        return TileCutter(hf_processor, self.unit_side)
+
+    @property
+    def unit_side(self) -> int:
+        """The pixels of a tile's side."""
+        return self.get_hf_config().vision_config.image_size
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
@@ -248,19 +209,16 @@ class Idefics3ProcessingInfo(FamilyInfo):
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger `size` of the checkpoint's and the operator's, split into tiles."""
-        cutter: TileCutter = self.get_hf_processor().image_processor
-        most = max(cutter.find_longest(kwargs) for kwargs in ({}, self.scope_kwargs({})))
-        return {"do_image_splitting": True, "size": {"longest_edge": most}}
+        cutter: TileCutter = self.get_image_processor()
+        size = {"longest_edge": self.find_larger(cutter.find_longest)}
+        return {"do_image_splitting": True, "size": size}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of a picture with the most tiles, a square, and its embeddings."""
-        cutter: TileCutter = self.get_hf_processor().image_processor
-        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        rows, columns = cutter.find_largest_grid(kwargs)
-        unit = self.get_unit_size()
-        assert unit is not None, "tiles of one size"
-        size = ImageSize(width=max(columns, 1) * unit.width, height=max(rows, 1) * unit.height)
-        return size, (rows * columns + 1) * self.num_unit_tokens
+        cutter: TileCutter = self.get_image_processor()
+        number = cutter.count_most(self.scope_kwargs(self.get_planned_mm_kwargs()))
+        side = max(number, 1) * self.unit_side
+        return ImageSize(width=side, height=side), (number**2 + 1) * self.num_unit_tokens
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = np.asarray(outputs.get("image_grid", np.empty((0, 2), int)))
@@ -274,8 +232,8 @@ class Idefics3ProcessingInfo(FamilyInfo):
         """Write a picture of (rows, columns) of tiles, (0, 0) where it is not split."""
         rows, columns = size
         lines = [
-            "".join(self.write_unit(f"<row_{row}_col_{column}>") for column in _count(columns))
-            for row in _count(rows)
+            "".join(self.write_unit(f"<row_{row + 1}_col_{col + 1}>") for col in range(columns))
+            for row in range(rows)
         ]
         text = "\n".join([*lines, "", ""]) if lines else ""
         return as_ids(text + self.write_unit(WHOLE) + FAKE, self.get_tokenizer())
@@ -286,20 +244,28 @@ class Idefics3ProcessingInfo(FamilyInfo):
 
 
 class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
-    data_parser = SmolVLMDataParser
+    data_parser = PixelsOnlyDataParser
     limits: ClassVar = {"image": None, "video": None}
     placeholders: ClassVar = {"image": IMAGE, "video": "<video>"}
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        parts = super().load_hf_processor()
+        settings = load_video_settings(self.ctx.model_config.path)
+        sampled = (settings.get("video_sampling") or {}).get("video_size")
+        settings = {**({"size": sampled} if sampled else {}), **settings}
+        hf = make_image_processor(type(parts.image_processor.hf), settings)
+        return replace(parts, video_processor=FrameCutter(hf, self.unit_side))
 
     def get_target(self, modality: str) -> Target:
         return as_ids(self.placeholders[modality], self.get_tokenizer())
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        counts = np.asarray(outputs.get("num_frames", ()), int)
-        seconds = MultiModalFieldConfig.flat_from_sizes("video", counts + 1, keep_on_cpu=True)
-        videos = item_fields(
-            "video", units=["pixel_values_videos"], counts=counts, on_host=["num_frames"]
-        )
-        return {**super().get_fields(outputs), **videos, "video_seconds": seconds}
+        counts, frames = np.asarray(outputs.get("num_frames", ()), int), ["pixel_values_videos"]
+        return {
+            **super().get_fields(outputs),
+            **item_fields("video", units=frames, counts=counts, on_host=["num_frames"]),
+            **item_fields("video", units_on_host=["video_seconds"], counts=counts + 1),
+        }
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
         if modality == "image":
@@ -358,10 +324,6 @@ class SmolVLMMultiModalProcessor(FamilyProcessor[SmolVLMProcessingInfo]):
             tokens[tokens.index(fake) : end], embed_token_id
         )
         return update.with_content(content)
-
-
-def _count(number: int) -> range:
-    return range(1, number + 1)
 
 
 FACTORIES = make_factories(Idefics3ProcessingInfo)

@@ -26,7 +26,7 @@ from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.affine import make_affine
-from mmjax.processing.image_processors.image import bad_kwarg
+from mmjax.processing.image_processors.image import bad_kwarg, patchify, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.image_processors.tiling import (
     check_limits,
@@ -213,11 +213,12 @@ class Lfm2VLImageProcessor:
         plans = [budget.plan(ImageSize(*image.size)) for image in images]
         pairs = list(zip(images, plans, strict=True))
         cut = map_in_threads(lambda pair: self._cut(*pair, budget), pairs)
-        shapes = [[np.array(unit.shape[:2]) for unit in units] for units in cut]
+        shapes = [[np.array(unit.shape[1:]) for unit in units] for units in cut]
         size = budget.encoder_patch_size
-        patches = [[_cut_patches(unit, size) for unit in units] for units in cut]
+        patches = [[patchify(unit, size, size) for unit in units] for units in cut]
+        joined = np.concatenate([one for units in patches for one in units])
         return {
-            "pixel_values": np.concatenate([one for units in patches for one in units]),
+            "pixel_values": joined.reshape(-1, size, size, 3),
             "spatial_shapes": np.concatenate(shapes).reshape(-1, 2) // size,
             "image_tiles": np.array([(plan.rows, plan.columns) for plan in plans], np.int64),
             "image_num_units": np.array([len(units) for units in cut], np.int64),
@@ -226,7 +227,7 @@ class Lfm2VLImageProcessor:
         }
 
     def _cut(self, image: Image.Image, plan: Plan, budget: Budget) -> list[np.ndarray]:
-        """Return the tiles of a picture, then the whole, each uint8[height, width, 3]."""
+        """Return the tiles of a picture, then the whole, each uint8[3, height, width]."""
         image = image if image.mode == "RGB" else image.convert("RGB")
         units: list[Image.Image] = []
         if plan.columns * plan.rows > 1:
@@ -235,14 +236,7 @@ class Lfm2VLImageProcessor:
             units += cut_tiles(image, canvas, budget.tile_size, **options)
         if plan.whole is not None:
             units.append(image.resize(plan.whole, self.resample))
-        return [np.asarray(unit) for unit in units]
-
-
-def _cut_patches(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Cut uint8[height, width, C] into [patches, size, size, C], row by row."""
-    height, width, channels = pixels.shape
-    split = pixels.reshape(height // size, size, width // size, size, channels)
-    return split.swapaxes(1, 2).reshape(-1, size, size, channels)
+        return [to_pixels(unit) for unit in units]
 
 
 IMAGE, START, END = "<image>", "<|image_start|>", "<|image_end|>"
@@ -275,13 +269,6 @@ class Lfm2VLProcessingInfo(FamilyInfo):
             ),
         )
 
-    def get_unit_size(self) -> None:
-        """Return nothing: tiles and whole pictures have sizes of their own."""
-
-    def get_budget(self, mm_kwargs: Mapping[str, object]) -> Budget:
-        """Return what decides how pictures are cut, under kwargs over the operator's."""
-        return self.get_image_processor().budget(self.scope_kwargs(mm_kwargs))
-
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
     ) -> Mapping[str, Any]:
@@ -307,21 +294,16 @@ class Lfm2VLProcessingInfo(FamilyInfo):
         return {name: getattr(largest, name) for name in sorted(processor.valid_kwargs)}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
-        return find_largest(self.get_budget(self.get_planned_mm_kwargs()))
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        return find_largest(self.get_image_processor().budget(kwargs))
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        counts = {name: outputs.get(f"image_num_{name}", ()) for name in ("patches", "units")}
-        units = np.asarray(counts["units"], int)
+        names = ("image_num_patches", "image_num_units")
+        patches, units = (outputs.get(name, ()) for name in names)
         return {
-            **item_fields(
-                "image",
-                units=["pixel_values"],
-                counts=counts["patches"],
-                on_host=["image_tiles", *(f"image_num_{name}" for name in counts)],
-            ),
-            "spatial_shapes": MultiModalFieldConfig.flat_from_sizes(
-                "image", units, keep_on_cpu=True
-            ),
+            **item_fields("image", units=["pixel_values"], counts=patches),
+            **item_fields("image", units_on_host=["spatial_shapes"], counts=units),
+            **item_fields("image", on_host=["image_tiles", *names]),
         }
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:

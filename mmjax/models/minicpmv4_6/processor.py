@@ -21,17 +21,17 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
 from mmjax.models.minicpmv4_6.host_inputs import MiniCPMV46HostInputs
 from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.frames import FrameSampling, Timing, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.patches import PLANNED_ASPECT_RATIO, check_aspect_ratio
-from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.pil_classes import load_image_processor, make_image_processor
 from mmjax.processing.image_processors.tiling import check_limits
 from mmjax.processing.items.items import ImageSize
-from mmjax.processing.items.parse import ImagesOnlyDataParser
+from mmjax.processing.items.parse import PixelsOnlyDataParser
 from mmjax.processing.media.decode import map_in_threads
 from mmjax.processing.prompt_updates.updates import (
     PromptUpdateDetails,
@@ -57,12 +57,8 @@ class SliceCutter:
         """`patch_size`, `downsample_mode`: of config.json, which the tower goes by."""
         self.hf = hf_processor
         wanted = {"patch_size": patch_size, "downsample_mode": downsample_mode, "do_resize": True}
-        for name, value in wanted.items():
-            if getattr(hf_processor, name) != value:
-                raise CheckpointError(
-                    f"`{name}` of the image processor is {getattr(hf_processor, name)!r}; the "
-                    f"tower of config.json takes {value!r}: make them equal"
-                )
+        where, source = "the image processor", "the tower of config.json takes"
+        check_settings(hf_processor, wanted, where=where, source=source)
         self.unit = patch_size * (2 if downsample_mode == "4x" else 4)
         """The side of the square of pixels that one embedding stands for."""
         # What is largest depends on the number of slices alone.
@@ -205,15 +201,10 @@ _SUFFIXES = {"image": "", "video": "_videos"}
 """Of HF's names of a modality's tensors."""
 
 
-class MiniCPMV46DataParser(ImagesOnlyDataParser):
-    """Nothing says how many of the embeddings are a slice."""
-
-    keeps_metadata = True
-
-
 class MiniCPMV46ProcessingInfo(FamilyInfo):
     chat_template = write_chatml(write_parts(**_PLACEHOLDERS))
-    data_parser = MiniCPMV46DataParser
+    data_parser = PixelsOnlyDataParser
+    """Nothing says how many of the embeddings are a slice."""
     host_inputs = MiniCPMV46HostInputs
     limits: ClassVar = {"image": None, "video": None}
     image_processors: ClassVar = {"MiniCPMV4_6": "minicpmv4_6"}
@@ -226,7 +217,6 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
             self.check_token(placeholder, f"{modality}_token_id")
         own = load_image_processor(path, self.image_processors)
         videos = load_video_settings(path)
-        known = videos.keys() & own.valid_kwargs.__annotations__
         sizes = {
             "patch_size": config.vision_config.patch_size,
             "downsample_mode": config.downsample_mode,
@@ -235,7 +225,7 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
             tokenizer=self.get_tokenizer(),
             image_processor=SliceCutter(own, **sizes),
             video_processor=FrameSliceCutter(
-                type(own)(**{key: videos[key] for key in known}), settings=videos, **sizes
+                make_image_processor(type(own), videos), settings=videos, **sizes
             ),
         )
 
@@ -250,29 +240,23 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger numbers of slices and frames, the checkpoint's or the operator's."""
         parts = self.get_hf_processor()
-        images, videos = (self.scope_kwargs({}, f"{modality}s_kwargs") for modality in self.limits)
-        cut = {"slice_mode": True}
 
-        def find_most(cutter: SliceCutter, operators: Mapping[str, Any]) -> int:
-            return max(cutter.resolve({**kwargs, **cut}) for kwargs in ({}, operators))
+        def plan(cutter: SliceCutter, scope: str) -> dict[str, int]:
+            cut = {"slice_mode": True}
+            most = self.find_larger(lambda kwargs: cutter.resolve({**kwargs, **cut}), scope)
+            return {**cut, "max_slice_nums": most}
 
-        sampling = parts.video_processor.sampling
-        most = max(sampling.max_num_frames, sampling.asked(videos).max_num_frames)
-        slices = {
-            "images_kwargs": find_most(parts.image_processor, images),
-            "videos_kwargs": find_most(parts.video_processor, videos),
-        }
-        planned = {scope: {**cut, "max_slice_nums": number} for scope, number in slices.items()}
-        planned["videos_kwargs"]["max_num_frames"] = most
-        return planned
+        images = plan(parts.image_processor, "images_kwargs")
+        videos = plan(parts.video_processor, "videos_kwargs")
+        sampling: SecondSampling = parts.video_processor.sampling
+        frames = self.find_larger(
+            lambda kwargs: sampling.asked(kwargs).max_num_frames, "videos_kwargs"
+        )
+        return {"images_kwargs": images, "videos_kwargs": {**videos, "max_num_frames": frames}}
 
-    def get_largest_image(self) -> ImageSize:
+    def find_largest_image(self) -> tuple[ImageSize, int]:
         cutter, most = self.find_cutter("image")
-        return cutter.find_largest(most)[0]
-
-    def get_max_image_tokens(self) -> int:
-        cutter, most = self.find_cutter("image")
-        return cutter.find_largest(most)[1]
+        return cutter.find_largest(most)
 
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -285,24 +269,18 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
 
         That is of all frames that may be seen, of those that fit if videos share a prompt.
         """
-        cutter, most = self.find_cutter("video")
-        assert isinstance(cutter, FrameSliceCutter)
+        cutter: FrameSliceCutter = self.get_hf_processor().video_processor
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs(), "videos_kwargs")
         num_frames = cutter.sampling.asked(kwargs).max_num_frames
         num_videos = max((mm_counts or {}).get("video", 0), 1)
         share = self.ctx.model_config.max_model_len // num_videos
         num_tokens = min(share, num_frames * cutter.find_largest(1)[1])
-        return max(min(num_tokens // cutter.find_largest(most)[1], num_frames), 1)
+        return max(min(num_tokens // self.num_frame_tokens, num_frames), 1)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
+    @property
+    def num_frame_tokens(self) -> int:
         cutter, most = self.find_cutter("video")
-        num_frames = self.get_max_frames(seq_len, mm_counts)
-        return {
-            "image": self.get_max_image_tokens(),
-            "video": num_frames * cutter.find_largest(most)[1],
-        }
+        return cutter.find_largest(most)[1]
 
     # ---- tokens and tensors ----------------------------------------------------------------------
 
@@ -310,16 +288,10 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
         fields: dict[str, MultiModalFieldConfig] = {}
         for modality, suffix in _SUFFIXES.items():
             names = [f"{modality}_num_patches", f"{modality}_num_units"]
-            patches, units = (np.asarray(outputs.get(name, ()), int) for name in names)
-            fields |= item_fields(
-                modality,
-                units=[f"pixel_values{suffix}"],
-                counts=patches,
-                on_host=[f"{modality}_grids", *names],
-            )
-            fields[f"target_sizes{suffix}"] = MultiModalFieldConfig.flat_from_sizes(
-                modality, units, keep_on_cpu=True
-            )
+            patches, units = (outputs.get(name, ()) for name in names)
+            fields |= item_fields(modality, units=[f"pixel_values{suffix}"], counts=patches)
+            fields |= item_fields(modality, units_on_host=[f"target_sizes{suffix}"], counts=units)
+            fields |= item_fields(modality, on_host=[f"{modality}_grids", *names])
         return fields
 
     def reference_inputs(

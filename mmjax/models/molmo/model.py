@@ -24,44 +24,22 @@ from mmjax.models.molmo.host_inputs import (
     count_embedding_rows,
     new_token_id,
 )
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
+from mmjax.models.tower_model import molmo_tower_rules
 from mmjax.towers.vit import ViT, ViTConfig
-from mmjax.weights.rules import Rule, Split
+from mmjax.weights.rules import Rule, RuleTypes
 
-_BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
-_LAYER = r"language_model.layers.\1."
 _VIT = r"^model\.vision_backbone\.image_vit\."
-_VIT_BLOCK = _VIT + r"transformer\.resblocks\.(\d+)\."
-_VIT_LAYER = r"vision_backbone.image_vit.encoder.layers.\1."
-_EMBEDDINGS = "vision_backbone.image_vit.embeddings."
 _PROJECTOR = r"^model\.vision_backbone\.image_projector\."
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
-        **{
-            _VIT_BLOCK + rf"attention\.w{part}\.": rf"{_VIT_LAYER}self_attn.{part}_proj."
-            for part in "qkv"
-        },
-        _VIT_BLOCK + r"attention\.wo\.": _VIT_LAYER + "self_attn.out_proj.",
-        _VIT_BLOCK + r"attention_norm\.": _VIT_LAYER + "layer_norm1.",
-        _VIT_BLOCK + r"ffn_norm\.": _VIT_LAYER + "layer_norm2.",
-        _VIT_BLOCK + r"feed_forward\.w([12])\.": _VIT_LAYER + r"mlp.fc\2.",
-        _VIT + r"positional_embedding$": f"{_EMBEDDINGS}position_embedding.weight",
-        _VIT + r"(class|patch)_embedding": _EMBEDDINGS + r"\1_embedding",
-        _VIT + r"pre_ln\.": "vision_backbone.image_vit.pre_layrnorm.",
         _PROJECTOR + r"w1\.": "vision_backbone.image_projector.gate_proj.",
         _PROJECTOR + r"w2\.": "vision_backbone.image_projector.down_proj.",
         _PROJECTOR + r"w3\.": "vision_backbone.image_projector.up_proj.",
         r"^model\.vision_backbone\.": "vision_backbone.",
-        _BLOCK + r"attn_out\.": _LAYER + "self_attn.o_proj.",
-        _BLOCK + r"ff_out\.": _LAYER + "mlp.down_proj.",
-        _BLOCK + r"([qk])_norm\.": _LAYER + r"self_attn.\2_norm.",
-        r"^model\.transformer\.wte\.embedding$": "language_model.embed_tokens.weight",
-        r"^model\.transformer\.wte\.new_embedding$": "new_embed_tokens.weight",
-        r"^model\.transformer\.ln_f\.": "language_model.norm.",
-        r"^model\.transformer\.ff_out\.": "language_model.lm_head.",
     }
 )
-"""Published names -> names in the tree; the first that matches decides."""
+"""Published names around the tower -> names in the tree; the first that matches decides."""
 
 
 class MolmoVisionBackbone(nnx.Module):
@@ -127,27 +105,13 @@ class MolmoForCausalLM(MultiModalModel):
         self.num_token_ids = self.vocab_size + NUM_NEW_TOKENS
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Cut what is fused, map the published names, and drop the blocks that nobody reads."""
         sizes = MolmoVisionSizes.from_hf(hf_config)
         unread = range(max(_read_layers(sizes)) + 1, sizes.image_num_layers)
-        width, heads = hf_config.hidden_size, hf_config.num_attention_heads
-        key_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-        key_width, inner = width // heads * key_heads, hf_config.intermediate_size // 2
         return (
-            *(Rule(_VIT + rf"transformer\.resblocks\.{layer}\.", None) for layer in unread),
-            Split(
-                _BLOCK + r"att_proj\.",
-                [f"{_LAYER}self_attn.{part}_proj." for part in "qkv"],
-                [width, key_width, key_width],
-            ),
-            Split(
-                _BLOCK + r"ff_proj\.",
-                [f"{_LAYER}mlp.{part}_proj." for part in ("up", "gate")],
-                [inner, inner],
-            ),
-            Rule(_BLOCK + r"attn_norm\.", f"{_LAYER}input_layernorm."),
-            Rule(_BLOCK + r"ff_norm\.", f"{_LAYER}post_attention_layernorm."),
+            *molmo_tower_rules(_VIT, "vision_backbone.image_vit.", unread),
+            *text_rules(hf_config),
             *(Rule(pattern, name) for pattern, name in _NAMES.items()),
         )
 

@@ -20,15 +20,17 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import CheckpointError, RequestValueError, check_settings
-from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
+from mmjax.models.family import Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
     NUM_NEW_TOKENS,
+    POOLING_SIDE,
     MolmoHostInputs,
     MolmoVisionSizes,
     count_embedding_rows,
     new_token_id,
 )
+from mmjax.models.tiles import CropsInfo
 from mmjax.processing.image_processors.crops import Grid, OverlappingCrops
 from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
@@ -39,7 +41,6 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 DROPPED = -100
 """Stands in `image_input_idx` for an embedding that no token takes."""
-_POOLING_SIDE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +56,13 @@ class MolmoImageProcessor(OverlappingCrops):
     @property
     def crop_tokens(self) -> int:
         """Embeddings of a crop along a side."""
-        return self.crop_patches // _POOLING_SIDE
+        return self.crop_patches // POOLING_SIDE
 
     def count_tokens(self, tiling: Grid) -> Grid:
         """Return the rows and columns of tokens of an image that is tiled so."""
         margin = sum(self.overlap_margins)
         rows, columns = (
-            (tiles * self.window_patches + margin + 1) // _POOLING_SIDE for tiles in tiling
+            (tiles * self.window_patches + margin + 1) // POOLING_SIDE for tiles in tiling
         )
         return Grid(rows, columns)
 
@@ -139,32 +140,15 @@ class MolmoImageProcessor(OverlappingCrops):
 
         BOS is at 0 and the first `<im_start>` at 1. A token of an overlap is read in one crop.
         """
-        side, grid = self.crop_tokens, self.count_tokens(tiling)
+        side, numbers = self.crop_tokens, self.number_cells(tiling, POOLING_SIDE)
+        rows, columns = np.indices(numbers.shape)
         # Rows of tokens, each followed by `<im_col>`.
         whole = 2 + np.arange(side)[:, None] * (side + 1) + np.arange(side)
         first = 2 + side * (side + 1) + 2  # behind `<im_end>` and `<im_start>`
-        in_rows, in_columns = (self._keep_tokens(tiles) for tiles in tiling)
-        crops = [whole]
-        for rows in in_rows:
-            for columns in in_columns:
-                places = first + rows[:, None] * (grid.columns + 1) + columns
-                is_kept = (rows[:, None] >= 0) & (columns >= 0)
-                crops.append(np.where(is_kept, places, DROPPED))
-        return np.stack(crops).reshape(len(crops), -1).astype(np.int32)
-
-    def _keep_tokens(self, num_tiles: int) -> list[np.ndarray]:
-        """Return, per tile of an axis, the token's index on that axis; -1 where it is dropped."""
-        before, behind = (margin // _POOLING_SIDE for margin in self.overlap_margins)
-        side, window = self.crop_tokens, self.window_patches // _POOLING_SIDE
-        kept = []
-        for tile in range(num_tiles):
-            indices = np.arange(side) + tile * window
-            if tile > 0:
-                indices[:before] = -1
-            if tile < num_tiles - 1:
-                indices[side - behind :] = -1
-            kept.append(indices)
-        return kept
+        places = np.full((1 + math.prod(tiling)) * side**2, DROPPED, np.int32)
+        places[: side**2] = whole.reshape(-1)
+        places[side**2 + numbers] = first + rows * (numbers.shape[1] + 1) + columns
+        return places.reshape(-1, side**2)
 
 
 def _resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -220,7 +204,7 @@ def format_prompt(text: str, message_format: str, *, always_start_with_space: bo
     return f" {text}" if always_start_with_space else text
 
 
-class MolmoProcessingInfo(FamilyInfo):
+class MolmoProcessingInfo(CropsInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = MolmoHostInputs
@@ -274,18 +258,6 @@ class MolmoProcessingInfo(FamilyInfo):
                 f"together less than the {processor.crop_patches} patches of a crop"
             )
 
-    @property
-    def bos_token_id(self) -> int:
-        """The tokenizer's BOS; its EOS where it has none, as Qwen2's."""
-        tokenizer = self.get_tokenizer()
-        for found in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-            if found is not None:
-                return found
-        raise CheckpointError(
-            "the tokenizer has neither a BOS nor an EOS token; Molmo's prompts begin with one "
-            "of them: name it in tokenizer_config.json"
-        )
-
     def frame_prompt(
         self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
     ) -> list[int]:
@@ -293,7 +265,7 @@ class MolmoProcessingInfo(FamilyInfo):
 
         A control token's name that a user wrote, and that was tokenized as mere text, stays so.
         """
-        tokenizer, bos = self.get_tokenizer(), self.bos_token_id
+        tokenizer, bos = self.get_tokenizer(), self.find_bos(or_eos=True)
         words = token_ids[1:] if token_ids[:1] == [bos] else token_ids
         given = self.scope_kwargs(mm_kwargs, "text_kwargs")
         settings = {key: given.get(key, value) for key, value in _TEXT_SETTINGS.items()}
@@ -307,17 +279,6 @@ class MolmoProcessingInfo(FamilyInfo):
         prefix, suffix = formatted[:start], formatted[start + len(text) :]
         return [bos, *_encode_around(tokenizer, prefix, words, suffix)]
 
-    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return the larger of the checkpoint's number of crops and the operator's."""
-        cutter: MolmoImageProcessor = self.get_image_processor()
-        operators = cutter.resolve_max_crops(self.scope_kwargs({}))
-        return {"max_crops": max(cutter.max_crops, operators)}
-
-    def find_largest_image(self) -> tuple[ImageSize, int]:
-        """Return the size of an image with the most embeddings, and how many."""
-        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return self.get_image_processor().find_largest(kwargs)
-
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return item_fields(
             "image",
@@ -330,7 +291,7 @@ class MolmoProcessingInfo(FamilyInfo):
         return new_token_id(self.get_hf_config(), "<im_patch>")
 
     def get_target(self, modality: str) -> Target:
-        return PromptIndexTargets.prefix([self.bos_token_id])
+        return PromptIndexTargets.prefix([self.find_bos(or_eos=True)])
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(tensors["image_grid_hw"].tolist())

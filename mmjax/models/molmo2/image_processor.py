@@ -24,8 +24,10 @@ from mmjax.models.molmo2.host_inputs import (
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.crops import Grid, OverlappingCrops
 from mmjax.processing.image_processors.frames import FrameSampling, Timing, split_pairs
-from mmjax.processing.image_processors.image import patchify
 from mmjax.processing.items.items import ImageSize
+from mmjax.rounding import cdiv
+
+_WHOLE = Grid(1, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +49,31 @@ class Molmo2ImageProcessor(OverlappingCrops):
     use_single_crop_start_token: bool = True
     """Whether the whole image has a mark of its own before it."""
 
+    @property
+    def affine(self) -> np.ndarray:
+        """What makes pixels of bytes."""
+        return make_affine(
+            rescale_factor=self.rescale_factor, mean=self.image_mean, std=self.image_std
+        )
+
+    def squeeze(self, pixels: np.ndarray, tiling: Grid = _WHOLE) -> np.ndarray:
+        """Return the crops of uint8[height, width, 3], brought to the size of their tiling."""
+        size = self.size_of(tiling)
+        return self.cut_patches(
+            resize_bilinear(pixels, size.height, size.width).transpose(2, 0, 1), tiling
+        )
+
+    def pool_crop(self) -> tuple[np.ndarray, Grid]:
+        """Return the windows of a crop, and how many it has along each axis."""
+        numbers = np.arange(self.crop_patches**2).reshape(self.crop_patches, -1)
+        return pool_grid(numbers, *self.pooling_size)
+
     def count_tokens(self, size: ImageSize) -> Grid:
         """Return the rows and columns of embeddings of as many pixels."""
-        rows, columns = (
-            -(-(side // self.patch_size) // pooled)
-            for side, pooled in zip((size.height, size.width), self.pooling_size, strict=True)
+        rows, columns = self.pooling_size
+        return Grid(
+            cdiv(size.height // self.patch_size, rows), cdiv(size.width // self.patch_size, columns)
         )
-        return Grid(rows, columns)
 
     def write_rows(self, low: Grid, high: Grid) -> np.ndarray:
         """Return int32[tokens]: the outputs of both views in order, and marks (`embed_rows`)."""
@@ -68,7 +88,7 @@ class Molmo2ImageProcessor(OverlappingCrops):
 
     def find_largest(self, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
         """Return the size of an image with the most embeddings, marks included, and how many."""
-        low = self.count_tokens(ImageSize(width=self.crop_side, height=self.crop_side))
+        _, low = self.pool_crop()
 
         def count(tiling: Grid) -> int:
             return len(self.write_rows(low, self.count_tokens(self.size_of(tiling))))
@@ -92,48 +112,20 @@ class Molmo2ImageProcessor(OverlappingCrops):
             ("num_tokens", "image_rows"),
         )
         counts = {name: np.array([len(one[key]) for one in made]) for name, key in counted}
-        affine = make_affine(
-            rescale_factor=self.rescale_factor, mean=self.image_mean, std=self.image_std
-        )
-        return {**joined, **counts, "image_affine": affine}
+        return {**joined, **counts, "image_affine": self.affine}
 
     def _cut(self, image: Image.Image, max_crops: int) -> dict[str, np.ndarray]:
         pixels = np.asarray(image.convert("RGB"))
         tiling = self.choose(ImageSize(*image.size), max_crops)
-        size, side = self.size_of(tiling), self.crop_side
-        patches = [
-            self.cut_patches(resize_bilinear(pixels, *sides).transpose(2, 0, 1), cut)
-            for sides, cut in (((side, side), Grid(1, 1)), ((size.height, size.width), tiling))
-        ]
-        num_patches = self.crop_patches**2
-        low = np.arange(num_patches).reshape(self.crop_patches, -1)
-        (low_windows, low_grid), (high_windows, high_grid) = (
-            pool_grid(grid, *self.pooling_size)
-            for grid in (low, self._number_patches(tiling) + num_patches)
-        )
+        low_windows, low_grid = self.pool_crop()
+        numbers = self.number_cells(tiling) + self.crop_patches**2
+        high_windows, high_grid = pool_grid(numbers, *self.pooling_size)
         return {
-            "pixel_values": np.concatenate(patches),
+            "pixel_values": np.concatenate([self.squeeze(pixels), self.squeeze(pixels, tiling)]),
             "image_token_pooling": np.concatenate([low_windows, high_windows]).astype(np.int32),
             "image_rows": self.write_rows(low_grid, high_grid),
             "image_grids": np.array([[*low_grid, *high_grid]], np.int64),
         }
-
-    def _number_patches(self, tiling: Grid) -> np.ndarray:
-        """Return int[rows, columns] of the tiled image's patches: their numbers in its crops.
-
-        Of a patch that several crops have, the number in the one whose margin it is not in.
-        """
-        side, (before, behind) = self.crop_patches, self.overlap_margins
-        numbers = np.arange(tiling.rows * tiling.columns * side**2)
-        numbers = numbers.reshape(tiling.rows, tiling.columns, side, side)
-        is_read = np.ones_like(numbers, bool)
-        is_read[1:, :, :before] = False
-        is_read[:, 1:, :, :before] = False
-        is_read[:-1, :, side - behind :] = False
-        is_read[:, :-1, :, side - behind :] = False
-        order, is_read = numbers.transpose(0, 2, 1, 3), is_read.transpose(0, 2, 1, 3)
-        size = self.size_of(tiling)
-        return order[is_read].reshape(size.height // self.patch_size, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +149,10 @@ class Molmo2Sampling(FrameSampling):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Molmo2VideoProcessor:
-    """Squeezes each frame into a crop; the defaults are HF's."""
+class Molmo2VideoProcessor(Molmo2ImageProcessor):
+    """Squeezes each frame into a crop, as the whole of an image; the defaults are HF's."""
 
-    crop_side: int = 378
-    patch_size: int = 14
     pooling_size: Sequence[int] = (3, 3)
-    image_mean: Sequence[float] = (0.5, 0.5, 0.5)
-    image_std: Sequence[float] = (0.5, 0.5, 0.5)
-    rescale_factor: float = 1 / 255
     video_use_col_tokens: bool = False
     """Whether `<im_col>` ends a row of a frame."""
     use_frame_special_tokens: bool = True
@@ -181,15 +168,9 @@ class Molmo2VideoProcessor:
         """How many embeddings a frame has, marks included."""
         return len(self.pool_frame()[1])
 
-    @property
-    def frame_room(self) -> int:
-        """How many tokens a frame has at most, with its second: a digit is one."""
-        return self.num_frame_tokens + len(" 99999.9 ")
-
     def pool_frame(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the windows of a frame, and int[tokens]: its rows, marks included."""
-        side = self.crop_side // self.patch_size
-        windows, grid = pool_grid(np.arange(side**2).reshape(side, side), *self.pooling_size)
+        windows, grid = self.pool_crop()
         marks = (FRAME_START, FRAME_END) if self.use_frame_special_tokens else (START, END)
         return windows, write_view(grid, 0, marks, has_columns=self.video_use_col_tokens)
 
@@ -210,23 +191,17 @@ class Molmo2VideoProcessor:
         num_frames = np.array([len(frames) for frames, _ in seen])
         windows, rows = self.pool_frame()
         return {
-            "pixel_values_videos": np.stack([self._cut(f) for frames, _ in seen for f in frames]),
-            "video_token_pooling": _repeat(
-                windows, num_frames, (self.crop_side // self.patch_size) ** 2
+            "pixel_values_videos": np.concatenate(
+                [self.squeeze(frame) for frames, _ in seen for frame in frames]
             ),
+            "video_token_pooling": _repeat(windows, num_frames, self.crop_patches**2),
             "video_rows": _repeat(rows, num_frames, len(windows)),
             "timestamps": np.concatenate([timing.seconds for _, timing in seen]),
             "num_frames": num_frames,
             "num_video_windows": num_frames * len(windows),
             "num_video_tokens": num_frames * len(rows),
-            "video_affine": make_affine(
-                rescale_factor=self.rescale_factor, mean=self.image_mean, std=self.image_std
-            ),
+            "video_affine": self.affine,
         }
-
-    def _cut(self, frame: np.ndarray) -> np.ndarray:
-        pixels = resize_bilinear(frame, self.crop_side, self.crop_side).transpose(2, 0, 1)
-        return patchify(pixels, self.patch_size, self.patch_size)
 
 
 def _repeat(numbers: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:

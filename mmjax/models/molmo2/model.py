@@ -18,49 +18,25 @@ from mmjax.layers.embed import Embed
 from mmjax.layers.mlp import GatedMLP
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.molmo2.host_inputs import CropShape, Molmo2HostInputs, read_prompt_ids
-from mmjax.models.text_model import build_text_model
+from mmjax.models.text_model import build_text_model, text_rules
+from mmjax.models.tower_model import molmo_tower_rules
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes, Split
 
-_BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
-_LAYER = r"language_model.layers.\1."
 _VIT = r"^model\.(?:vision_backbone\.image_vit|vision_tower)\."
-_VIT_BLOCK = _VIT + r"(?:transformer\.resblocks|layers)\.(\d+)\."
-_VIT_LAYER = r"vision_tower.encoder.layers.\1."
 _CONNECTOR = r"^model\.(?:vision_backbone|multi_modal_projector)\."
-_POOLING = _CONNECTOR + r"image_pooling_2d\."
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
-        **{
-            _VIT_BLOCK + rf"(?:attention\.w{part}|self_attn\.{part}_proj)\.": (
-                f"{_VIT_LAYER}self_attn.{'out' if part == 'o' else part}_proj."
-            )
-            for part in "qkvo"
-        },
-        _VIT_BLOCK + r"(?:attention_norm|layer_norm1)\.": _VIT_LAYER + "layer_norm1.",
-        _VIT_BLOCK + r"(?:ffn_norm|layer_norm2)\.": _VIT_LAYER + "layer_norm2.",
-        _VIT_BLOCK + r"(?:feed_forward\.w|mlp\.fc)([12])\.": _VIT_LAYER + r"mlp.fc\2.",
-        _VIT_BLOCK: _VIT_LAYER,
-        _VIT + r"positional_embedding$": "vision_tower.embeddings.position_embedding.weight",
-        _VIT + r"patch_embedding\.": "vision_tower.embeddings.patch_embedding.",
-        _POOLING + r"w?([qkvo])(?:_proj)?\.": r"image_pooling_2d.w\1.",
+        _CONNECTOR + r"image_pooling_2d\.w?([qkvo])(?:_proj)?\.": r"image_pooling_2d.w\1.",
         _CONNECTOR + r"image_projector\.(?:w1|gate_proj)\.": "image_projector.gate_proj.",
         _CONNECTOR + r"image_projector\.(?:w2|down_proj)\.": "image_projector.down_proj.",
         _CONNECTOR + r"image_projector\.(?:w3|up_proj)\.": "image_projector.up_proj.",
         _CONNECTOR: "",
-        _BLOCK + r"self_attn\.attn_out\.": _LAYER + "self_attn.o_proj.",
-        _BLOCK + r"self_attn\.([qk])_norm\.": _LAYER + r"self_attn.\2_norm.",
-        _BLOCK + r"mlp\.ff_out\.": _LAYER + "mlp.down_proj.",
-        _BLOCK + r"attn_norm\.": _LAYER + "input_layernorm.",
-        _BLOCK + r"ff_norm\.": _LAYER + "post_attention_layernorm.",
-        r"^model\.transformer\.wte\.embedding$": "language_model.embed_tokens.weight",
-        r"^model\.transformer\.wte\.new_embedding$": "new_embed_tokens.weight",
-        r"^model\.transformer\.ln_f\.": "language_model.norm.",
         r"^model\.language_model\.": "language_model.",
         r"^lm_head\.": "language_model.lm_head.",
     }
 )
-"""Published names, and those of HF's module -> names in the tree; the first match decides."""
+"""Published names around the tower, and those of HF's module -> names in the tree."""
 
 
 class Molmo2ForConditionalGeneration(MultiModalModel):
@@ -109,25 +85,12 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Cut what is fused, map the names, and drop the blocks that nobody reads."""
         text = hf_config.text_config
-        num_blocks = hf_config.vision_config.num_hidden_layers
         # Of a published config, HF counts up to the last block that is read; files may have more.
         last = max(_read_layers(hf_config))
-        unread = range(last + 1, max(num_blocks, last + 3))
-        widths = [
-            n * text.head_dim for n in (text.num_attention_heads, *[text.num_key_value_heads] * 2)
-        ]
+        unread = range(last + 1, max(hf_config.vision_config.num_hidden_layers, last + 3))
         return (
-            *(Rule(_VIT + rf"(?:transformer\.resblocks|layers)\.{n}\.", None) for n in unread),
-            Split(
-                _BLOCK + r"self_attn\.att_proj\.",
-                [f"{_LAYER}self_attn.{part}_proj." for part in "qkv"],
-                widths,
-            ),
-            Split(
-                _BLOCK + r"mlp\.ff_proj\.",
-                [f"{_LAYER}mlp.{part}_proj." for part in ("up", "gate")],
-                [text.intermediate_size] * 2,
-            ),
+            *molmo_tower_rules(_VIT, "vision_tower.", unread),
+            *text_rules(hf_config),
             Split(
                 r"^model\.language_model\.embed_tokens\.weight$",
                 ["language_model.embed_tokens.weight", "new_embed_tokens.weight"],

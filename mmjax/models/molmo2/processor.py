@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmjax.errors import CheckpointError, check_settings
-from mmjax.models.family import FamilyInfo, item_fields, make_factories
+from mmjax.models.family import item_fields, make_factories
 from mmjax.models.molmo2.host_inputs import (
     MARKS,
     MAX_POOLED,
@@ -35,13 +35,15 @@ from mmjax.models.molmo2.image_processor import (
     Molmo2Sampling,
     Molmo2VideoProcessor,
 )
+from mmjax.models.tiles import CropsInfo
+from mmjax.processing.chat_turns import write_chatml
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
     load_image_settings,
     load_video_settings,
 )
 from mmjax.processing.items.items import ImageSize
-from mmjax.processing.items.parse import ImagesOnlyDataParser
+from mmjax.processing.items.parse import PixelsOnlyDataParser
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
@@ -87,32 +89,22 @@ def _find_points(text: str) -> Iterator[tuple[str, str, int, int, int]]:
 
 
 PATCH = "<im_patch>"
-CHAT_TEMPLATE = r"""
-{%- set found = namespace(images=0) -%}
-{%- for message in messages -%}
-    {%- for part in message.content if part.type == 'image' -%}
-        {%- set found.images = found.images + 1 -%}
-    {%- endfor -%}
+_MEDIA = r"""
+{%- set parts = messages | sum(attribute='content', start=[]) -%}
+{%- set images = parts | selectattr('type', 'equalto', 'image') | list -%}
+{%- for image in images -%}
+    {{- ('Image ' ~ loop.index if images | length > 1 else '') ~ '<|image|>' -}}
 {%- endfor -%}
-{%- for number in range(1, found.images + 1) -%}
-    {{- ('Image ' ~ number if found.images > 1 else '') ~ '<|image|>' -}}
+{%- for part in parts if part.type == 'video' -%}
+    {{- '<|video|>' -}}
 {%- endfor -%}
-{%- for message in messages -%}
-    {%- for part in message.content if part.type == 'video' -%}
-        {{- '<|video|>' -}}
-    {%- endfor -%}
-{%- endfor -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\n' -}}
-    {%- for part in message.content if part.type == 'text' -%}
-        {{- ('' if loop.first else ' ') + part.text -}}
-    {%- endfor -%}
-    {{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
 """
+_TEXTS = r"""
+{%- for part in message.content if part.type == 'text' -%}
+    {{- ('' if loop.first else ' ') + part.text -}}
+{%- endfor -%}
+"""
+CHAT_TEMPLATE = write_chatml(_TEXTS.strip(), first=_MEDIA)
 """The published order, media before all turns; the published one refuses a system's turn."""
 _FIXED_SETTINGS: Mapping[str, Any] = {
     "do_resize": True,
@@ -123,18 +115,14 @@ _FIXED_SETTINGS: Mapping[str, Any] = {
 }
 
 
-class Molmo2DataParser(ImagesOnlyDataParser):
-    keeps_metadata = True
-
-
-class Molmo2ProcessingInfo(FamilyInfo):
+class Molmo2ProcessingInfo(CropsInfo):
     chat_template = CHAT_TEMPLATE
     tasks: ClassVar = {
         "Describe": "Describe this image.",
         "Point to": "Point to the {boats}.",
         "Count": "How many {boats} are there?",
     }
-    data_parser = Molmo2DataParser
+    data_parser = PixelsOnlyDataParser
     host_inputs = Molmo2HostInputs
     limits: ClassVar = {"image": None, "video": 1}
     placeholders: ClassVar = {"image": "<|image|>", "video": "<|video|>"}
@@ -150,50 +138,35 @@ class Molmo2ProcessingInfo(FamilyInfo):
         """Return mmjax's own: HF's needs torchvision."""
         path = self.ctx.model_config.path
         _ = self.encoder_spec  # refuses crops that the tower does not take
-        own = load_video_settings(path)
-        parts = ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=self._make_part(Molmo2ImageProcessor, load_image_settings(path)),
-            video_processor=self._make_part(
-                Molmo2VideoProcessor, {**own, "sampling": Molmo2Sampling().of_checkpoint(own)}
-            ),
-        )
         ids: dict[str, int] = dict(zip((PATCH, *MARKS), self._prompt_ids, strict=True))
         found = {token: self.get_token_id(token) for token in ids}
         check_settings(found, ids, where="the tokenizer")
-        return parts
+        images, frames = load_image_settings(path), load_video_settings(path)
+        # Frames are whole crops: they have no margins.
+        frames |= {"sampling": Molmo2Sampling().of_checkpoint(frames), "overlap_margins": (0, 0)}
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=self._make_part("image", Molmo2ImageProcessor, images),
+            video_processor=self._make_part("video", Molmo2VideoProcessor, frames),
+        )
 
     def _make_part(
-        self, kind: type[Molmo2ImageProcessor | Molmo2VideoProcessor], settings: Mapping[str, Any]
+        self, modality: str, kind: type[Molmo2ImageProcessor], settings: Mapping[str, Any]
     ) -> Any:
         """Return what cuts images, or frames; `CheckpointError` for what no model takes."""
         vision = self.get_hf_config().vision_config
-        side = vision.image_size[0]
-        size = settings.get("size", {"height": 378, "width": 378})
-        settings = {
-            **settings,
-            **self.processor_settings,
-            "size": size,
-            "crop_side": size["height"],
-        }
-        wanted = {
-            **_FIXED_SETTINGS,
-            "size": {"height": side, "width": side},
-            "patch_size": vision.patch_size,
-        }
-        modality = "image" if kind is Molmo2ImageProcessor else "video"
+        side, patch_size = vision.image_size[0], vision.patch_size
+        found = {"size": {"height": 378, "width": 378}, **settings, **self.processor_settings}
+        wanted = {"size": {"height": side, "width": side}, "patch_size": patch_size}
         where, source = f"the {modality} processor", "the model takes"
-        check_settings(settings, wanted, where=where, source=source)
-        part = kind(
-            **{name: settings[name] for name in settings.keys() & kind.__dataclass_fields__}
-        )
-        rows, columns = part.pooling_size
-        has_room = not isinstance(part, Molmo2ImageProcessor) or part.window_patches >= 1
-        if not 1 <= rows * columns <= MAX_POOLED or not has_room:
+        check_settings(found, {**_FIXED_SETTINGS, **wanted}, where=where, source=source)
+        found["crop_side"] = side
+        part = kind(**{name: found[name] for name in found.keys() & kind.__dataclass_fields__})
+        if not 1 <= math.prod(part.pooling_size) <= MAX_POOLED or part.window_patches < 1:
             raise CheckpointError(
                 f"`pooling_size` and `overlap_margins` of {where} are {list(part.pooling_size)} "
-                f"and {list(settings.get('overlap_margins', ()))}; mmjax pools up to {MAX_POOLED} "
-                f"patches, and a crop has {side // vision.patch_size} a side"
+                f"and {list(part.overlap_margins)}; mmjax pools up to {MAX_POOLED} patches, and a "
+                f"crop has {side // patch_size} a side"
             )
         return part
 
@@ -205,28 +178,8 @@ class Molmo2ProcessingInfo(FamilyInfo):
         self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
     ) -> list[int]:
         """Begin a prompt with BOS, or with EOS where the tokenizer has none, as Qwen's."""
-        tokenizer = self.get_tokenizer()
-        bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        if bos is None:
-            raise CheckpointError(
-                "the tokenizer has neither a BOS nor an EOS token, and Molmo 2's prompts begin "
-                "with one of them: name it in tokenizer_config.json"
-            )
+        bos = self.find_bos(or_eos=True)
         return token_ids if token_ids[:1] == [bos] else [bos, *token_ids]
-
-    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return the larger of the checkpoint's number of crops and the operator's."""
-        cutter: Molmo2ImageProcessor = self.get_image_processor()
-        operators = self.scope_kwargs({}).get("max_crops") or cutter.max_crops
-        return {"max_crops": max(cutter.max_crops, operators)}
-
-    def find_largest_image(self) -> tuple[ImageSize, int]:
-        """Return the size of an image with the most embeddings, and how many."""
-        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
-        return self.get_image_processor().find_largest(kwargs)
-
-    def get_unit_size(self) -> None:
-        """Return nothing: images have any size."""
 
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -234,43 +187,30 @@ class Molmo2ProcessingInfo(FamilyInfo):
         side = self.get_hf_processor().video_processor.crop_side
         return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
 
-    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the frames of the longest video: those that are seen, or that fit into a step.
+    @property
+    def num_frame_tokens(self) -> int:
+        return self.get_hf_processor().video_processor.num_frame_tokens
 
-        All of them go in one, with their seconds between them.
-        """
-        part: Molmo2VideoProcessor = self.get_hf_processor().video_processor
-        sampling = part.sampling.asked(self.scope_kwargs({}, "videos_kwargs"))
-        most = sampling.num_frames or self.get_media_limits().max_video_frames
-        return max(
-            min((seq_len or self.ctx.model_config.max_model_len) // part.frame_room, most), 1
-        )
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        part: Molmo2VideoProcessor = self.get_hf_processor().video_processor
-        frames = self.get_max_frames(seq_len, mm_counts)
-        most = {"image": self.get_max_image_tokens(), "video": frames * part.num_frame_tokens}
-        return {modality: most[modality] for modality in self.supported_mm_limits}
+    @property
+    def num_frame_room(self) -> int:
+        """How many tokens a frame has at most, with its second: a digit is one."""
+        return self.num_frame_tokens + len(" 99999.9 ")
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         several = (
-            ("image", "image_num_crops", ["pixel_values"]),
-            ("image", "num_windows", ["image_token_pooling"]),
-            ("image", "num_tokens", ["image_rows"]),
-            ("video", "num_frames", ["pixel_values_videos"]),
-            ("video", "num_video_windows", ["video_token_pooling"]),
-            ("video", "num_video_tokens", ["video_rows"]),
+            ("image", "image_num_crops", "pixel_values"),
+            ("image", "num_windows", "image_token_pooling"),
+            ("image", "num_tokens", "image_rows"),
+            ("video", "num_frames", "pixel_values_videos"),
+            ("video", "num_video_windows", "video_token_pooling"),
+            ("video", "num_video_tokens", "video_rows"),
         )
         found = item_fields("image", on_host=["image_grids"])
-        for modality, count, names in several:
+        for modality, count, name in several:
             counts = outputs.get(count, ())
-            found |= item_fields(modality, units=names, counts=counts, on_host=[count])
-        seconds = MultiModalFieldConfig.flat_from_sizes(
-            "video", np.asarray(outputs.get("num_frames", ())), keep_on_cpu=True
-        )
-        return {**found, "timestamps": seconds}
+            found |= item_fields(modality, units=[name], counts=counts, on_host=[count])
+        frames = outputs.get("num_frames", ())
+        return found | item_fields("video", units_on_host=["timestamps"], counts=frames)
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
@@ -332,11 +272,7 @@ class Molmo2ProcessingInfo(FamilyInfo):
             frames += tokens[number * per_frame : (number + 1) * per_frame]
         return frames
 
-    def parse_answer(
-        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
-    ) -> Mapping[str, Any]:
-        """Return an answer's points."""
-        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
         return parse_points(text, image_sizes)
 
 

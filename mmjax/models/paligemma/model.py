@@ -6,10 +6,9 @@ A prompt, of images and text, sees itself in both directions; the answer is caus
 from collections.abc import Sequence
 from typing import Any
 
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import check_settings
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.linear import Linear
@@ -21,23 +20,6 @@ from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import RuleTypes
 
 
-class PaliGemmaMultiModalProjector(nnx.Module):
-    """From the tower's width to the decoder's."""
-
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        vision, text = hf_config.vision_config, hf_config.text_config
-        if vision.projection_dim != text.hidden_size:
-            raise CheckpointError(
-                f"`projection_dim` is {vision.projection_dim}; embeddings must have the decoder's "
-                f"width, `text_config.hidden_size`, {text.hidden_size}"
-            )
-        self.linear = Linear(vision.hidden_size, text.hidden_size, use_bias=True, dtype=dtype)
-
-    def __call__(self, patches: Float[Array, "I P D"]) -> Float[Array, "I P F"]:
-        """Project every patch by itself."""
-        return self.linear(patches)
-
-
 class PaliGemmaForConditionalGeneration(TowerModel):
     """Served as HF's class of this name."""
 
@@ -45,9 +27,14 @@ class PaliGemmaForConditionalGeneration(TowerModel):
     sees = "prompt"
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        vision, width = hf_config.vision_config, hf_config.text_config.hidden_size
+        source = "`text_config.hidden_size` is"
+        check_settings(vision, {"projection_dim": width}, where="`vision_config`", source=source)
         with self._mark_tower_model(hf_config, "image"):
-            self.vision_tower = ViT(ViTConfig.from_hf(hf_config.vision_config), dtype=dtype)
-            self.multi_modal_projector = PaliGemmaMultiModalProjector(hf_config, dtype=dtype)
+            self.vision_tower = ViT(ViTConfig.from_hf(vision), dtype=dtype)
+            self.multi_modal_projector = Linear(
+                vision.hidden_size, width, use_bias=True, dtype=dtype
+            )
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     def encode_units(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:

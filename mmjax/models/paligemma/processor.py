@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, check_settings
+from mmjax.errors import check_settings
 from mmjax.models.family import FamilyInfo, FamilyProcessor, make_factories
 from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.retrieval.prompts import (
@@ -54,17 +54,13 @@ def parse_objects(text: str, image_size: ImageSize) -> dict[str, Any]:
 
 IMAGE_TOKEN = "<image>"
 CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-    {%- for part in message.content if part.type == 'image' -%}
-        {{- '<image>' -}}
-    {%- endfor -%}
+{%- for part in messages | sum(attribute='content', start=[]) if part.type == 'image' -%}
+    {{- '<image>' -}}
 {%- endfor -%}
-{%- for message in messages if message.role == 'user' -%}
-    {%- if loop.last -%}
-        {%- for part in message.content if part.type == 'text' -%}
-            {{- part.text -}}
-        {%- endfor -%}
-    {%- endif -%}
+{%- for message in (messages | selectattr('role', 'equalto', 'user') | list)[-1:] -%}
+    {%- for part in message.content if part.type == 'text' -%}
+        {{- part.text -}}
+    {%- endfor -%}
 {%- endfor -%}
 """
 """The task of the last turn alone: the model was trained on tasks, not on conversations."""
@@ -95,17 +91,8 @@ class PaliGemmaProcessingInfo(FamilyInfo):
             source=source,
         )
         self.check_token(IMAGE_TOKEN)
-        self._find_bos()
+        self.find_bos()
         return processor
-
-    def _find_bos(self) -> int:
-        bos: int | None = self.get_tokenizer().bos_token_id
-        if bos is None:
-            raise CheckpointError(
-                "the tokenizer has no BOS token, which PaliGemma's prompts have behind images; "
-                "name it in tokenizer_config.json"
-            )
-        return bos
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Require one row for each patch."""
@@ -121,7 +108,7 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         A prompt with BOS there and a newline at its end is one already.
         """
         tokenizer, image = self.get_tokenizer(), self.get_embed_token_id("image")
-        bos, end = self._find_bos(), tokenizer.decode(token_ids[-1:])
+        bos, end = self.find_bos(), tokenizer.decode(token_ids[-1:])
         start = len(token_ids) - token_ids[::-1].index(image) if image in token_ids else 0
         if token_ids[start : start + 1] == [bos] and end.endswith("\n"):
             return token_ids
@@ -131,11 +118,7 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         text = token_ids[max(first, start) : len(token_ids) - bool(own)]
         return [*token_ids[first:start], bos, *text, *as_ids(f"{own}\n", tokenizer)]
 
-    def parse_answer(
-        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
-    ) -> Mapping[str, Any]:
-        """Return an answer's objects."""
-        text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
+    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
         return parse_objects(text.removesuffix(self.get_tokenizer().eos_token), image_sizes[0])
 
     def reference_inputs(

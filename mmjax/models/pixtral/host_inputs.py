@@ -13,6 +13,7 @@ from mmjax.models.host_inputs import (
     find_places,
     find_square_offsets,
 )
+from mmjax.processing.image_processors.image import patchify
 
 
 class PixtralHostInputs(HostInputs):
@@ -32,11 +33,15 @@ class PixtralHostInputs(HostInputs):
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the picture's patches, their places, and what brings them into squares."""
-        units = cut_patches(item["pixel_values"], self.hf_config.vision_config.patch_size)
-        if self.merge_size == 1:
-            return units
-        rows, columns = (int(last) + 1 for last in units["places"][-1])
-        return {**units, "square_offsets": find_square_offsets(rows, columns, self.merge_size)}
+        pixels, size = item["pixel_values"], self.hf_config.vision_config.patch_size
+        rows, columns = (side // size for side in pixels.shape[1:])
+        units = {
+            "pixel_values": patchify(pixels, size, size, colours_first=True),
+            "places": find_places(rows, columns, 1),
+        }
+        if self.merge_size > 1:
+            units["square_offsets"] = find_square_offsets(rows, columns, self.merge_size)
+        return units
 
 
 def read_merge_size(hf_config: Any) -> int:
@@ -57,19 +62,3 @@ def check_whole_pictures(hf_config: Any) -> None:
             f"`vision_feature_select_strategy` of config.json is {strategy!r}; "
             "it must be `full` with a `pixtral` tower"
         )
-
-
-def cut_patches(pixels: np.ndarray, patch_size: int) -> dict[str, np.ndarray]:
-    """Cut a picture, uint8[C, height, width], row by row.
-
-    Returns:
-        `pixel_values` uint8[P, C * patch_size**2]: a patch's pixels by channel, row and column;
-        `places` int[P, 2]: the row and the column of each patch.
-    """
-    channels, height, width = pixels.shape
-    rows, columns = height // patch_size, width // patch_size
-    patches = pixels.reshape(channels, rows, patch_size, columns, patch_size)
-    return {
-        "pixel_values": patches.transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1),
-        "places": find_places(rows, columns, 1),
-    }

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from mmjax.errors import RequestValueError, check_settings
+from mmjax.errors import check_settings
 from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.pixtral.host_inputs import (
     PixtralHostInputs,
@@ -17,7 +17,7 @@ from mmjax.models.pixtral.host_inputs import (
     read_merge_size,
 )
 from mmjax.processing.chat_turns import write_chatml, write_parts
-from mmjax.processing.image_processors.image import bad_kwarg
+from mmjax.processing.image_processors.image import bad_kwarg, sliver_error
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.rounding import cdiv
@@ -78,8 +78,9 @@ class PixtralImageScaler:
     def __call__(self, images: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
         """Return `pixel_values`, a list of uint8[C, height, width], and `image_affine`."""
         longest = self.get_longest_edge(kwargs)
-        for image in images:
-            _check_sliver(ImageSize(*image.size), longest)
+        for size in (ImageSize(*image.size) for image in images):
+            if max(size) > longest and min(size) * longest < max(size):
+                raise sliver_error(size, longest)
         fixed = {
             "size": {"longest_edge": longest},
             "patch_size": {"height": self.unit, "width": self.unit},
@@ -98,15 +99,6 @@ class PixtralImageScaler:
         if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
             raise bad_kwarg("size", size, "an object of a positive `longest_edge`")
         return longest
-
-
-def _check_sliver(size: ImageSize, longest: int) -> None:
-    if max(size) > longest and min(size) * longest < max(size):
-        raise RequestValueError(
-            f"image is {size.width}x{size.height} pixels; scaled until its longer side is "
-            f"{longest}, the shorter has none: crop it",
-            param="multi_modal_data",
-        )
 
 
 class PixtralProcessingInfo(FamilyInfo):
@@ -149,21 +141,15 @@ class PixtralProcessingInfo(FamilyInfo):
     def wrap_image_processor(self, hf_processor: Any) -> PixtralImageScaler:
         return PixtralImageScaler(hf_processor, self.unit)
 
-    def get_longest_edge(self, mm_kwargs: Mapping[str, object]) -> int:
-        """Return the pixels of an image's longer side under kwargs over the operator's."""
-        return self.get_image_processor().get_longest_edge(self.scope_kwargs(mm_kwargs))
-
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger one of the checkpoint's size and the operator's."""
-        own = self.get_image_processor().get_longest_edge({})
-        return {"size": {"longest_edge": max(own, self.get_longest_edge({}))}}
+        scaler: PixtralImageScaler = self.get_image_processor()
+        return {"size": {"longest_edge": self.find_larger(scaler.get_longest_edge)}}
 
-    def get_largest_image(self) -> ImageSize:
-        side = self.get_longest_edge(self.get_planned_mm_kwargs())
-        return ImageSize(width=side, height=side)
-
-    def get_max_image_tokens(self) -> int:
-        return cdiv(self.get_largest_image().width, self.unit) ** 2
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        scaler: PixtralImageScaler = self.get_image_processor()
+        side = scaler.get_longest_edge(self.scope_kwargs(self.get_planned_mm_kwargs()))
+        return ImageSize(width=side, height=side), cdiv(side, self.unit) ** 2
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, int]:
         """Return the rows and columns of embeddings."""

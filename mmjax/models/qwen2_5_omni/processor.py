@@ -11,13 +11,13 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from mmjax.errors import CheckpointError, RequestTypeError, RequestValueError
+from mmjax.errors import RequestTypeError, RequestValueError, check_settings
 from mmjax.models.family import FamilyProcessor, item_fields, make_factories
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
 from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen25OmniHostInputs
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
 from mmjax.processing.image_processors.frames import split_pairs
-from mmjax.processing.image_processors.parts import ProcessorOfParts, load_feature_settings
+from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.patches import TimedVideoPatcher
 from mmjax.processing.items.items import (
     ModalityDataItems,
@@ -176,13 +176,10 @@ class Qwen25OmniProcessingInfo(GridInfo):
 
     @cached_property
     def log_mel(self) -> LogMel:
-        made = LogMel.from_settings(load_feature_settings(self.ctx.model_config.path))
-        num_bins = self.get_hf_config().audio_config.num_mel_bins
-        if made.feature_size != num_bins:
-            raise CheckpointError(
-                f"`feature_size` of the feature extractor is {made.feature_size}, but "
-                f"`audio_config.num_mel_bins` of config.json is {num_bins}; make them equal"
-            )
+        made = LogMel.from_settings(self.load_feature_settings())
+        expected = {"feature_size": self.get_hf_config().audio_config.num_mel_bins}
+        source = "`audio_config.num_mel_bins` of config.json is"
+        check_settings(made, expected, where="the feature extractor", source=source)
         return made
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:

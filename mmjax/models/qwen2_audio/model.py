@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.linear import Linear
@@ -14,17 +13,6 @@ from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import WRAPPER_RULES
 from mmjax.towers.whisper import WhisperEncoder, WhisperEncoderConfig
 from mmjax.weights.rules import Rule, RuleTypes
-
-
-class Qwen2AudioProjector(nnx.Module):
-    """One linear layer, by HF's names."""
-
-    def __init__(self, in_features: int, width: int, *, dtype: Any) -> None:
-        self.linear = Linear(in_features, width, use_bias=True, dtype=dtype)
-
-    def __call__(self, x: Float[Array, "U P D"]) -> Float[Array, "U P F"]:
-        """Transform every state by itself."""
-        return self.linear(x)
 
 
 class Qwen2AudioForConditionalGeneration(MultiModalModel):
@@ -37,7 +25,7 @@ class Qwen2AudioForConditionalGeneration(MultiModalModel):
         width = hf_config.get_text_config().hidden_size
         with self._mark_tower_model(hf_config, "audio"):
             self.audio_tower = WhisperEncoder(config, dtype=dtype)
-            self.multi_modal_projector = Qwen2AudioProjector(config.d_model, width, dtype=dtype)
+            self.multi_modal_projector = Linear(config.d_model, width, use_bias=True, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=False)
 
     @staticmethod

@@ -75,6 +75,25 @@ class OverlappingCrops:
         ]
         return np.stack([patchify(crop, self.patch_size, self.patch_size) for crop in crops])
 
+    def number_cells(self, tiling: Grid, cell_side: int = 1) -> np.ndarray:
+        """Return int[rows, columns] of the tiled image's cells: their numbers in its crops.
+
+        A cell is a square of patches, so many a side. Of one that several crops have, it is the
+        number in the crop whose margin it is not in.
+        """
+        side = self.crop_patches // cell_side
+        before, behind = (margin // cell_side for margin in self.overlap_margins)
+        numbers = np.arange(tiling.rows * tiling.columns * side**2)
+        numbers = numbers.reshape(tiling.rows, tiling.columns, side, side)
+        is_read = np.ones_like(numbers, bool)
+        is_read[1:, :, :before] = False
+        is_read[:, 1:, :, :before] = False
+        is_read[:-1, :, side - behind :] = False
+        is_read[:, :-1, :, side - behind :] = False
+        order, is_read = numbers.transpose(0, 2, 1, 3), is_read.transpose(0, 2, 1, 3)
+        size = self.size_of(tiling)
+        return order[is_read].reshape(size.height // (self.patch_size * cell_side), -1)
+
     def resolve_max_crops(self, kwargs: Mapping[str, Any]) -> int:
         """Return how many crops a request may have of a tiled image; refuse what is no number."""
         given = kwargs.get("max_crops")

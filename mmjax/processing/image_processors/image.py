@@ -26,13 +26,19 @@ def fit_within(size: ImageSize, limit: ImageSize) -> ImageSize:
     return ImageSize(width=int(size.width * scale), height=int(size.height * scale))
 
 
-def patchify(pixels: np.ndarray, patch_height: int, patch_width: int) -> np.ndarray:
-    """Cut [C, height, width] into [patches, patch_height * patch_width * C], row by row."""
+def patchify(
+    pixels: np.ndarray, patch_height: int, patch_width: int, *, colours_first: bool = False
+) -> np.ndarray:
+    """Cut [C, height, width] into [patches, patch_height * patch_width * C], row by row.
+
+    With `colours_first` a patch's values come by channel, row and column.
+    """
     channels, height, width = pixels.shape
     rows, columns = height // patch_height, width // patch_width
     assert (rows * patch_height, columns * patch_width) == (height, width), f"{pixels.shape=}"
     patches = pixels.reshape(channels, rows, patch_height, columns, patch_width)
-    return patches.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1)
+    order = (1, 3, 0, 2, 4) if colours_first else (1, 3, 2, 4, 0)
+    return patches.transpose(order).reshape(rows * columns, -1)
 
 
 def bad_kwarg(name: str, value: object, expected: str) -> RequestValueError:
@@ -40,6 +46,15 @@ def bad_kwarg(name: str, value: object, expected: str) -> RequestValueError:
     return RequestValueError(
         f"`{name}` is {value!r} in mm_processor_kwargs; it must be {expected}",
         param="mm_processor_kwargs",
+    )
+
+
+def sliver_error(size: ImageSize, longest: int) -> RequestValueError:
+    """Return the error of an image of which nothing would be left, scaled to a longest side."""
+    return RequestValueError(
+        f"image is {size.width}x{size.height} pixels; scaled until its longer side is {longest}, "
+        "the shorter has none: crop it",
+        param="multi_modal_data",
     )
 
 

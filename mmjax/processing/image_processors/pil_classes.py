@@ -25,11 +25,20 @@ def load_image_processor(
         keep: Makes a class whose pixels stay bytes of HF's.
     """
     name = next(iter(folders)) if len(folders) == 1 else _find_name(path, folders)
+    return load_class(name, folders[name], keep).from_pretrained(path)
+
+
+def load_class(name: str, folder: str, keep: Callable[[Any], Any] = keep_bytes) -> Any:
+    """Return such a class by the beginning of its name; arguments as above."""
     # On use only: it brings an installed torch along.
-    module = import_module(
-        f"transformers.models.{folders[name]}.image_processing_pil_{folders[name]}"
-    )
-    return keep(getattr(module, f"{name}ImageProcessorPil")).from_pretrained(path)
+    module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+    return keep(getattr(module, f"{name}ImageProcessorPil"))
+
+
+def make_image_processor(hf_class: Any, settings: Mapping[str, Any]) -> Any:
+    """Return one of HF's image processors by those of the settings that its class knows."""
+    known = hf_class.valid_kwargs.__annotations__
+    return hf_class(**{key: value for key, value in settings.items() if key in known})
 
 
 def _find_name(path: Path, folders: Mapping[str, str]) -> str:

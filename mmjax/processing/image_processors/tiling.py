@@ -13,10 +13,14 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError, check_settings
-from mmjax.processing.image_processors.affine import keep_bytes, make_affine
+from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import bad_kwarg, check_count, to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
-from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.image_processors.pil_classes import (
+    load_class,
+    load_image_processor,
+    make_image_processor,
+)
 from mmjax.processing.items.items import ImageSize
 
 MAX_TILES = 128
@@ -329,12 +333,9 @@ class HFFrameCutter:
     @classmethod
     def from_pretrained(cls, path: Path, tile_size: int) -> "HFFrameCutter":
         """Take the checkpoint's settings for videos, but the size that the tower takes."""
-        processor_class = _got_ocr2()
-        settings = load_video_settings(path)
-        known = processor_class.valid_kwargs.__annotations__
-        kept = {key: settings[key] for key in settings.keys() & known}
         size = {"height": tile_size, "width": tile_size}
-        return cls(processor_class(**{**kept, "size": size}), tile_size)
+        settings = {**load_video_settings(path), "size": size}
+        return cls(make_image_processor(load_class("GotOcr2", "got_ocr2"), settings), tile_size)
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
@@ -351,13 +352,6 @@ class HFFrameCutter:
             "video_num_patches": np.array([len(video) for video in videos], dtype=np.int64),
             "video_affine": outputs["image_affine"],
         }
-
-
-def _got_ocr2() -> Any:
-    # On use only: it brings an installed torch along.
-    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-
-    return keep_bytes(GotOcr2ImageProcessorPil)
 
 
 def _check_size(size: Mapping[str, Any], tile_size: int) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "MultiModalDataDict",
     "MultiModalDataItems",
     "MultiModalDataParser",
+    "PixelsOnlyDataParser",
     "ProcessorBatchItems",
     "VideoEmbeddingItems",
     "VideoProcessorItems",
@@ -355,6 +356,12 @@ class ImagesOnlyDataParser(MultiModalDataParser):
                 param="multi_modal_data",
             )
         return False
+
+
+class PixelsOnlyDataParser(ImagesOnlyDataParser):
+    """The same of a family with videos, which come with their metadata."""
+
+    keeps_metadata = True
 
 
 MultiModalUUIDDict = Mapping[str, Any]
