@@ -215,14 +215,12 @@ class ModelRunner:
         self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
         self.write_extra()
         self._adapters = self._programs.make_adapters()
+        # What has one program is compiled as it runs here: no step will.
         if self._adapters is not None:
-            # Compiles it: no load will.
             self._run_load(0, {})
         if self._programs.num_state_slots:
-            # Likewise.
             self._run_copy(0, 0)
         if self.host_pool is not None:
-            # Likewise.
             self._state = self._state._replace(
                 kv_cache=self.host_pool.warm_up(self._state.kv_cache)
             )
@@ -321,15 +319,11 @@ class ModelRunner:
             del output[request_id]
         for report in in_flight.reports:
             request = report.scheduled.request
-            logprobs = read_logprobs(
-                jax.device_get(report.drawn),
-                report.token_ids.tolist(),
-                num_wanted=request.sampling_params.prompt_logprobs or 0,
-                vocab_size=self._programs.vocab_size,
-            )
-            request_id = request.request_id
-            (token,) = output.get(request_id, [SampledToken()])
-            output[request_id] = [msgspec.structs.replace(token, prompt_logprobs=logprobs)]
+            num_wanted = request.sampling_params.prompt_logprobs or 0
+            drawn, token_ids = jax.device_get(report.drawn), report.token_ids.tolist()
+            logprobs = read_logprobs(drawn, token_ids, num_wanted, self._programs.vocab_size)
+            (token,) = output.get(request.request_id, [SampledToken()])
+            output[request.request_id] = [msgspec.structs.replace(token, prompt_logprobs=logprobs)]
         for request, weights in in_flight.alignments:
             (token,) = output.get(request.request_id, [SampledToken()])
             alignment = _cut_alignment(request, jax.device_get(weights))

@@ -51,7 +51,7 @@ class SampleOutput(NamedTuple):
 
 
 def read_logprobs(
-    reported: Sequence[SampleOutput], token_ids: Sequence[int], *, num_wanted: int, vocab_size: int
+    reported: Sequence[SampleOutput], token_ids: Sequence[int], num_wanted: int, vocab_size: int
 ) -> list[TokenLogprobs | None]:
     """Return the log-probabilities of tokens, which are those of the samples' rows in order.
 
