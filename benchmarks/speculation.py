@@ -1,25 +1,32 @@
 """Decoding with and without guessed tokens, in turns, by one engine in one process.
 
-`python -m benchmarks.speculation [--model tiny_scenes|decoder|drafted] [--batches 1 4 8]`
+`python -m benchmarks.speculation [--model tiny_scenes|decoder|drafted|mtp] [--batches 1 4 8]`
 prints tokens a second of answers that repeat and of answers that do not, and how many guessed
 tokens were right. The ratios are of the medians, and of the best rounds, which other programs
 disturbed least. `decoder` is a random Gemma 3 decoder (18 layers of width 640, 262,208 tokens) in
 `--dtype`. `drafted` is another (16 layers of width 1,024, 32,768 tokens), for which its first two
-layers guess as a draft model. The answers of both ways are compared, too.
+layers guess as a draft model. `mtp` has the shape of GLM-OCR's decoder, for which the layer of its
+checkpoint guesses: all layers add nothing, so that it is always right; `mtp-wrong`: never. The
+answers of both ways are compared, too.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from transformers import GlmOcrConfig
 
 from benchmarks.offline import draw
-from benchmarks.step_model import make_engine, text_config
+from benchmarks.step_model import make_config, make_engine, text_config, weight
 from mmjax import LLM, SamplingParams
 from mmjax.engine.core import EngineCore
+from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
+from mmjax.models.glm4v.model import GlmOcrForConditionalGeneration, GlmOcrMtp
 from mmjax.transport.messages import EngineCoreRequest
 
 CONFIG = {
@@ -29,6 +36,7 @@ CONFIG = {
     "prompt_lookup_min": 2,
 }
 DRAFT_CONFIG = {"method": "draft_model", "model": "layers", "num_speculative_tokens": 4}
+MTP_CONFIG = {"method": "mtp", "num_speculative_tokens": 4}
 DRAFT_LAYERS = 2
 MAX_NUM_SEQS = 8
 KINDS: dict[str, dict[str, Any]] = {
@@ -71,7 +79,58 @@ def open_decoder(dtype: Any, *, is_drafted: bool = False) -> tuple[EngineCore, S
         text = text_config(**sizes, num_hidden_layers=16)
         draft = text_config(**sizes, num_hidden_layers=DRAFT_LAYERS)
         options |= {"speculative_config": DRAFT_CONFIG, "draft": draft}
-    core = make_engine(text, **options)
+    return serving(make_engine(text, **options))
+
+
+def open_mtp(dtype: Any, *, is_right: bool) -> tuple[EngineCore, Serve]:
+    """Return a decoder whose next token depends on the last one, and a layer that knows it."""
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    text = {"num_nextn_predict_layers": 1}
+    hf_config = GlmOcrConfig(text_config=text, vision_config={**vision, "out_hidden_size": 1024})
+    whole, layer = (
+        make_silent_params(one, hf_config, dtype)
+        for one in (GlmOcrForConditionalGeneration, GlmOcrMtp)
+    )
+    width = hf_config.text_config.hidden_size
+    reads = np.eye(width, 2 * width, dtype=np.float32) * is_right
+    layer["language_model.eh_proj.weight"] = reads.astype(
+        layer["language_model.eh_proj.weight"].dtype
+    )
+    own = {name: leaf for name, leaf in layer.items() if "embed_tokens" not in name}
+    del own["language_model.lm_head.weight"]
+    sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 64}
+    config = make_config(
+        hf_config,
+        GlmOcrForConditionalGeneration,
+        dtype,
+        speculative_config=MTP_CONFIG,
+        **sizes,
+    )
+    core = EngineCore(
+        replace(config, max_embeds_per_item={"image": 64, "video": 64}),
+        model_class=GlmOcrForConditionalGeneration,
+        params=unflatten_params(whole),
+        draft_params=unflatten_params(own),
+    )
+    return serving(core)
+
+
+def make_silent_params(model_class: Any, hf_config: Any, dtype: Any) -> dict[str, Any]:
+    """Return parameters by name, of layers that add nothing; norms multiply by one."""
+    _, abstract = build_abstract(model_class, hf_config, dtype=jnp.dtype(dtype))
+    leaves = {}
+    for name, leaf in flatten_params(abstract).items():
+        values = np.zeros(leaf.shape, np.float32)
+        if "norm" in name:
+            values += 1
+        elif not name.endswith(("o_proj.weight", "down_proj.weight", "bias")):
+            values = weight(name.removeprefix("language_model."), leaf.shape)
+        leaves[name] = values.astype(leaf.dtype)
+    return leaves
+
+
+def serving(core: EngineCore) -> tuple[EngineCore, Serve]:
+    """Return an engine, and what asks it about 20 tokens three times."""
 
     def serve(batch: int, params: SamplingParams) -> Answers:
         answers: dict[str, list[int]] = {f"{number}": [] for number in range(batch)}
@@ -131,7 +190,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--model", choices=("tiny_scenes", "decoder", "drafted"), default="tiny_scenes"
+        "--model",
+        choices=("tiny_scenes", "decoder", "drafted", "mtp", "mtp-wrong"),
+        default="tiny_scenes",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
@@ -140,6 +201,8 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.model == "tiny_scenes":
         opened = open_scenes()
+    elif flags.model.startswith("mtp"):
+        opened = open_mtp(flags.dtype, is_right=flags.model == "mtp")
     else:
         opened = open_decoder(flags.dtype, is_drafted=flags.model == "drafted")
     compare(*opened, flags.batches, flags.rounds, flags.tokens)

@@ -107,6 +107,32 @@ def make_params(hf_config: Gemma3Config, dtype: DtypeName, *, num_whole: int | N
     return unflatten_params(leaves)
 
 
+def make_config(
+    hf_config: Any,
+    model_class: Any,
+    dtype: DtypeName,
+    lora: LoRAConfig | None = None,
+    **scheduler: Any,
+) -> EngineConfig:
+    """Return the configuration of an engine whose weights are given, for its constructor."""
+    model = ModelConfig(
+        model="benchmark",
+        path=Path("."),
+        hf_config=hf_config,
+        architecture=model_class.__name__,
+        max_model_len=MAX_MODEL_LEN,
+        dtype=dtype,
+    )
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(**scheduler),
+        lora=lora or LoRAConfig(),
+        precompile="all",
+        use_tqdm=False,
+    )
+
+
 def make_engine(
     text: Gemma3TextConfig,
     *,
@@ -119,26 +145,11 @@ def make_engine(
     hf_config = model_config(text)
     num_whole = None if draft is None else draft.num_hidden_layers
     params = make_params(hf_config, dtype, num_whole=num_whole)
-    model = ModelConfig(
-        model="benchmark",
-        path=Path("."),
-        hf_config=hf_config,
-        architecture="Gemma3ForConditionalGeneration",
-        max_model_len=MAX_MODEL_LEN,
-        dtype=dtype,
-    )
-    config = EngineConfig(
-        model=model,
-        cache=CacheConfig(),
-        scheduler=SchedulerConfig(**scheduler),
-        lora=lora or LoRAConfig(),
-        precompile="all",
-        use_tqdm=False,
-    )
+    config = make_config(hf_config, Gemma3ForConditionalGeneration, dtype, lora, **scheduler)
     draft_params = None
     if draft is not None:
         its = model_config(draft)
-        config = replace(config, draft=replace(model, hf_config=its))
+        config = replace(config, draft=replace(config.model, hf_config=its))
         draft_params = make_params(its, dtype)
     return EngineCore(
         config,

@@ -429,6 +429,15 @@ def test_steps_between_those_that_ran_lie_on_a_line() -> None:
     assert [times.find_widest(rows) for rows in (1, 2, 8, 9)] == [16, 16, 16, 18]
 
 
+def test_a_step_that_was_disturbed_makes_no_guess_pay() -> None:
+    """As the first of a request, which waits for what its prompt left on the device."""
+    decides = speculate(0.0, ran=[])
+    decides.note_step(1, 0.18, host_s=0.01)
+    decides.note_step(2, 0.06, host_s=None)
+    assert decides.share_out([0.05], 4) == {}
+    assert decides.share_out([0.9], 4).total() > 0
+
+
 def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
     speculation = speculate(0.3)
     found = []

@@ -360,12 +360,17 @@ class StepTimes:
         self._seconds: dict[int, float] = {}
 
     def note(self, num_rows: int, seconds: float) -> None:
-        """Take in a step; what is known of others is trusted a little less."""
+        """Take in a step; what is known of others is trusted a little less.
+
+        None of fewer rows takes longer: where it did, it was disturbed, by a prompt before it, say.
+        """
         own = _round_rows(num_rows)
         self._seconds[own] = _average(self._seconds.get(own, 0.0), seconds)
         for rows in self._seconds.keys() - {own}:
             usual = self._seconds[own] * _usual(rows) / _usual(own)
             self._seconds[rows] += FORGOTTEN * (usual - self._seconds[rows])
+            if rows < own:
+                self._seconds[rows] = min(self._seconds[rows], self._seconds[own])
 
     def find(self, num_rows: int) -> float:
         """Return the seconds of a step; where none ran, as its neighbours tell.
