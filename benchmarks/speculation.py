@@ -91,14 +91,14 @@ def open_mtp(dtype: Any, *, is_right: bool) -> tuple[EngineCore, Serve]:
         make_silent_params(one, hf_config, dtype)
         for one in (GlmOcrForConditionalGeneration, GlmOcrMtp)
     )
-    width = hf_config.text_config.hidden_size
+    width = len(layer["language_model.enorm.weight"])
     reads = np.eye(width, 2 * width, dtype=np.float32) * is_right
     layer["language_model.eh_proj.weight"] = reads.astype(
         layer["language_model.eh_proj.weight"].dtype
     )
     own = {name: leaf for name, leaf in layer.items() if "embed_tokens" not in name}
     del own["language_model.lm_head.weight"]
-    sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 64}
+    sizes: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 64}
     config = make_config(
         hf_config,
         GlmOcrForConditionalGeneration,
