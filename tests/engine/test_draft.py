@@ -35,6 +35,7 @@ from tests.engine.test_mixed_fields import NUM_REQUESTS, draw_request, serve
 from tests.engine.tiny import (
     answer,
     drain,
+    drain_through_failures,
     engine_config,
     loud_params,
     message,
@@ -288,7 +289,6 @@ def test_a_failed_step_and_sleep_leave_nothing_behind(
     eager = Eager(core)
     for request in requests:
         core.add_request(request)
-    news: dict[str, list[int]] = {name: [] for name in expected}
     draft, num_failures = core._draft, 0
     assert draft is not None
     guess = draft.runner.guess
@@ -301,15 +301,7 @@ def test_a_failed_step_and_sleep_leave_nothing_behind(
         return guess(wanted)
 
     monkeypatch.setattr(draft.runner, "guess", fail)
-    while core.has_unfinished():
-        try:
-            deltas = core.step()
-        except RuntimeError:
-            assert core.recover() == []
-            continue
-        for delta in deltas:
-            news[delta.request_id] += delta.new_token_ids
-    assert news == expected
+    assert drain_through_failures(core) == expected
     core.sleep()
     core.wake_up()
     assert serve_all(core, requests) == expected

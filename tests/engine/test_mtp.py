@@ -26,7 +26,7 @@ from mmjax.models.model_source import load_model_config
 from mmjax.parity.arrays import Sample
 from mmjax.weights.rules import Place, map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
-from tests.engine.tiny import drain
+from tests.engine.tiny import drain, drain_through_failures
 from tests.families import TINY_FAMILIES
 from tests.families.directories import edit_json
 from tests.families.glm4v import write_files
@@ -315,18 +315,10 @@ def test_a_failed_step_and_sleep_leave_nothing_behind(monkeypatch: pytest.Monkey
         return guess(wanted)
 
     monkeypatch.setattr(draft.runner, "guess", fail)
-    found: dict[str, list[int]] = {f"{n}": [] for n in range(len(PROMPTS))}
     for request in requests_of({}):
         core.add_request(request)
-    while core.has_unfinished():
-        try:
-            deltas = core.step()
-        except RuntimeError:
-            assert core.recover() == []
-            continue
-        for delta in deltas:
-            found[delta.request_id] += delta.new_token_ids
-    assert list(found.values()) == expected
+    found = drain_through_failures(core)
+    assert [found[name] for name in sorted(found)] == expected
     core.sleep()
     core.wake_up()
     assert serve(core, requests_of({})) == expected

@@ -27,7 +27,7 @@ from tests.engine.bench import choose_max_model_len
 from tests.engine.grammars import prompt
 from tests.engine.guesses import NGRAM, make_eager
 from tests.engine.test_mixed_fields import draw_request, serve, start
-from tests.engine.tiny import answer, drain, message, tiny_engine, tokens_of
+from tests.engine.tiny import answer, drain, drain_through_failures, message, tiny_engine, tokens_of
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.tiny import TinyModel
 from tests.kit import draw
@@ -393,7 +393,6 @@ def test_a_step_with_guesses_that_fails_is_computed_again(
     for request in requests:
         eager.answers.learn(request, expected[request.request_id])
         core.add_request(request)
-    news: dict[str, list[int]] = {name: [] for name in expected}
     read, num_failures = core._runner.read, 0
 
     def fail(in_flight: Any) -> Any:
@@ -404,16 +403,8 @@ def test_a_step_with_guesses_that_fails_is_computed_again(
         return read(in_flight)
 
     monkeypatch.setattr(core._runner, "read", fail)
-    while core.has_unfinished():
-        try:
-            deltas = core.step()
-        except RuntimeError:
-            assert core.recover() == []
-            continue
-        for delta in deltas:
-            news[delta.request_id] += delta.new_token_ids
+    assert drain_through_failures(core) == expected
     assert num_failures == 3
-    assert news == expected
 
 
 # ---- texts ---------------------------------------------------------------------------------------
