@@ -1,13 +1,14 @@
 """Decoding with and without guessed tokens, in turns, by one engine in one process.
 
-`python -m benchmarks.speculation [--model tiny_scenes|decoder|drafted|mtp] [--batches 1 4 8]`
+`python -m benchmarks.speculation [--model NAME] [--batches 1 4 8]`
 prints tokens a second of answers that repeat and of answers that do not, and how many guessed
 tokens were right. The ratios are of the medians, and of the best rounds, which other programs
 disturbed least. `decoder` is a random Gemma 3 decoder (18 layers of width 640, 262,208 tokens) in
 `--dtype`. `drafted` is another (16 layers of width 1,024, 32,768 tokens), for which its first two
 layers guess as a draft model. `mtp` has the shape of GLM-OCR's decoder, for which the layer of its
-checkpoint guesses: all layers add nothing, so that it is always right; `mtp-wrong`: never. The
-answers of both ways are compared, too.
+checkpoint guesses: all layers add nothing, so that it is always right; `mtp-wrong`: never.
+`recurrent` is the same with the shape of Qwen3.5 0.8B, half as deep, and 32,768 tokens. The answers
+of both ways are compared, too.
 """
 
 import argparse
@@ -19,14 +20,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from transformers import GlmOcrConfig
+from transformers import GlmOcrConfig, Qwen3_5Config
 
 from benchmarks.offline import draw
 from benchmarks.step_model import make_config, make_engine, text_config, weight
 from mmjax import LLM, SamplingParams
 from mmjax.engine.core import EngineCore
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
-from mmjax.models.glm4v.model import GlmOcrForConditionalGeneration, GlmOcrMtp
+from mmjax.models.glm4v.model import GlmOcrForConditionalGeneration
+from mmjax.models.qwen3_vl.model import Qwen3_5ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
 
 CONFIG = {
@@ -38,6 +40,7 @@ CONFIG = {
 DRAFT_CONFIG = {"method": "draft_model", "model": "layers", "num_speculative_tokens": 4}
 MTP_CONFIG = {"method": "mtp", "num_speculative_tokens": 4}
 DRAFT_LAYERS = 2
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 MAX_NUM_SEQS = 8
 KINDS: dict[str, dict[str, Any]] = {
     "repeats": {"temperature": 0.0},
@@ -82,37 +85,55 @@ def open_decoder(dtype: Any, *, is_drafted: bool = False) -> tuple[EngineCore, S
     return serving(make_engine(text, **options))
 
 
-def open_mtp(dtype: Any, *, is_right: bool) -> tuple[EngineCore, Serve]:
-    """Return a decoder whose next token depends on the last one, and a layer that knows it."""
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
-    text = {"num_nextn_predict_layers": 1}
-    hf_config = GlmOcrConfig(text_config=text, vision_config={**vision, "out_hidden_size": 1024})
+def open_mtp(
+    model_class: Any, hf_config: Any, joining: str, dtype: Any, *, is_right: bool = True
+) -> tuple[EngineCore, Serve]:
+    """Return a decoder whose next token depends on the last one, and a layer that knows it.
+
+    `joining`: the name of what the layer joins an embedding and a state by.
+    """
     whole, layer = (
-        make_silent_params(one, hf_config, dtype)
-        for one in (GlmOcrForConditionalGeneration, GlmOcrMtp)
+        make_silent_params(one, hf_config, dtype) for one in (model_class, model_class.mtp_class)
     )
-    width = len(layer["language_model.enorm.weight"])
-    reads = np.eye(width, 2 * width, dtype=np.float32) * is_right
-    layer["language_model.eh_proj.weight"] = reads.astype(
-        layer["language_model.eh_proj.weight"].dtype
-    )
+    name = f"language_model.{joining}.weight"
+    reads = np.eye(*layer[name].shape, dtype=np.float32) * is_right
+    layer[name] = reads.astype(layer[name].dtype)
     own = {name: leaf for name, leaf in layer.items() if "embed_tokens" not in name}
-    del own["language_model.lm_head.weight"]
+    own.pop("language_model.lm_head.weight", None)
     sizes: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 64}
     config = make_config(
         hf_config,
-        GlmOcrForConditionalGeneration,
+        model_class,
         dtype,
         speculative_config=MTP_CONFIG,
         **sizes,
     )
     core = EngineCore(
         replace(config, max_embeds_per_item={"image": 64, "video": 64}),
-        model_class=GlmOcrForConditionalGeneration,
+        model_class=model_class,
         params=unflatten_params(whole),
         draft_params=unflatten_params(own),
     )
     return serving(core)
+
+
+def recurrent_config() -> Any:
+    """Return the configuration of a smaller Qwen3.5."""
+    text = {
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+        "mtp_num_hidden_layers": 1,
+    }
+    vision = {**VISION, "out_hidden_size": 1024, "num_position_embeddings": 4}
+    return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
 
 
 def make_silent_params(model_class: Any, hf_config: Any, dtype: Any) -> dict[str, Any]:
@@ -123,7 +144,7 @@ def make_silent_params(model_class: Any, hf_config: Any, dtype: Any) -> dict[str
         values = np.zeros(leaf.shape, np.float32)
         if "norm" in name:
             values += 1
-        elif not name.endswith(("o_proj.weight", "down_proj.weight", "bias")):
+        elif not name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "bias")):
             values = weight(name.removeprefix("language_model."), leaf.shape)
         leaves[name] = values.astype(leaf.dtype)
     return leaves
@@ -191,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--model",
-        choices=("tiny_scenes", "decoder", "drafted", "mtp", "mtp-wrong"),
+        choices=("tiny_scenes", "decoder", "drafted", "mtp", "mtp-wrong", "recurrent"),
         default="tiny_scenes",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -201,8 +222,16 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.model == "tiny_scenes":
         opened = open_scenes()
+    elif flags.model == "recurrent":
+        made = Qwen3_5ForConditionalGeneration, recurrent_config(), "fc"
+        opened = open_mtp(*made, flags.dtype)
     elif flags.model.startswith("mtp"):
-        opened = open_mtp(flags.dtype, is_right=flags.model == "mtp")
+        config = GlmOcrConfig(
+            text_config={"num_nextn_predict_layers": 1},
+            vision_config={**VISION, "out_hidden_size": 1024},
+        )
+        made = GlmOcrForConditionalGeneration, config, "eh_proj"
+        opened = open_mtp(*made, flags.dtype, is_right=flags.model == "mtp")
     else:
         opened = open_decoder(flags.dtype, is_drafted=flags.model == "drafted")
     compare(*opened, flags.batches, flags.rounds, flags.tokens)

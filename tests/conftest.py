@@ -56,8 +56,7 @@ def _share_compiled_programs() -> None:
 
 _share_compiled_programs()
 
-import jax  # noqa: E402 (the environment comes first)
-import pytest  # noqa: E402
+import pytest  # noqa: E402 (the environment comes first)
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests import shared_programs  # noqa: E402
@@ -75,20 +74,22 @@ settings.load_profile("mmjax")
 MAX_RESIDENT_BYTES = 4 * 2**30
 """Of a worker, before it forgets its compiled programs: with three of them, and the servers that
 tests start, a machine had 11.4 GB in use at most."""
+MAX_MAPPINGS = 2**15
+"""The same of its memory mappings, of which a program has some: with 65,530 of them XLA ends the
+process (Linux's `vm.max_map_count`)."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs() -> Iterator[None]:
     """Keep a worker from growing with every program that its tests ever compiled."""
     yield
-    status = Path("/proc/self/statm")
-    if not status.exists():  # not Linux
+    memory = Path("/proc/self")
+    if not memory.exists():  # not Linux
         return
-    num_pages = int(status.read_text(encoding="ascii").split()[1])
-    if num_pages * os.sysconf("SC_PAGE_SIZE") > MAX_RESIDENT_BYTES:
+    num_pages = int((memory / "statm").read_text(encoding="ascii").split()[1])
+    is_large = num_pages * os.sysconf("SC_PAGE_SIZE") > MAX_RESIDENT_BYTES
+    if is_large or (memory / "maps").read_bytes().count(b"\n") > MAX_MAPPINGS:
         shared_programs.forget()
-        jax.clear_caches()
-        gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,7 @@ and the shapes of its arguments. As of one that JAX fetches from its compile cac
 that it was compiled, so that an engine's `compilations` counts the same.
 """
 
+import gc
 from typing import Any
 
 import jax
@@ -21,9 +22,11 @@ _graphs: list[tuple[Any, object]] = []
 
 
 def forget() -> None:
-    """Drop all programs that no engine holds."""
+    """Drop all programs that no engine holds, and what JAX keeps of others."""
     _compiled.clear()
     _graphs.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 def _find(graph: Any) -> object:

@@ -1,17 +1,17 @@
 """Which states of recurrent layers each slot of the device holds. Ids and hashes only, no arrays.
 
-A running request has a slot, in which its states change with every token. A snapshot is a copy of a
-request's slot, which stays as it is: what a prompt's first tokens leave behind, found by the hash
-of the last of their blocks.
+A running request has a slot, in which its states change with every token, and others for the states
+behind tokens that are guessed. A snapshot is a copy of a request's slot, which stays as it is: what
+a prompt's first tokens leave behind, found by the hash of the last of their blocks.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mmjax.cache.kv.block_hash import BlockHash
 
 NO_STATE = -1
-"""The slot of a request that has none."""
+"""No slot."""
 
 
 class StateSlots:
@@ -20,8 +20,9 @@ class StateSlots:
     The snapshot that was used least recently makes room for a request, or for another snapshot.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, slots_per_request: int = 1) -> None:
         self.num_slots = num_slots
+        self._slots_per_request = slots_per_request
         self._free = list(reversed(range(num_slots)))
         self._snapshots: OrderedDict[BlockHash, int] = OrderedDict()
         """Hash of the last block -> its slot, the least recently used first."""
@@ -48,15 +49,16 @@ class StateSlots:
                 return number, slot
         return 0, NO_STATE
 
-    def acquire(self) -> int:
-        """Return a slot for a request; there is one for each that may run."""
-        slot = self._take()
-        assert slot is not None, f"all of {self.num_slots} slots are requests'"
-        return slot
+    def acquire(self) -> tuple[int, ...]:
+        """Return the slots of a request; there are some for each that may run."""
+        slots = [self._take() for _ in range(self._slots_per_request)]
+        taken = tuple(slot for slot in slots if slot is not None)
+        assert len(taken) == len(slots), f"all of {self.num_slots} slots are requests'"
+        return taken
 
-    def release(self, slot: int) -> None:
-        """Take back a request's slot."""
-        self._free.append(slot)
+    def release(self, slots: Iterable[int]) -> None:
+        """Take back a request's slots."""
+        self._free += slots
 
     def keep(self, block_hash: BlockHash) -> int:
         """Return the slot to which a snapshot is to be copied.

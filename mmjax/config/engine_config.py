@@ -481,6 +481,16 @@ class EngineConfig:
         is_for_serve_alone=True,
     )
 
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """What is guessed ahead: nothing of a model that gives vectors."""
+        return None if self.model.pools else self.scheduler.speculation
+
+    @property
+    def num_guessed(self) -> int:
+        """Tokens that are guessed at once, at most."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
     max_embeds_per_item: Mapping[str, int] = field(default_factory=dict)
     """By modality, the embeddings of the largest item, which P0's processor knows.
 

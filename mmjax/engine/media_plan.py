@@ -37,6 +37,8 @@ class MediaPlan(NamedTuple):
     max_encoder_len: int
     num_state_slots: int
     """Of recurrent layers' states; 0: the model has none."""
+    states_per_seq: int
+    """Of these, a request's: one, and one for each token that is guessed at once."""
 
 
 def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
@@ -85,6 +87,8 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
         disable_chunked_mm_input=keeps_runs_whole,
         longest_runs={m: n for m, n in largest.items() if m not in host_inputs.cut_modalities},
     )
+    states_per_seq = 1 + config.num_guessed
+    num_state_slots = _count_state_slots(config, module, states_per_seq, keeps_runs_whole)
     return MediaPlan(
         host_inputs=host_inputs,
         has_tower=has_tower,
@@ -98,7 +102,8 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
         encoder_budget=encoder_budget,
         num_encoder_rows=max(1, encoder_rows),
         max_encoder_len=module.max_encoder_len,
-        num_state_slots=_count_state_slots(config, module, keeps_runs_whole=keeps_runs_whole),
+        num_state_slots=num_state_slots,
+        states_per_seq=states_per_seq if num_state_slots else 0,
     )
 
 
@@ -112,7 +117,9 @@ def _choose_sizes(
     return sizes | {"clips": choose_clip_sizes(host_inputs.clip_spec, encoder_budget, longest_clip)}
 
 
-def _count_state_slots(config: EngineConfig, module: Any, *, keeps_runs_whole: bool) -> int:
+def _count_state_slots(
+    config: EngineConfig, module: Any, states_per_seq: int, keeps_runs_whole: bool
+) -> int:
     """Return the slots of states that requests and snapshots have; 0 without recurrent layers."""
     schedule, cache = config.scheduler, config.cache
     if not module.kv_cache_spec.states:
@@ -128,10 +135,6 @@ def _count_state_slots(config: EngineConfig, module: Any, *, keeps_runs_whole: b
             "`disable_chunked_mm_input` is set, but the model has recurrent layers, which compute "
             "prompts in chunks that end within items, too; leave it out"
         )
-    if schedule.speculation is not None:
-        logger.warning(
-            "no tokens are guessed ahead: the model has recurrent layers, whose states cannot go "
-            "back behind a wrong guess; leave `--speculative-config` out"
-        )
     finds = cache.enable_prefix_caching and schedule.enable_chunked_prefill
-    return schedule.max_num_seqs + (cache.num_state_snapshots if finds else 0)
+    num_snapshots = cache.num_state_snapshots if finds else 0
+    return schedule.max_num_seqs * states_per_seq + num_snapshots

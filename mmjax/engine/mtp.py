@@ -121,12 +121,14 @@ class MtpRunner(DraftRunner):
 
 def check_mtp(config: EngineConfig, model_class: Any, *, sees: Sees) -> None:
     """Raise ConfigError where no layer of the checkpoint guesses tokens; `sees`: as planned."""
-    text_config = config.model.hf_config.get_text_config()
-    reason = None
+    key, reason = model_class.mtp_layers_key, None
+    num_layers = getattr(config.model.hf_config.get_text_config(), key, None) or 0
     if model_class.mtp_class is None:
-        reason = f"mmjax knows no such layer of `{model_class.__name__}`; it does of GLM-OCR"
-    elif not getattr(text_config, "num_nextn_predict_layers", None):
-        reason = "its config.json has no `num_nextn_predict_layers`"
+        reason = (
+            f"mmjax knows no such layer of `{model_class.__name__}`; it does of GLM-OCR and Qwen3.5"
+        )
+    elif num_layers != 1:
+        reason = f"its config.json has {num_layers} as `{key}`, and mmjax computes one layer"
     elif is_snapshot(config.model.path):
         reason = "a snapshot has only what the model computes with; give the files it was made of"
     elif config.parallel.num_processes > 1:

@@ -19,7 +19,6 @@ from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import StateSlots
 from mmjax.cache.stored_rows import StoredRows
 from mmjax.config.engine_config import EngineConfig
-from mmjax.config.speculative_config import SpeculativeConfig
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.functions import ModelShape
@@ -168,7 +167,7 @@ def start_engine(
         options: dict[str, Any] = {"has_spans": plan.sees != "past", "host_pool": pool}
         runner = ModelRunner(programs, compiled, model.params, num_blocks=num_blocks, **options)
         draft = None if draft_parts is None else _make_draft(draft_parts, num_blocks, runner)
-        scheduler.speculation = _make_speculation(config, plan, draft)
+        scheduler.speculation = _make_speculation(config, draft)
         runner.stored_rows = open_stored_rows(config, model.model_class, programs, model.params)
     weights = EngineWeights(programs, runner, _make_source(config, model, programs, encoder))
     adapters, reader = _open_adapters(config, model, lambda: runner.params)
@@ -228,7 +227,7 @@ def _load_draft(
     devices: Sequence[Device] | None,
 ) -> _DraftParts | None:
     """Load the model, or the layer, that guesses tokens ahead; None: none does."""
-    speculation = _find_speculation(config, plan)
+    speculation = config.speculation
     if speculation is None:
         return None
     if speculation.method == "mtp":
@@ -268,10 +267,8 @@ def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> Dra
     return DraftModel(runner, compiled, weights, warm_up_keys, {"draft_model": total})
 
 
-def _make_speculation(
-    config: EngineConfig, plan: MediaPlan, draft: DraftModel | None
-) -> Speculation | None:
-    speculation = _find_speculation(config, plan)
+def _make_speculation(config: EngineConfig, draft: DraftModel | None) -> Speculation | None:
+    speculation = config.speculation
     return None if speculation is None else Speculation(speculation, draft)
 
 
@@ -426,12 +423,6 @@ def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
 # ---- sizes, memory and programs ------------------------------------------------------------------
 
 
-def _find_speculation(config: EngineConfig, plan: MediaPlan) -> SpeculativeConfig | None:
-    """Return what is guessed ahead; nothing is where recurrent layers cannot take it back."""
-    is_possible = not plan.num_state_slots and not config.model.pools
-    return config.scheduler.speculation if is_possible else None
-
-
 def _make_programs(
     config: EngineConfig,
     model: LoadedModel,
@@ -441,13 +432,14 @@ def _make_programs(
 ) -> Programs:
     schedule, placement = config.scheduler, model.placement
     shape = ModelShape.of(model.graphdef, model.params)
+    spec = bind(model.graphdef, model.params).kv_cache_spec
+    has_states = bool(spec.states)
     cache_type = choose_cache_type(
         placement.platform,
-        bind(model.graphdef, model.params).kv_cache_spec,
+        spec,
         shape.dtype,
         num_shards=placement.num_kv_shards,
     )
-    speculation = _find_speculation(config, plan)
     keeps_rows = plan.has_tower and config.cache.encoder_cache_dir is not None
     writes = plan.takes_embeds or keeps_rows or bool(config.cache.encoder_workers)
     heads: Sequence[tuple[int, int]] = ()
@@ -462,7 +454,7 @@ def _make_programs(
         max_encoder_len=plan.max_encoder_len,
         max_aligned=config.model.max_model_len if heads else 0,
         has_adapters=model.adapted is not None,
-        num_guessed=0 if speculation is None else speculation.num_speculative_tokens,
+        num_guessed=config.num_guessed,
         max_num_rows=_max_num_rows(config, placement),
         pools=config.model.pools,
     )
@@ -481,7 +473,8 @@ def _make_programs(
         logprobs_mode=config.model.logprobs_mode,
         takes_embeds=plan.takes_embeds,
         keeps_rows=keeps_rows,
-        num_state_slots=plan.num_state_slots,
+        num_state_slots=plan.num_state_slots if has_states else 0,
+        states_per_seq=plan.states_per_seq if has_states else 0,
         unread=unread,
         shared=shared,
         alignment_heads=heads,
@@ -610,7 +603,9 @@ def _make_scheduler(
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
         max_num_rows=min(_max_num_rows(config, programs.placement), programs.buckets.max_num_rows),
-        state_slots=StateSlots(plan.num_state_slots) if plan.num_state_slots else None,
+        state_slots=StateSlots(plan.num_state_slots, plan.states_per_seq)
+        if plan.num_state_slots
+        else None,
         awaited=None
         if workers is None
         else AwaitedRows(workers.fetch, max_requests=2 * schedule.max_num_seqs),

@@ -36,8 +36,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError, check_settings
 from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KeptStates, KVCache, KVCacheSpec
-from mmjax.layers.attention.metadata import PagedAttentionMetadata
+from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.decoder import (
     Decoder,
@@ -47,6 +46,7 @@ from mmjax.layers.decoder import (
     PreNormLayer,
     SandwichNormLayer,
     ScaledQueryAttention,
+    read_kept_states,
 )
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP, GatedMLP
@@ -508,11 +508,7 @@ class MtpTextModel(LlamaTextModel):
 
         `positions` are those of the tokens before.
         """
-        assert kv_cache is not None, "states are read from the cache"
-        assert isinstance(metadata, PagedAttentionMetadata), "states are read from the cache"
-        cache, kept = kv_cache
-        assert isinstance(kept, KeptStates), "the cache keeps no states"
-        states = kept.read(metadata.slot_block, metadata.slot_offset)
+        (cache,), kept, states = read_kept_states(kv_cache, metadata)
         # As in vLLM: what stands behind the first token is not read.
         embeds = jnp.where((metadata.token_index == 0)[:, None], 0, inputs_embeds)
         with jax.named_scope("join"):

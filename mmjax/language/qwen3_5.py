@@ -4,7 +4,7 @@ Its larger ones have experts beside a shared one, which has a gate. Parameters b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import (
+    KVCache,
     KVCacheSpec,
     LayerCache,
     LayerKVSpec,
@@ -24,7 +25,13 @@ from mmjax.layers.attention.kv_cache import (
     StateCache,
     StateSpec,
 )
-from mmjax.layers.decoder import Angles, Decoder, PreNormLayer, attend_by_heads
+from mmjax.layers.decoder import (
+    Angles,
+    Decoder,
+    PreNormLayer,
+    attend_by_heads,
+    read_kept_states,
+)
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.moe import MixtureOfExperts, RouterConfig
@@ -288,6 +295,41 @@ class Qwen35TextModel(Decoder):
         """Return the rotary angles of attention, which turn a part of each head."""
         angles = text_angles(self.config.rope_parameters, self.config.head_dim, positions)
         return [None if is_linear else angles for is_linear in self.config.is_linear]
+
+
+class Qwen35MtpTextModel(Qwen35TextModel):
+    """One layer of attention, over a token's embedding and the state of the one before it.
+
+    It guesses the next token: `mtp` in files, whose names it bears, as vLLM's `qwen3_5_mtp.py`
+    computes it. The table of tokens and the head are the decoder's own. A token stands in the slot
+    of the one before it, whose state is read there; the first of a prompt is in no step.
+    """
+
+    def __init__(self, config: Qwen35Config, *, is_tied: bool, dtype: Any) -> None:
+        super().__init__(replace(config, is_linear=(False,)), is_tied=is_tied, dtype=dtype)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = GemmaRMSNorm(width, eps=eps, dtype=dtype)
+        self.pre_fc_norm_hidden = GemmaRMSNorm(width, eps=eps, dtype=dtype)
+        self.fc = Linear(2 * width, width, use_bias=False, dtype=dtype)
+        self.kv_cache_spec = replace(self.kv_cache_spec, kept_width=width)
+
+    def __call__(
+        self,
+        inputs_embeds: Float[Array, "T D"],
+        positions: Int[Array, "3 T"],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """Return the states that guess, and the cache; `positions` are those of the tokens before.
+
+        Behind a guess its state is read as the decoder's is.
+        """
+        caches, kept, states = read_kept_states(kv_cache, metadata)
+        with jax.named_scope("join"):
+            normed = self.pre_fc_norm_embedding(inputs_embeds), self.pre_fc_norm_hidden(states)
+            joined = self.fc(jnp.concatenate(normed, axis=-1))
+        hidden, changed = super().__call__(joined, positions, caches, metadata)
+        return hidden, (*(changed or ()), kept)
 
 
 def _build_layer(config: Qwen35Config, is_linear: bool, *, dtype: Any) -> nnx.Module:

@@ -12,11 +12,13 @@ from jaxtyping import Array, Float, Int
 from mmjax.layers.attention.api import AttentionMetadata, attention
 from mmjax.layers.attention.kv_cache import (
     DenseCache,
+    KeptStates,
     KVCache,
     KVCacheSpec,
     LayerCache,
     StateCache,
 )
+from mmjax.layers.attention.metadata import PagedAttentionMetadata
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
@@ -283,6 +285,20 @@ class ParallelLayer(nnx.Module):
             out, cache = self.self_attn(normed, layer_input, cache, metadata)
         with jax.named_scope("mlp"):
             return x + out + self.mlp(normed), cache
+
+
+def read_kept_states(
+    kv_cache: KVCache | None, metadata: AttentionMetadata
+) -> tuple[KVCache, KeptStates, Float[Array, "T D"]]:
+    """Return the layers' caches, what keeps another model's states, and those in the step's slots.
+
+    Of a layer that guesses tokens (MTP): a token stands in the slot of the one before it.
+    """
+    assert kv_cache is not None, "states are read from the cache"
+    assert isinstance(metadata, PagedAttentionMetadata), "states are read from the cache"
+    *caches, kept = kv_cache
+    assert isinstance(kept, KeptStates), "the cache keeps no states"
+    return tuple(caches), kept, kept.read(metadata.slot_block, metadata.slot_offset)
 
 
 class Decoder(nnx.Module):

@@ -93,7 +93,9 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
 
     host_inputs: ClassVar[type[HostInputs]]
     mtp_class: ClassVar[type["MultiModalModel"] | None] = None
-    """What guesses tokens ahead as an `MtpTextModel` does, with a `num_nextn_predict_layers`."""
+    """What guesses tokens ahead as an `MtpTextModel` does."""
+    mtp_layers_key: ClassVar[str] = "num_nextn_predict_layers"
+    """The key of a decoder's config that says how many such layers the checkpoint has."""
     sees: Sees = "past"
     """What a prompt's tokens see; an instance may set it by its config. `items`: a run of an item's
     embeddings (those without a mark between them) see each other both ways, so that a step holds

@@ -83,7 +83,7 @@ def is_head_tied(hf_config: Any) -> bool:
     return hf_config.tie_word_embeddings
 
 
-_PREFIX = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?"
+_PREFIX = r"^(?:model\.|mtp\.)?(?:language_model\.)?(?:model\.)?"
 _LAYER = _PREFIX + r"(layers\.\d+\."
 """The beginning of a name in a layer, of any layout; the group is closed by what follows."""
 _GATE, _UP, _DOWN = (rf"language_model.\1{name}_proj" for name in ("gate", "up", "down"))

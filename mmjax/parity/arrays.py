@@ -89,7 +89,7 @@ class PagedModel:
             rows_of=self._rows.get,
             has_spans=self.sees != "past",
             max_encoder_blocks=self._num_encoder_blocks,
-            has_states=bool(self.cache_spec.states),
+            states_per_seq=int(bool(self.cache_spec.states)),
         )
         self._jit()
 
@@ -195,7 +195,7 @@ class PagedModel:
             identifiers=[f"item {number}" for number in range(len(sample.items))],
             max_tokens=max_tokens,
         )
-        request.state_slot = 0
+        request.state_slots = (0,)
         return request
 
     def _new_state(self) -> StepState:

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from mmjax.cache.state_slots import NO_STATE, StateSlots
 
 
@@ -40,19 +42,21 @@ def test_a_request_takes_a_snapshots_slot() -> None:
     slots.keep(b"a")
     slots.keep(b"b")
     kept = slots.find(hashes("b"))[1]
-    own = slots.acquire()
+    (own,) = slots.acquire()
     assert own != kept
-    assert slots.acquire() == kept
+    assert slots.acquire() == (kept,)
     assert slots.keep(b"c") == NO_STATE
-    slots.release(own)
+    slots.release([own])
     assert slots.keep(b"c") == own
     slots.forget_snapshots()
     assert (slots.num_running, slots.num_snapshots) == (1, 0)
 
 
-def test_no_slot_is_anybodys_twice() -> None:
-    rng, slots = random.Random(0), StateSlots(6)
-    running: list[int] = []
+@pytest.mark.parametrize("slots_per_request", [1, 3])
+def test_no_slot_is_anybodys_twice(slots_per_request: int) -> None:
+    most = 4 * slots_per_request + 2
+    rng, slots = random.Random(0), StateSlots(most, slots_per_request)
+    running: list[tuple[int, ...]] = []
     for _ in range(5000):
         if rng.random() < 0.5 and len(running) < 4:
             running.append(slots.acquire())
@@ -60,6 +64,8 @@ def test_no_slot_is_anybodys_twice() -> None:
             slots.release(running.pop(rng.randrange(len(running))))
         else:
             kept = slots.keep(bytes([rng.randrange(20)]))
-            assert kept not in running
-        assert len(set(running)) == len(running) == slots.num_running
-        assert slots.num_running + slots.num_snapshots <= 6
+            assert kept not in [slot for own in running for slot in own]
+        taken = [slot for own in running for slot in own]
+        assert len(set(taken)) == len(taken) == slots.num_running
+        assert len(taken) == slots_per_request * len(running)
+        assert slots.num_running + slots.num_snapshots <= most

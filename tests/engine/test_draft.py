@@ -204,7 +204,7 @@ def compare_mixed(
         family.model_class,
         model.config,
         max_num_seqs=4,
-        max_num_batched_tokens=21,
+        max_num_batched_tokens=max(21, family.longest_run),
         # Blocks of both models.
         num_blocks=2 * (count_least_blocks(model, max_model_len) * 5 // 4),
         scheduling_policy="priority",

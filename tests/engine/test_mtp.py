@@ -1,14 +1,15 @@
 """A layer of the checkpoint that guesses tokens ahead: as its reference does, and never an answer.
 
-HF has no class of it. Its reference is what vLLM's `glm_ocr_mtp.py` computes, of HF's own modules.
+HF has no class of it. Its references are what vLLM's `glm_ocr_mtp.py` and `qwen3_5_mtp.py` compute,
+of HF's own modules.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.glm_ocr import modeling_glm_ocr as hf
+from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as sparse
 
 from mmjax import LLM, SamplingParams
 from mmjax.engine.core import EngineCore
@@ -23,13 +26,13 @@ from mmjax.errors import CheckpointError, ConfigError
 from mmjax.layers.module import Params, build_abstract, flatten_params, unflatten_params
 from mmjax.models.glm4v.model import GlmOcrMtp
 from mmjax.models.model_source import load_model_config
+from mmjax.models.qwen3_vl.model import Qwen3_5Mtp
 from mmjax.parity.arrays import Sample
 from mmjax.weights.rules import Place, map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
 from tests.engine.tiny import drain, drain_through_failures
-from tests.families import TINY_FAMILIES
+from tests.families import TINY_FAMILIES, glm4v, qwen3_vl
 from tests.families.directories import edit_json
-from tests.families.glm4v import write_files
 from tests.families.tiny import Media, Parts, TinyModel, Words
 from tests.kit import draw, fill_by_name
 from tests.models.served import make_config, make_request, serve
@@ -39,11 +42,10 @@ TWO_DEVICES = pytest.mark.skipif(
     len(jax.devices()) < 2, reason="needs two devices; CPUs have virtual ones"
 )
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": NUM_GUESSED}
-ROW = TINY_FAMILIES["glm_ocr"]
 
 
-class TorchLayer(torch.nn.Module):
-    """The layer behind the last, of HF's modules, by the names that published files have."""
+class GlmLayer(torch.nn.Module):
+    """The layer behind GLM-OCR's last, of HF's modules, by the names that published files have."""
 
     def __init__(self, text_config: Any) -> None:
         super().__init__()
@@ -54,9 +56,16 @@ class TorchLayer(torch.nn.Module):
         self.norm_of_head = hf.GlmOcrRMSNorm(width, eps=eps)
         self.block = hf.GlmOcrTextDecoderLayer(text_config, 0)
 
-    def named_tensors(self, number: int) -> dict[str, torch.Tensor]:
+    def fill(self) -> None:
+        fill_by_name(self, 5)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "norm" in name:
+                    parameter += 1.0
+
+    def named_tensors(self, text_config: Any) -> dict[str, torch.Tensor]:
         """Return its tensors as files have them."""
-        prefix = f"model.language_model.layers.{number}."
+        prefix = f"model.language_model.layers.{text_config.num_hidden_layers}."
         named = {
             name.removeprefix("block.").replace("norm_of_head", "shared_head.norm"): tensor
             for name, tensor in self.named_parameters()
@@ -74,29 +83,105 @@ class TorchLayer(torch.nn.Module):
         hidden = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
         return self.block(x[None], position_embeddings=angles, attention_mask=hidden)[0]
 
+    def finish(self, state: torch.Tensor) -> torch.Tensor:
+        """Return what the head reads of a state."""
+        return self.norm_of_head(state)
+
+
+class QwenLayer(torch.nn.Module):
+    """The layer beside Qwen3.5's decoder, of HF's modules, by the names that files have."""
+
+    def __init__(self, text_config: Any) -> None:
+        super().__init__()
+        has_experts = text_config.model_type == "qwen3_5_moe_text"
+        norm = sparse.Qwen3_5MoeRMSNorm if has_experts else dense.Qwen3_5RMSNorm
+        block = sparse.Qwen3_5MoeDecoderLayer if has_experts else dense.Qwen3_5DecoderLayer
+        width, eps = text_config.hidden_size, text_config.rms_norm_eps
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            norm(width, eps=eps) for _ in range(3)
+        )
+        self.fc = torch.nn.Linear(2 * width, width, bias=False)
+        config = deepcopy(text_config)
+        config.layer_types = ["full_attention"]
+        self.layers = torch.nn.ModuleList([block(config, 0)])
+
+    def fill(self) -> None:
+        fill_by_name(self, 5)
+
+    def named_tensors(self, text_config: Any) -> dict[str, torch.Tensor]:
+        """Return its tensors as files have them."""
+        return {f"mtp.{name}": tensor for name, tensor in self.named_parameters()}
+
+    @torch.no_grad()
+    def forward(
+        self, embeds: torch.Tensor, states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return float[tokens, D] of embeddings, and of the states of the tokens before them."""
+        normed = [self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(states)]
+        x = self.fc(torch.cat(normed, dim=-1))
+        hidden = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
+        block = self.layers[0]
+        return self.norm(block(x[None], position_embeddings=angles, attention_mask=hidden)[0])
+
+    def finish(self, state: torch.Tensor) -> torch.Tensor:
+        """Return what the head reads of a state."""
+        return state
+
+
+class Kind(NamedTuple):
+    """A family whose checkpoints have such a layer."""
+
+    layer_class: Any
+    mtp_class: Any
+    write_files: Any
+    key: str
+    """Of the number of layers in config.json."""
+    joining: str
+    norm: str
+    """Our names of what joins an embedding and a state, and of the norm of the former."""
+    num_arrays: int
+
+
+_QWEN = (QwenLayer, Qwen3_5Mtp, qwen3_vl.write_files, "mtp_num_hidden_layers")
+_QWEN_NAMES = ("fc", "pre_fc_norm_embedding")
+KINDS = {
+    "glm_ocr": Kind(
+        *(GlmLayer, GlmOcrMtp, glm4v.write_files, "num_nextn_predict_layers"),
+        *("eh_proj", "enorm", 15),
+    ),
+    "qwen3_5": Kind(*_QWEN, *_QWEN_NAMES, 15),
+    "qwen3_5_moe": Kind(*_QWEN, *_QWEN_NAMES, 20),
+}
+KIND = pytest.mark.parametrize("kind", ["glm_ocr", "qwen3_5"])
+ONE_KIND = pytest.mark.parametrize(
+    "kind", ["glm_ocr", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+)
+ALL_KINDS = pytest.mark.parametrize(
+    "kind", ["glm_ocr", "qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
+)
+
 
 @cache
-def make_layer() -> TorchLayer:
-    layer = TorchLayer(model().config.text_config).eval()
-    fill_by_name(layer, 5)
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if "norm" in name:
-                parameter += 1.0
+def make_layer(kind: str) -> Any:
+    layer = KINDS[kind].layer_class(model(kind).config.text_config).eval()
+    layer.fill()
     return layer
 
 
 @cache
-def model() -> TinyModel:
-    return TinyModel(ROW, **{**ROW.served, "text": {"num_nextn_predict_layers": 1}})
+def model(kind: str) -> TinyModel:
+    row = TINY_FAMILIES[kind]
+    # Normed twice is normed once only with a small epsilon.
+    text = {KINDS[kind].key: 1, "rms_norm_eps": 1e-6}
+    return TinyModel(row, **{**row.served, "text": text})
 
 
-def params_of_layer(layer: TorchLayer) -> Params:
-    config = model().config
-    _, abstract = build_abstract(GlmOcrMtp, config, dtype=jnp.float32)
+def params_of_layer(kind: str) -> Params:
+    config, mtp_class = model(kind).config, KINDS[kind].mtp_class
+    _, abstract = build_abstract(mtp_class, config, dtype=jnp.float32)
     leaves = {}
-    for name, tensor in layer.named_tensors(config.text_config.num_hidden_layers).items():
-        for mapped, part in map_tensor(name, GlmOcrMtp.rules(config)):
+    for name, tensor in make_layer(kind).named_tensors(config.text_config).items():
+        for mapped, part in map_tensor(name, mtp_class.rules(config)):
             assert not isinstance(part, Place), "HF keeps no experts apart"
             array = tensor.detach().numpy()
             leaves[mapped] = jnp.asarray(array if part is None else part.apply(array))
@@ -109,9 +194,9 @@ def params_of_layer(layer: TorchLayer) -> Params:
 class Guesser:
     """What the layer guesses, computed whole for each token."""
 
-    def __init__(self, sample: Sample, answer: Sequence[int]) -> None:
+    def __init__(self, kind: str, sample: Sample, answer: Sequence[int]) -> None:
         """Run HF's model over a prompt and the beginning of its answer."""
-        reference, layer = model().reference, make_layer()
+        reference, layer = model(kind).reference, make_layer(kind)
         text, seen = reference.model.language_model, {}
 
         def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -119,7 +204,9 @@ class Guesser:
 
         hook = text.register_forward_pre_hook(note, with_kwargs=True)
         with torch.no_grad():
-            found = reference(**ROW.torch_inputs(reference, sample), output_hidden_states=True)
+            found = reference(
+                **TINY_FAMILIES[kind].torch_inputs(reference, sample), output_hidden_states=True
+            )
         hook.remove()
         self._text, self._layer, self._head = text, layer, reference.lm_head
         self._embeds: torch.Tensor = seen["inputs_embeds"][0]
@@ -158,26 +245,26 @@ class Guesser:
             angles = self._text.rotary_emb(states, position_ids=self._positions[..., :-1])
             out = self._layer(self._embeds[1:], states, angles)
             with torch.no_grad():
-                last = int(self._head(self._layer.norm_of_head(out[-1])).argmax())
+                last = int(self._head(self._layer.finish(out[-1])).argmax())
             guessed.append(last)
             states = torch.cat([states, out[-1:]])
         return guessed
 
 
-def start(params: Any = None, draft_params: Any = None, **settings: Any) -> EngineCore:
+def start(kind: str, params: Any = None, draft_params: Any = None, **settings: Any) -> EngineCore:
     """Start an engine whose layer guesses; None: the weights of `model` and `make_layer`."""
-    one = model()
+    one, row = model(kind), TINY_FAMILIES[kind]
     config = make_config(
-        ROW.model_class,
+        row.model_class,
         one.config,
-        max_embeds=ROW.max_embeds,
+        max_embeds=row.max_embeds,
         **{"speculative_config": MTP, "max_model_len": 96, "precompile": "none", **settings},
     )
     return EngineCore(
         config,
-        model_class=ROW.model_class,
+        model_class=row.model_class,
         params=one.params if params is None else params,
-        draft_params=params_of_layer(make_layer()) if draft_params is None else draft_params,
+        draft_params=params_of_layer(kind) if draft_params is None else draft_params,
     )
 
 
@@ -216,10 +303,15 @@ PROMPTS: tuple[Parts, ...] = (
         pytest.param({"num_blocks": 24}, id="preempted"),
     ],
 )
-def test_it_guesses_as_its_reference(settings: dict[str, Any]) -> None:
-    core = start(**settings)
+@ALL_KINDS
+def test_it_guesses_as_its_reference(kind: str, settings: dict[str, Any]) -> None:
+    if kind != "glm_ocr":
+        # A recurrent layer's chunk; and of five layers one has keys, as the layer that guesses.
+        more = {"max_num_batched_tokens": 64, "num_blocks": 30}
+        settings = {name: more[name] for name in settings}
+    core = start(kind, **settings)
     Eager(core)
-    samples = [model().draw_sample(parts) for parts in PROMPTS]
+    samples = [model(kind).draw_sample(parts) for parts in PROMPTS]
     requests = [make_request(f"{n}", one, max_tokens=9) for n, one in enumerate(samples)]
     with noting(core) as noted:
         for again in (False, True):  # the second time behind prefixes that are found
@@ -230,7 +322,7 @@ def test_it_guesses_as_its_reference(settings: dict[str, Any]) -> None:
     assert {name for name, _, _ in noted} >= {"0", "1", "3"}
     assert len(noted) >= 16
     for name, known, tokens in noted:
-        guesser = Guesser(samples[int(name)], known[:-1])
+        guesser = Guesser(kind, samples[int(name)], known[:-1])
         assert guesser.guess(known[-1], len(tokens)) == tokens, (name, known)
 
 
@@ -240,7 +332,7 @@ def test_it_guesses_as_its_reference(settings: dict[str, Any]) -> None:
 def without_layers(params: Params) -> Params:
     """Return weights whose layers add nothing: the next token depends on the last one alone."""
     leaves = flatten_params(params)
-    silent = ("o_proj.weight", "down_proj.weight")
+    silent = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
     return unflatten_params(
         {
             name: jnp.zeros_like(leaf)
@@ -251,36 +343,37 @@ def without_layers(params: Params) -> Params:
     )
 
 
-def reading_embeds(params: Params, norm: jax.Array) -> Params:
+def reading_embeds(kind: str, norm: jax.Array) -> Params:
     """Return weights of a layer that passes the token's embedding on to the head."""
-    leaves = flatten_params(without_layers(params))
-    width = len(norm)
-    leaves["language_model.eh_proj.weight"] = jnp.eye(width, 2 * width)
-    leaves["language_model.enorm.weight"] = jnp.ones(width)
+    leaves = flatten_params(without_layers(params_of_layer(kind)))
+    width, one = len(norm), KINDS[kind]
+    leaves[f"language_model.{one.joining}.weight"] = jnp.eye(width, 2 * width)
+    # Gemma's norms, which Qwen3.5 has, add 1 to their weights.
+    same = jnp.ones(width) if kind == "glm_ocr" else jnp.zeros(width)
+    leaves[f"language_model.{one.norm}.weight"] = same
     leaves["language_model.norm.weight"] = norm
     return unflatten_params(leaves)
 
 
-def make_right() -> tuple[Params, Params]:
+def make_right(kind: str) -> tuple[Params, Params]:
     """Return weights of a model, and of a layer that is always right."""
-    params = without_layers(model().params)
-    norm = flatten_params(params)["language_model.norm.weight"]
-    return params, reading_embeds(params_of_layer(make_layer()), norm)
+    params = without_layers(model(kind).params)
+    return params, reading_embeds(kind, flatten_params(params)["language_model.norm.weight"])
 
 
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 4, "top_p": 0.9})
 
 
-def requests_of(fields: dict[str, Any]) -> list[Any]:
-    samples = [model().draw_sample(parts) for parts in PROMPTS]
+def requests_of(kind: str, fields: dict[str, Any]) -> list[Any]:
+    samples = [model(kind).draw_sample(parts) for parts in PROMPTS]
     return [make_request(f"{n}", one, max_tokens=20, **fields) for n, one in enumerate(samples)]
 
 
-def serve_without(core: EngineCore, fields: dict[str, Any]) -> list[list[int]]:
+def serve_without(core: EngineCore, kind: str, fields: dict[str, Any]) -> list[list[int]]:
     """Return the answers of the same engine without guesses."""
     speculation, core._scheduler.speculation = core._scheduler.speculation, None
     core.reset_prefix_cache()
-    answers = serve(core, requests_of(fields))
+    answers = serve(core, requests_of(kind, fields))
     core.reset_prefix_cache()
     core._scheduler.speculation = speculation
     return answers
@@ -290,21 +383,25 @@ def serve_without(core: EngineCore, fields: dict[str, Any]) -> list[list[int]]:
     "size",
     [1, pytest.param(2, marks=[pytest.mark.slow, TWO_DEVICES])],
 )
-def test_right_guesses_are_all_accepted(size: int) -> None:
+@KIND
+def test_right_guesses_are_all_accepted(kind: str, size: int) -> None:
     """Sampled tokens, too: they are drawn by the requests' own seeds."""
-    core = start(*make_right(), size=size)
+    core = start(kind, *make_right(kind), size=size)
     eager = Eager(core)
     for fields in SAMPLINGS[:size]:
-        expected = serve_without(core, fields)
+        expected = serve_without(core, kind, fields)
         for _ in range(2):
-            assert serve(core, requests_of(fields)) == expected
+            assert serve(core, requests_of(kind, fields)) == expected
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 80
 
 
-def test_a_failed_step_and_sleep_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = start(*make_right())
+@ONE_KIND
+def test_a_failed_step_and_sleep_leave_nothing_behind(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start(kind, *make_right(kind))
     eager = Eager(core)
-    expected = serve_without(core, {})
+    expected = serve_without(core, kind, {})
     draft, calls = core._draft, iter(range(99))
     assert draft is not None
     guess = draft.runner.guess
@@ -315,53 +412,52 @@ def test_a_failed_step_and_sleep_leave_nothing_behind(monkeypatch: pytest.Monkey
         return guess(wanted)
 
     monkeypatch.setattr(draft.runner, "guess", fail)
-    for request in requests_of({}):
+    for request in requests_of(kind, {}):
         core.add_request(request)
     found = drain_through_failures(core)
     assert [found[name] for name in sorted(found)] == expected
     core.sleep()
     core.wake_up()
-    assert serve(core, requests_of({})) == expected
+    assert serve(core, requests_of(kind, {})) == expected
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 50
 
 
 @pytest.mark.timeout(600)
-def test_mixed_requests_are_answered_as_alone() -> None:
+@ONE_KIND
+def test_mixed_requests_are_answered_as_alone(kind: str) -> None:
     """With penalties, bad words, log-probabilities, priorities, preemption and grammars."""
-    forgetful = copy(model())
-    forgetful.params, layer = make_right()
+    forgetful = copy(model(kind))
+    forgetful.params, layer = make_right(kind)
     compare_mixed(forgetful, 1, MTP, layer)
 
 
 # ---- where there is one --------------------------------------------------------------------------
 
 
-def write_checkpoint(path: Path, *, has_layer: bool = True) -> Path:
+def write_checkpoint(kind: str, path: Path, *, has_layer: bool = True) -> Path:
     """Write a directory as published, whose texts never end."""
-    folder = write_files("glm_ocr", path)
-    edit_json(folder / "config.json", {"text_config.num_nextn_predict_layers": 1})
+    row, one = TINY_FAMILIES[kind], KINDS[kind]
+    folder = one.write_files(kind, path)
+    edit_json(folder / "config.json", {f"text_config.{one.key}": 1})
     config = load_model_config(str(folder)).hf_config
     torch.manual_seed(0)
-    reference = ROW.reference_class(config)
-    ROW.fill(reference)
+    reference = row.reference_class(config)
+    row.fill(reference)
     reference.save_pretrained(folder)
     if has_layer:
-        layer = TorchLayer(config.text_config)
+        layer = one.layer_class(config.text_config)
         fill_by_name(layer, 5)
         whole = load_file(folder / "model.safetensors")
-        for name, tensor in layer.named_tensors(config.text_config.num_hidden_layers).items():
+        for name, tensor in layer.named_tensors(config.text_config).items():
             whole[name] = tensor.detach().contiguous()
         save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("glm_ocr"))
-
-
-def test_a_published_checkpoint_has_the_layer(published: Path) -> None:
+@ALL_KINDS
+def test_a_published_checkpoint_has_the_layer(kind: str, tmp_path: Path) -> None:
     """Its weights are read from its files, again after the engine has slept without them."""
+    published = write_checkpoint(kind, tmp_path)
     question = [{"type": "text", "text": "Text Recognition:"}]
     image = {"type": "image_pil", "image_pil": draw(84, 112, seed=3)}
     chats: Any = [[{"role": "user", "content": [image, *question]}]]
@@ -386,22 +482,28 @@ def test_a_published_checkpoint_has_the_layer(published: Path) -> None:
     assert noted[1] == noted[2]
     assert len(noted[1]) > 3
     # The table of tokens and the head are the model's.
-    assert len(held) == 15
+    assert len(held) == KINDS[kind].num_arrays
     assert not any("embed_tokens" in name or "lm_head" in name for name in held)
 
 
 @pytest.mark.parametrize(
-    ("edit", "error", "says"),
+    ("kind", "edit", "error", "says"),
     [
-        ({"text_config.num_nextn_predict_layers": 0}, ConfigError, "num_nextn_predict_layers"),
-        ({}, CheckpointError, "eh_proj"),
+        (
+            "glm_ocr",
+            {"text_config.num_nextn_predict_layers": 0},
+            ConfigError,
+            "0 as `num_nextn_predict_layers`, and mmjax computes one",
+        ),
+        ("glm_ocr", {}, CheckpointError, "eh_proj"),
+        ("qwen3_5", {"text_config.mtp_num_hidden_layers": 2}, ConfigError, "2 as `mtp_num_hidden"),
+        ("qwen3_5", {}, CheckpointError, "fc"),
     ],
-    ids=["config", "files"],
 )
 def test_a_checkpoint_without_the_layer_is_refused(
-    tmp_path: Path, edit: dict[str, Any], error: type[Exception], says: str
+    tmp_path: Path, kind: str, edit: dict[str, Any], error: type[Exception], says: str
 ) -> None:
-    folder = write_checkpoint(tmp_path, has_layer=False)
+    folder = write_checkpoint(kind, tmp_path, has_layer=False)
     edit_json(folder / "config.json", edit)
     with pytest.raises(error, match=says):
         LLM(str(folder), speculative_config=MTP, use_tqdm_on_load=False, max_model_len=256)

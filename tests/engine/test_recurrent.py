@@ -1,7 +1,7 @@
 """Models with recurrent layers: an answer's bits are the same however it was scheduled."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.attention.kv_cache import StateCache
 from mmjax.layers.module import bind
 from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.guesses import NGRAM, make_eager
 from tests.engine.recurrent import (
     Answer,
     answer_of,
@@ -304,12 +305,49 @@ def test_a_late_mask_computes_no_token_twice(roomy: EngineCore, alone: list[Answ
     assert answer_of(news) == alone[0]
 
 
-def test_nothing_is_guessed(caplog: pytest.LogCaptureFixture) -> None:
-    guesses = {"method": "ngram", "num_speculative_tokens": 2}
-    engine = recurrent_engine(speculative_config=guesses, precompile="none")
-    assert engine._scheduler.speculation is None
-    assert "no tokens are guessed ahead: the model has recurrent layers" in caplog.text
+@pytest.fixture(scope="module")
+def guessing() -> Iterator[EngineCore]:
+    """An engine that guesses, in the smallest chunks and few blocks."""
+    engine = recurrent_engine(
+        num_blocks=60, num_state_snapshots=2, precompile="none", speculative_config=NGRAM
+    )
+    yield engine
     engine.close()
+
+
+def test_states_go_back_behind_wrong_guesses(roomy: EngineCore, guessing: EngineCore) -> None:
+    requests = [
+        ask(f"{number}", parts, max_tokens=30, temperature=0.7 * (number % 2), seed=number)
+        for number, parts in enumerate(PROMPTS)
+    ]
+    for wrong in (0.0, 0.3):
+        eager = make_eager(guessing, random.Random(1), wrong=wrong)
+        expected = []
+        for request in requests:
+            roomy.reset_prefix_cache()
+            expected += serve(roomy, [request])
+            eager.answers.learn(request, [token for token, _ in expected[-1]])
+        guessing.reset_prefix_cache()
+        for turn in ("cold", "warm"):
+            assert serve(guessing, requests) == expected, f"{wrong=} {turn=}"
+        assert eager.num_accepted_tokens > 50
+        assert (eager.num_accepted_tokens == eager.num_draft_tokens) == (not wrong)
+    assert guessing.num_preemptions > 0
+    assert guessing.stats().prefix_cache_hits > 0
+    assert guessing._scheduler.state_slots is not None
+    assert guessing._scheduler.state_slots.num_running == 0
+
+
+def test_preempted_behind_guesses(roomy: EngineCore, guessing: EngineCore) -> None:
+    request = ask("preempted", [words(60, 130)], max_tokens=20)
+    roomy.reset_prefix_cache()
+    (expected,) = serve(roomy, [request])
+    for after in range(2, 9):
+        guessing.reset_prefix_cache()
+        eager = make_eager(guessing, random.Random(after))
+        eager.answers.learn(request, [token for token, _ in expected])
+        assert serve_preempted(guessing, request, after) == expected, f"{after=}"
+        assert eager.num_accepted_tokens > 0
 
 
 def test_a_step_must_hold_a_chunk() -> None:

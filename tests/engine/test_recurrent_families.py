@@ -14,6 +14,7 @@ import pytest
 from mmjax.engine.core import EngineCore
 from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.transport.messages import EngineCoreRequest
+from tests import shared_programs
 from tests.engine.recurrent import Answer, check_random, serve, serve_found, serve_preempted
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.tiny import Media, Parts, TinyFamily, TinyModel, Words
@@ -94,6 +95,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     served = Served(request.param)
     yield served
     served.core.close()
+    # A dozen engines' programs of each family are more than a process may map.
+    shared_programs.forget()
 
 
 @pytest.mark.timeout(1200)

@@ -214,7 +214,7 @@ class Pair:
         self.guessing = start(
             model,
             max_num_seqs=4,
-            max_num_batched_tokens=21,
+            max_num_batched_tokens=max(21, model.family.longest_run),
             num_blocks=least * 5 // 4,
             scheduling_policy="priority",
             speculative_config=NGRAM,

@@ -247,6 +247,80 @@ def test_tokens_at_once_are_those_one_by_one() -> None:
     assert (np.asarray(found[0][1])[2:] == 3.0).all()
 
 
+def guessed_windows() -> tuple[list[tuple[int, ...]], StateMetadata, PagedAttentionMetadata]:
+    """Return the slots of three requests, with guesses behind two of them, and a step's metadata.
+
+    One request is at the beginning of its sequence; the last window is padding.
+    """
+    own, index = [(3, 0, 5), (1,), (4, 2)], [7, 8, 9, 4, 0, 1, 0]
+    windows = [(slot, depth) for slots in own for depth, slot in enumerate(slots)]
+    slots, depths = jnp.array([*windows, (2**31 - 1, 0)], jnp.int32).T
+    num_rows = jnp.array([1] * 6 + [0], jnp.int32)
+    metadata = jax.tree.map(jnp.asarray, paged([], [], 7, 7))._replace(
+        token_index=jnp.array(index, jnp.int32),
+        states=StateMetadata(slots, jnp.arange(7, dtype=jnp.int32), num_rows, depths=depths),
+    )
+    return own, find_states(metadata), metadata
+
+
+def one_by_one(layer: Any, inputs: Sequence[Any], state: Any) -> tuple[Any, Any]:
+    """Compute `guessed_windows` in a step for each token, states copied on to the next slot."""
+    own, _, metadata = guessed_windows()
+    out, row = [], 0
+    for slots in own:
+        for place, slot in enumerate(slots):
+            if place:
+                state = state.at[slot].set(state[slots[place - 1]])
+            step = metadata._replace(
+                token_index=metadata.token_index[row : row + 1],
+                states=StateMetadata(*(jnp.asarray([x], jnp.int32) for x in (slot, 0, 1))),
+            )
+            found, state = layer(*(x[row : row + 1] for x in inputs), state, step)
+            out.append(found)
+            row += 1
+    return np.concatenate(out), np.asarray(state)
+
+
+def test_guesses_go_on_from_each_other() -> None:
+    given = [jnp.asarray(x) for x in make_tokens(7)]
+    shape = (6, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+    state = jnp.asarray(np.random.default_rng(1).standard_normal(shape), "float32")
+
+    @jax.jit
+    def layer(*given: Any) -> Any:
+        return gated_delta_rule(delta.DeltaTokens(*given[:5]), *given[5:])
+
+    expected, states = one_by_one(layer, given, state)
+    _, guessed, metadata = guessed_windows()
+    out, found = layer(*given, state, metadata)
+    np.testing.assert_array_equal(out[:6], expected)
+    np.testing.assert_array_equal(found, states)
+    # What accelerators compute.
+    tokens = delta.DeltaTokens(*given)
+    found, out = delta._tokens_at_once(
+        tokens, state, jnp.full_like(tokens.value, 3.0), guessed, metadata
+    )
+    np.testing.assert_allclose(out[:6], expected, atol=1e-6)
+    np.testing.assert_allclose(found, states, atol=1e-6)
+    assert (np.asarray(out)[6] == 3.0).all()
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_the_convolution_of_guesses_goes_on_from_each_other(width: int) -> None:
+    weight, bias = conv_weights(width, has_bias=True)
+    state = jnp.asarray(np.random.default_rng(1).standard_normal((6, width - 1, 6)), "float32")
+
+    @jax.jit
+    def layer(x: Any, state: Any, metadata: Any) -> Any:
+        return short_convolution(x, weight, bias, state, metadata)
+
+    inputs = [jnp.asarray(conv_inputs(7))]
+    expected, states = one_by_one(layer, inputs, state)
+    out, found = layer(*inputs, state, guessed_windows()[2])
+    np.testing.assert_array_equal(out[:6], expected)
+    np.testing.assert_array_equal(found, states)
+
+
 def conv_inputs(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((length, 6)).astype(np.float32)
 

@@ -141,12 +141,13 @@ def _find_shapes(batch: type, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
 
 @cache
 def step_layout(
-    bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0, *, has_states: bool = False
+    bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0, *, states_per_seq: int = 0
 ) -> Layout:
     """Return the fields of a `StepBatch` of one bucket, and of its metadata.
 
     Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`, and
-    models with recurrent layers those of `StateMetadata`, named `states_...`.
+    models with recurrent layers, of which a request has some states, those of `StateMetadata`,
+    named `states_...`.
     """
     sizes = {
         "T": bucket.num_tokens,
@@ -165,12 +166,15 @@ def step_layout(
         cross = _find_shapes(CrossAttentionMetadata, sizes)
         shapes |= {f"cross_{name}": shape for name, shape in cross.items()}
         shapes["cross_src"] = (bucket.num_states,)
-    if has_states:
-        # A step of decoding has windows of one token alone.
-        chunks = {"_chunks": bucket.num_tokens} if bucket.tile_size > 1 else {}
+    if states_per_seq:
+        # A step of decoding has windows of one token alone, and no other has guesses.
+        is_decoding = bucket.tile_size == 1
+        chunks = {} if is_decoding else {"_chunks": bucket.num_tokens}
         states = _find_shapes(StateMetadata, {"R": bucket.num_requests, **chunks})
-        if not chunks:
+        if is_decoding:
             del states["num_chunks"]
+        if not is_decoding or states_per_seq == 1:
+            del states["depths"]
         shapes |= {f"states_{name}": shape for name, shape in states.items()}
     return Layout(tuple(shapes.items()))
 
@@ -238,12 +242,13 @@ class BatchBuilder:
         has_spans: bool,
         max_encoder_blocks: int = 0,
         has_adapters: bool = False,
-        has_states: bool = False,
+        states_per_seq: int = 0,
         slot_lag: int = 0,
     ) -> None:
-        """`slot_lag`: how many slots before its own a token stands; the first are in no window.
+        """`states_per_seq`: of recurrent layers; 0: the model has none.
 
-        Of a layer that reads the state of the token before (`MtpTextModel`).
+        `slot_lag`: how many slots before its own a token stands; the first are in no window. Of a
+        layer that reads the state of the token before (`MtpTextModel`).
         """
         self._slot_lag = slot_lag
         self.num_blocks = num_blocks
@@ -255,15 +260,14 @@ class BatchBuilder:
         """identifier -> rows of the encoder-output pool, int32[embeddings]."""
         self.has_spans = has_spans
         self.max_encoder_blocks = max_encoder_blocks
-        self.has_states = has_states
-        """Whether the model has recurrent layers."""
+        self._states_per_seq = states_per_seq
         self._padding: dict[StepBucket, np.ndarray] = {}
         """Buffers of padding, which are copied."""
 
     def layout(self, bucket: StepBucket) -> Layout:
         """Return the layout of a step of one bucket."""
         sizes = (self.max_blocks, self.max_encoder_blocks)
-        return step_layout(bucket, *sizes, has_states=self.has_states)
+        return step_layout(bucket, *sizes, states_per_seq=self._states_per_seq)
 
     def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return a buffer of padding, and views of its fields."""
@@ -355,7 +359,7 @@ class BatchBuilder:
         self._fill_items(fields, requests, ends - counts)
         if self.max_encoder_blocks:
             self._fill_cross(fields, requests)
-        if self.has_states:
+        if self._states_per_seq:
             _fill_states(fields, requests, ends - counts)
         return flat, ends - 1
 
@@ -511,7 +515,14 @@ def _fill_states(
 ) -> None:
     """Set where the windows' states are, and cut windows of several tokens into chunks."""
     number = len(requests)
-    fields["states_slots"][:number] = [one.request.state_slot for one in requests]
+    depths: list[int] = []
+    for scheduled in requests:
+        depths.append(depths[-1] + 1 if scheduled.is_guessed else 0)
+    fields["states_slots"][:number] = [
+        one.request.state_slots[depth] for one, depth in zip(requests, depths, strict=True)
+    ]
+    if "states_depths" in fields:
+        fields["states_depths"][:number] = depths
     fields["states_first_rows"][:number] = first_rows
     fields["states_num_rows"][:number] = [one.num_tokens for one in requests]
     num_chunks = 0
@@ -523,7 +534,7 @@ def _fill_states(
         chunks = slice(num_chunks, num_chunks + len(ends))
         fields["states_chunk_rows"][chunks] = first_row + starts - scheduled.start
         fields["states_chunk_sizes"][chunks] = ends - starts
-        fields["states_chunk_slots"][chunks] = scheduled.request.state_slot
+        fields["states_chunk_slots"][chunks] = scheduled.request.state_slots[0]
         num_chunks = chunks.stop
     if num_chunks:
         fields["states_num_chunks"][...] = num_chunks

@@ -64,8 +64,9 @@ class FixedMemory:
     states: int = 0
     """All slots of recurrent layers' states."""
     num_state_slots: int = 0
+    states_per_seq: int = 1
+    """Slots of a request. Those that are left are of snapshots."""
     max_num_seqs: int = 0
-    """Of those slots: of requests that run. The others are of snapshots."""
     offload: int = 0
     """KV blocks on their way between device and host; on a CPU also those that the host keeps."""
 
@@ -165,6 +166,7 @@ def _find_fixed(
         max_loras=config.lora.max_loras,
         states=programs.state_bytes,
         num_state_slots=programs.num_state_slots,
+        states_per_seq=programs.states_per_seq,
         max_num_seqs=config.scheduler.max_num_seqs,
         offload=_find_offload_bytes(config, programs),
     )
@@ -322,11 +324,16 @@ def _state_remedies(fixed: FixedMemory, missing: int) -> list[str]:
     if missing <= 0 or not fixed.states:
         return []
     num_slots = int(fixed.num_state_slots * (1 - missing / fixed.states))
-    if num_slots < 1:
-        return []
-    if num_slots >= fixed.max_num_seqs:
-        return [f"lower `--num-state-snapshots` to {num_slots - fixed.max_num_seqs}"]
-    return [f"lower `--max-num-seqs` to {num_slots} and `--num-state-snapshots` to 0"]
+    num_seqs = num_slots // fixed.states_per_seq
+    if num_seqs >= fixed.max_num_seqs:
+        num_snapshots = num_slots - fixed.max_num_seqs * fixed.states_per_seq
+        return [f"lower `--num-state-snapshots` to {num_snapshots}"]
+    remedies = []
+    if num_seqs:
+        remedies.append(f"lower `--max-num-seqs` to {num_seqs} and `--num-state-snapshots` to 0")
+    if fixed.states_per_seq > 1:
+        remedies.append("leave `--speculative-config` out, with which a request has several states")
+    return remedies
 
 
 def _step_remedies(
@@ -473,8 +480,9 @@ def memory_table(
 
 
 def _count_slots(fixed: FixedMemory) -> str:
-    num_snapshots = fixed.num_state_slots - fixed.max_num_seqs
-    return f"{fixed.max_num_seqs} requests, {num_snapshots} snapshots"
+    num_snapshots = fixed.num_state_slots - fixed.max_num_seqs * fixed.states_per_seq
+    each = f" of {fixed.states_per_seq} each" if fixed.states_per_seq > 1 else ""
+    return f"{fixed.max_num_seqs} requests{each}, {num_snapshots} snapshots"
 
 
 def format_bytes(size: int) -> str:

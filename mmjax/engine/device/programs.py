@@ -109,6 +109,7 @@ class Programs:
         adapted: AdaptedModel | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_state_slots: int = 0,
+        states_per_seq: int = 0,
         takes_embeds: bool = False,
         keeps_rows: bool = False,
         unread: Collection[str] = (),
@@ -143,7 +144,7 @@ class Programs:
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
         self.block_size, self.max_blocks = block_size, max_blocks
-        self.num_state_slots = num_state_slots
+        self.num_state_slots, self.states_per_seq = num_state_slots, states_per_seq
         self.max_encoder_len = max_encoder_len
         self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
@@ -487,7 +488,7 @@ class Programs:
 
     def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
         sizes = (self.max_blocks, self.max_encoder_blocks)
-        layout = step_layout(bucket, *sizes, has_states=bool(self.num_state_slots))
+        layout = step_layout(bucket, *sizes, states_per_seq=self.states_per_seq)
         return {
             "layout": layout,
             "state": arrays.state,

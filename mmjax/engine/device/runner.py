@@ -142,7 +142,7 @@ class ModelRunner:
             has_spans=has_spans,
             max_encoder_blocks=programs.max_encoder_blocks,
             has_adapters=programs.adapted is not None,
-            has_states=bool(programs.num_state_slots),
+            states_per_seq=programs.states_per_seq,
             slot_lag=self.slot_lag,
         )
         self._empty_tables = {

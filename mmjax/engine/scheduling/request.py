@@ -188,8 +188,9 @@ class Request:
     queued_at = 0.0
     adapter_slot = NO_SLOT
     """Where its adapter is on the device, while it runs."""
-    state_slot = NO_STATE
-    """Where the states of recurrent layers are on the device, while it runs."""
+    state_slots: tuple[int, ...] = ()
+    """Where the states of recurrent layers are on the device, while it runs: those behind all that
+    was computed, and then those that are behind each guessed token."""
     found_state = NO_STATE
     """The slot of the snapshot that it begins with."""
     forecast: Forecast | None = None
@@ -359,6 +360,10 @@ class Request:
         status = self.status
         return status is not _RUNNING and status is not _WAITING and status is not _PREEMPTED
 
+    def accept_states(self, num_guessed: int) -> None:
+        """Go on from the states behind so many guessed tokens, which are right."""
+        self.state_slots = (*self.state_slots[num_guessed:], *self.state_slots[:num_guessed])
+
     @property
     def num_tokens_with_in_flight(self) -> int:
         """Tokens that can be computed: known ones and those in flight."""
@@ -447,6 +452,8 @@ class Request:
     @property
     def room_for_guess(self) -> int:
         """Tokens that may be guessed: behind the last of them one is sampled, in `max_tokens`."""
+        if self.forecast is None:
+            return 0
         return max(0, self.max_tokens - self.num_output_tokens - 1)
 
     def place_guess(self, token_ids: Sequence[int]) -> None:

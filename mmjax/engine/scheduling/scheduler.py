@@ -387,8 +387,9 @@ class Scheduler:
         num_hashed = len(request.block_hashes)
         taken = self._append(request, tokens)
         if holds_blocks:
-            # Keys and values of the guesses that were right are in the cache.
+            # Keys, values and states of the guesses that were right are in the cache.
             request.num_computed_tokens += len(taken) - 1
+            request.accept_states(len(taken) - 1)
         if holds_blocks and len(request.block_hashes) > num_hashed:
             # The tokens may complete a block, which gets a hash.
             self.kv_cache.cache_blocks(
@@ -483,9 +484,9 @@ class Scheduler:
         self.kv_cache.free(request.request_id)
         self.encoder_cache.free(request.request_id)
         self._deferred.discard(request.request_id)
-        if self.state_slots is not None and request.state_slot != NO_STATE:
-            self.state_slots.release(request.state_slot)
-            request.state_slot = NO_STATE
+        if self.state_slots is not None:
+            self.state_slots.release(request.state_slots)
+            request.state_slots = ()
         if request.adapter_slot != NO_SLOT:
             assert request.lora_request is not None, f"{request.adapter_slot=} of no adapter"
             self.adapter_slots.release(request.lora_request)
@@ -667,9 +668,9 @@ class Scheduler:
     def _take_slots(self, plan: _Plan, request: Request) -> None:
         """Give a request that starts its slots, of adapters and of states."""
         if self.state_slots is not None:
-            request.state_slot = self.state_slots.acquire()
+            request.state_slots = self.state_slots.acquire()
             if request.num_computed_tokens:
-                plan.restored_states.append((request.found_state, request.state_slot))
+                plan.restored_states.append((request.found_state, request.state_slots[0]))
         adapter = request.lora_request
         if adapter is not None:
             request.adapter_slot, is_new = self.adapter_slots.acquire(adapter)
@@ -697,7 +698,7 @@ class Scheduler:
         block_hash = request.block_hashes[end // self.kv_cache.block_size - 1]
         target = self.state_slots.keep(block_hash)
         if target != NO_STATE:
-            plan.kept_states.append((request.state_slot, target))
+            plan.kept_states.append((request.state_slots[0], target))
 
     def _advance(
         self, plan: _Plan, request: Request, num_tokens: int, encodes: bool

@@ -48,6 +48,9 @@ class StateMetadata(NamedTuple):
     """Tokens of a chunk, at most `CHUNK`; padding: 0."""
     chunk_slots: Int[Array, " _chunks"] | None = None
     num_chunks: Int[Array, ""] | None = None
+    depths: Int[Array, " R"] | None = None
+    """How many windows of the same request stand just before a window: those of guessed tokens
+    follow on others, each with a slot of its own. None: the step has no guesses."""
 
 
 class PagedAttentionMetadata(NamedTuple):

@@ -50,7 +50,7 @@ def short_convolution(
     else:
         assert state is not None, "a step has slots"
         states = find_states(metadata)
-        kept = read_slots(state, states, metadata)
+        kept = _with_guessed(read_slots(state, states, metadata), inputs, states)
         shifted = [_shift(inputs, kept, states, back) for back in range(width - 1, 0, -1)]
         state = write_slots(state, states, _last_inputs(inputs, kept, states))
     out = rounded(shifted[0] * taps[0])
@@ -59,6 +59,21 @@ def short_convolution(
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None]
     return out.astype(x.dtype), state
+
+
+def _with_guessed(
+    kept: Float[Array, "R _last C"], inputs: Float[Array, "T C"], states: StateMetadata
+) -> Float[Array, "R _last C"]:
+    """Return what stood before each window: before one that follows a guess, that token, too."""
+    if states.depths is None:
+        return kept
+    (num_windows, num_kept), depths = kept.shape[:2], states.depths[:, None]
+    first = kept[jnp.arange(num_windows, dtype=jnp.int32) - states.depths]
+    places = jnp.arange(num_kept, dtype=jnp.int32)[None] + depths
+    before = jnp.take_along_axis(first, jnp.minimum(places, num_kept - 1)[:, :, None], axis=1)
+    rows = states.first_rows[:, None] - depths + places - num_kept
+    own = inputs[jnp.maximum(rows, 0)]
+    return jnp.where((places >= num_kept)[:, :, None], own, before)
 
 
 def _shift(

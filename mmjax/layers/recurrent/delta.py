@@ -24,7 +24,7 @@ from mmjax.layers.attention.metadata import (
 )
 from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.layers.recurrent.rounding import rounded
-from mmjax.layers.recurrent.slots import find_states, read_slots
+from mmjax.layers.recurrent.slots import find_sources, find_states, read_slots
 from mmjax.rounding import round_up
 
 _EPSILON = 1e-6
@@ -82,13 +82,24 @@ def _tokens_at_once(
     states: StateMetadata,
     metadata: PagedAttentionMetadata,
 ) -> tuple[Float[Array, "_slots N H _value"], Float[Array, "_rows N _value"]]:
-    """Compute the windows of one token."""
-    is_single = states.num_rows == 1
+    """Compute the windows of one token: all at once, but for guesses, which are behind others."""
     own = jax.tree.map(lambda x: x[states.first_rows], tokens)
-    found, memory = jax.vmap(delta_token)(read_slots(state, states, metadata), own)
-    slots = jnp.where(is_single, states.slots, len(state))
-    rows = jnp.where(is_single, states.first_rows, len(out))
-    return state.at[slots].set(memory, mode="drop"), out.at[rows].set(found, mode="drop")
+    sources = states._replace(slots=find_sources(states))
+
+    def body(depth: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        state, out = carry
+        is_due = states.num_rows == 1
+        if states.depths is not None:
+            is_due &= states.depths == depth
+        found, memory = jax.vmap(delta_token)(read_slots(state, sources, metadata), own)
+        slots = jnp.where(is_due, states.slots, len(state))
+        rows = jnp.where(is_due, states.first_rows, len(out))
+        return state.at[slots].set(memory, mode="drop"), out.at[rows].set(found, mode="drop")
+
+    first = jnp.int32(0)
+    if states.depths is None:
+        return body(first, (state, out))
+    return jax.lax.fori_loop(first, states.depths.max() + 1, body, (state, out))
 
 
 def _each_token(
@@ -99,13 +110,14 @@ def _each_token(
     metadata: PagedAttentionMetadata,
 ) -> tuple[Float[Array, "_slots N H _value"], Float[Array, "_rows N _value"]]:
     """Compute the windows of one token, one by one."""
+    sources = find_sources(states)
 
     def body(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, out = carry
         row, slot = states.first_rows[number], states.slots[number]
         is_single = states.num_rows[number] == 1
         held, before = state[slot], out[row]
-        memory = jnp.where(metadata.token_index[row] == 0, 0, held)
+        memory = jnp.where(metadata.token_index[row] == 0, 0, state[sources[number]])
         found, memory = delta_token(memory, jax.tree.map(lambda x: x[row], tokens))
         state = state.at[slot].set(jnp.where(is_single, memory, held))
         return state, out.at[row].set(jnp.where(is_single, found, before))

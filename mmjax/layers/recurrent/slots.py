@@ -1,7 +1,7 @@
 """Reading and writing the slots of a step's requests."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention.metadata import PagedAttentionMetadata, StateMetadata
 
@@ -26,3 +26,10 @@ def write_slots(
 ) -> Float[Array, "_slots ..."]:
     """Return the slots with what each window's request keeps; padding is dropped."""
     return slots.at[states.slots].set(values, mode="drop")
+
+
+def find_sources(states: StateMetadata) -> Int[Array, " R"]:
+    """Return the slot of the states before each window; behind a guess it is that one's."""
+    if states.depths is None:
+        return states.slots
+    return jnp.where(states.depths > 0, jnp.roll(states.slots, 1), states.slots)

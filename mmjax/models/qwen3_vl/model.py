@@ -9,8 +9,11 @@ What MaxText calls Qwen3-VL's parameters, and how it keeps them.
 from collections.abc import Sequence
 from typing import Any
 
+from mmjax.language.qwen3_5 import Qwen35Config, Qwen35MtpTextModel
 from mmjax.models.grid_model import GridModel, grid_rules
+from mmjax.models.interface import MultiModalModel
 from mmjax.models.qwen3_vl.host_inputs import Qwen3VLHostInputs
+from mmjax.models.text_model import text_rules
 from mmjax.weights.maxtext import (
     ATTENTION_AND_MLP,
     KERNELS,
@@ -125,14 +128,37 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
     """Served as HF's class of this name."""
 
 
+class Qwen3_5Mtp(MultiModalModel):
+    """The layer beside Qwen3.5's decoder that guesses tokens ahead."""
+
+    host_inputs = Qwen3VLHostInputs
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        config = Qwen35Config.from_hf(hf_config.text_config)
+        self.language_model = Qwen35MtpTextModel(
+            config, is_tied=hf_config.tie_word_embeddings, dtype=dtype
+        )
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        """Map the layer's names; no others are read."""
+        return (
+            Rule(r"^(?!mtp\.)", None),
+            *text_rules(hf_config),
+            Rule(r"^mtp\.", "language_model."),
+        )
+
+
 class Qwen3_5ForConditionalGeneration(GridModel):
     """Served as HF's class of this name."""
 
     host_inputs = Qwen3VLHostInputs
+    mtp_class = Qwen3_5Mtp
+    mtp_layers_key = "mtp_num_hidden_layers"
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
-        """Map the same; what guesses tokens ahead of the model (`mtp`) is not read."""
+        """Map the same; `mtp` is `Qwen3_5Mtp`'s."""
         return (Rule(r"^mtp\.", None), *list_tower_rules(hf_config))
 
 
