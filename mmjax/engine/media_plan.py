@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mmjax.config.engine_config import EngineConfig
+from mmjax.config.engine_config import EngineConfig, SchedulerConfig
 from mmjax.engine.device.encoder import choose_clip_sizes, choose_sizes, largest_items
 from mmjax.engine.disk_caches import check_offload
 from mmjax.engine.model import LoadedModel
@@ -51,14 +51,7 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
     has_items = encodes or takes_embeds or module.sees == "prompt"
     sees: Sees = module.sees if has_items else "past"
     keeps_runs_whole = sees != "past" or schedule.disable_chunked_mm_input
-    if sees == "prompt":
-        logger.info(
-            "a prompt's tokens see each other: each prompt is computed in one step, so that it may "
-            "have `--max-num-batched-tokens` %d at most",
-            schedule.max_num_batched_tokens,
-        )
-    elif sees != "past" and not schedule.disable_chunked_mm_input:
-        logger.info("a picture's embeddings go in one step: they see each other both ways")
+    _tell_of_whole_runs(schedule, sees)
     largest: Mapping[str, int] = {}
     if encodes or takes_embeds:
         largest = largest_items(
@@ -87,8 +80,7 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
         disable_chunked_mm_input=keeps_runs_whole,
         longest_runs={m: n for m, n in largest.items() if m not in host_inputs.cut_modalities},
     )
-    states_per_seq = 1 + config.num_guessed
-    num_state_slots = _count_state_slots(config, module, states_per_seq, keeps_runs_whole)
+    states_per_seq = 1 + config.num_guessed if module.kv_cache_spec.states else 0
     return MediaPlan(
         host_inputs=host_inputs,
         has_tower=has_tower,
@@ -102,9 +94,20 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
         encoder_budget=encoder_budget,
         num_encoder_rows=max(1, encoder_rows),
         max_encoder_len=module.max_encoder_len,
-        num_state_slots=num_state_slots,
-        states_per_seq=states_per_seq if num_state_slots else 0,
+        num_state_slots=_count_state_slots(config, states_per_seq, keeps_runs_whole),
+        states_per_seq=states_per_seq,
     )
+
+
+def _tell_of_whole_runs(schedule: SchedulerConfig, sees: Sees) -> None:
+    if sees == "prompt":
+        logger.info(
+            "a prompt's tokens see each other: each prompt is computed in one step, so that it may "
+            "have `--max-num-batched-tokens` %d at most",
+            schedule.max_num_batched_tokens,
+        )
+    elif sees != "past" and not schedule.disable_chunked_mm_input:
+        logger.info("a picture's embeddings go in one step: they see each other both ways")
 
 
 def _choose_sizes(
@@ -117,12 +120,10 @@ def _choose_sizes(
     return sizes | {"clips": choose_clip_sizes(host_inputs.clip_spec, encoder_budget, longest_clip)}
 
 
-def _count_state_slots(
-    config: EngineConfig, module: Any, states_per_seq: int, keeps_runs_whole: bool
-) -> int:
+def _count_state_slots(config: EngineConfig, states_per_seq: int, keeps_runs_whole: bool) -> int:
     """Return the slots of states that requests and snapshots have; 0 without recurrent layers."""
     schedule, cache = config.scheduler, config.cache
-    if not module.kv_cache_spec.states:
+    if not states_per_seq:
         return 0
     if schedule.max_num_batched_tokens < CHUNK:
         raise ConfigError(
