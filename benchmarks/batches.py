@@ -92,13 +92,13 @@ def _rss_mib(pid: int) -> float:
         return 0.0
 
 
-def engines_rate(num_lines: int) -> float:
+def engines_rate(num_lines: int, model: str | None) -> float:
     """Return how many of the same lines a second `LLM.chat` answers."""
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     asked = [conversation(number) for number in range(1, num_lines + 1)]
-    with LLM() as llm:
+    with LLM(model) as llm:
         # The first call compiles.
-        llm.chat(asked[:256], params, use_tqdm=False)
+        llm.chat(asked[: min(256, num_lines // 2)], params, use_tqdm=False)
         start = time.monotonic()
         llm.chat(asked, params, use_tqdm=False)
         return num_lines / (time.monotonic() - start)
@@ -118,11 +118,13 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--engine-lines", type=int, default=3000, help="0: not measured")
+    parser.add_argument("--model", help="default: the one that comes with mmjax")
     options = parser.parse_args()
+    flags = [] if options.model is None else [options.model]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_input(folder / "in.jsonl", options.lines)
-        lives = run(folder, options.lines, options.kills)
+        lives = run(folder, options.lines, options.kills, *flags)
     for life in lives:
         working = [one for one in life if one.num_lines > life[0].num_lines] or life
         quarter = len(working) // 4
@@ -132,7 +134,7 @@ def main() -> None:
             f"second half, RSS {early:.0f} MiB after a quarter, at most {late:.0f} MiB later"
         )
     if options.engine_lines:
-        print(f"LLM.chat: {engines_rate(options.engine_lines):.1f}/s")
+        print(f"LLM.chat: {engines_rate(options.engine_lines, options.model):.1f}/s")
 
 
 if __name__ == "__main__":
