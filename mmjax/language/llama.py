@@ -481,9 +481,10 @@ class MtpTextModel(LlamaTextModel):
     """One more layer, over a token's embedding and the state of the token before it, which guesses.
 
     Multi-token prediction (MTP): DeepSeek-V3's (arXiv 2412.19437, section 2.2), as GLM-OCR has it
-    and vLLM's `glm_ocr_mtp.py` computes it. The table of tokens and the head are the decoder's own.
-    A token stands in the slot of the one before it, whose state is read there; the first of a
-    prompt is in no step. Parameters bear HF's names, the layer the number that it has in files.
+    and vLLM's `glm_ocr_mtp.py` computes it, but that the state behind a guess is normed before it
+    is read again (vLLM's pull request 46075, of GLM-5). The table of tokens and the head are the
+    decoder's own. A token stands in the slot of the one before it, whose state is read there; the
+    first of a prompt is in no step. Parameters bear HF's names, the layer its number in files.
     """
 
     def __init__(self, config: LlamaConfig, *, is_tied: bool, dtype: Any) -> None:
@@ -504,10 +505,7 @@ class MtpTextModel(LlamaTextModel):
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Return the states that guess, before their norm, and the cache.
-
-        `positions` are those of the tokens before.
-        """
+        """Return the states that guess, and the cache; `positions` are of the tokens before."""
         (cache,), kept, states = read_kept_states(kv_cache, metadata)
         # As in vLLM: what stands behind the first token is not read.
         embeds = jnp.where((metadata.token_index == 0)[:, None], 0, inputs_embeds)
@@ -515,13 +513,9 @@ class MtpTextModel(LlamaTextModel):
             joined = jnp.concatenate([self.enorm(embeds), self.hnorm(states)], axis=-1)
             x = self.eh_proj(joined)
         (angles,) = self.layer_inputs(positions)
-        x, cache = call_block(self.layers[-1], x, angles, cache, metadata)
-        return x, (cache, kept)
-
-    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Norm, and project onto the vocabulary, in float32."""
         assert self.norm is not None, "the layer has no norm"
-        return super().compute_logits(self.norm(hidden_states))
+        x, cache = call_block(self.layers[-1], x, angles, cache, metadata)
+        return self.norm(x), (cache, kept)
 
 
 def _build_norm(config: LlamaConfig, width: int, *, dtype: Any) -> nnx.Module:

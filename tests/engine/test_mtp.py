@@ -1,7 +1,7 @@
 """A layer of the checkpoint that guesses tokens ahead: as its reference does, and never an answer.
 
 HF has no class of it. Its references are what vLLM's `glm_ocr_mtp.py` and `qwen3_5_mtp.py` compute,
-of HF's own modules.
+of HF's own modules; the former's states are normed before they are read again (`MtpTextModel`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,11 +81,8 @@ class GlmLayer(torch.nn.Module):
         embeds[0] = 0
         x = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(states)], dim=-1))
         hidden = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
-        return self.block(x[None], position_embeddings=angles, attention_mask=hidden)[0]
-
-    def finish(self, state: torch.Tensor) -> torch.Tensor:
-        """Return what the head reads of a state."""
-        return self.norm_of_head(state)
+        out = self.block(x[None], position_embeddings=angles, attention_mask=hidden)[0]
+        return self.norm_of_head(out)
 
 
 class QwenLayer(torch.nn.Module):
@@ -122,10 +119,6 @@ class QwenLayer(torch.nn.Module):
         hidden = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
         block = self.layers[0]
         return self.norm(block(x[None], position_embeddings=angles, attention_mask=hidden)[0])
-
-    def finish(self, state: torch.Tensor) -> torch.Tensor:
-        """Return what the head reads of a state."""
-        return state
 
 
 class Kind(NamedTuple):
@@ -245,7 +238,7 @@ class Guesser:
             angles = self._text.rotary_emb(states, position_ids=self._positions[..., :-1])
             out = self._layer(self._embeds[1:], states, angles)
             with torch.no_grad():
-                last = int(self._head(self._layer.finish(out[-1])).argmax())
+                last = int(self._head(out[-1]).argmax())
             guessed.append(last)
             states = torch.cat([states, out[-1:]])
         return guessed
