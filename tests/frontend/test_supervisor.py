@@ -138,12 +138,13 @@ def test_a_life_a_crash_and_another_life() -> None:
         await until(lambda: listener.num_deaths == 1)
         assert supervisor.state == "restarting"
         assert not supervisor.is_healthy
-        supervisor.send(echo_request())  # into the void: it neither fails nor waits
+        # Into the void, or to the next one if that is on its way: it neither fails nor waits.
+        supervisor.send(echo_request())
         await until(lambda: listener.num_ready == 2)
         assert supervisor.pid != first_pid
         assert not is_alive(first_pid)
         supervisor.send(echo_request())
-        await until(lambda: len(listener.token_ids) == 6)
+        await until(lambda: len(listener.token_ids) >= 6)
         assert supervisor.num_restarts == 1
 
     with_supervisor("", body)
