@@ -21,7 +21,10 @@ from mmjax.params.sampling_params import SamplingParams
 
 
 class AnswerRows:
-    """Adds a column with the answer of each row, and one with its error, or None."""
+    """Adds a column with the answer of each row, and one with its error; one of them is empty.
+
+    Both are texts in every part of a dataset: of a column of None Parquet files have another type.
+    """
 
     def __init__(
         self,
@@ -63,15 +66,15 @@ class AnswerRows:
         errors = np.array([error for _, error in rows], dtype=object)
         return {**batch, self._answer_column: answers, self._error_column: errors}
 
-    def _answer(self, asked: Sequence[Any]) -> list[tuple[str | None, str | None]]:
+    def _answer(self, asked: Sequence[Any]) -> list[tuple[str, str]]:
         """Return each row's answer or error; one that is refused is found by asking one by one."""
         try:
             outputs = self._llm.chat(asked, self._params, use_tqdm=False) if asked else []
         except RequestError as error:
             if len(asked) == 1:
-                return [(None, str(error))]
+                return [("", str(error))]
             return [row for one in asked for row in self._answer([one])]
-        return [(output.outputs[0].text, None) for output in outputs]
+        return [(output.outputs[0].text, "") for output in outputs]
 
 
 def _conversation(prompt: Any, image: Any) -> list[dict[str, Any]]:
