@@ -16,9 +16,9 @@ DEFAULT_NGRAM = 5
 _NAMES_OF = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model", "revision"),
-    "mtp": (),
+    "mtp": ("model", "revision"),
 }
-"""The fields of one method alone."""
+"""The fields that not all methods have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,8 @@ class SpeculativeConfig:
 
     method: str
     """ngram: what came behind the last tokens where they stood before; draft_model: what a smaller
-    model of the same family answers; mtp: what a layer of the checkpoint predicts."""
+    model of the same family answers; mtp: what a layer of the checkpoint predicts, or of another
+    checkpoint that was trained with it."""
     num_speculative_tokens: int
     """Tokens that are guessed at once, at most."""
     prompt_lookup_max: int = 0
@@ -63,7 +64,8 @@ class SpeculativeConfig:
             )
         if method == "ngram":
             return cls(method=method, num_speculative_tokens=number, **_parse_ngram(given))
-        own = _parse_draft(given) if method == "draft_model" else {}
+        names_one = method == "draft_model" or given.get("model") is not None
+        own = _parse_draft(given) if names_one else {}
         return cls(method=method, num_speculative_tokens=number, **own)
 
 
@@ -74,11 +76,11 @@ def _check_names(given: Mapping[str, Any], method: str, known: list[str]) -> Non
                 f"`speculative_config` has a field `{name}`, which mmjax does not know; known "
                 f"are {', '.join(f'`{one}`' for one in known)}"
             )
-        owner = next((one for one, names in _NAMES_OF.items() if name in names), method)
-        if owner != method and given[name] is not None:
+        owners = [one for one, names in _NAMES_OF.items() if name in names] or [method]
+        if method not in owners and given[name] is not None:
             raise ConfigError(
-                f"`speculative_config` has a field `{name}`, which is of the method '{owner}', and "
-                f"'{method}' as its `method`; leave one of them out"
+                f"`speculative_config` has a field `{name}`, which is of the method '{owners[0]}', "
+                f"and '{method}' as its `method`; leave one of them out"
             )
 
 
@@ -101,7 +103,8 @@ def _parse_draft(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"`speculative_config` has {value!r} as `{name}`; give "
                 + {
-                    "model": "the directory or hub id of a smaller model of the same family",
+                    "model": "the directory or hub id of a smaller model of the same family, or "
+                    "of an assistant",
                     "revision": "a branch, tag or commit",
                 }[name]
             )

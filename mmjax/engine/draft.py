@@ -87,7 +87,7 @@ class DraftRunner(ModelRunner):
             chosen = [wanted[place] for place in places]
             if number:
                 windows = [
-                    _window(one, one.request.num_tokens + number - 1, token_from=rows[-1][place])
+                    make_window(one, self._place_guess(one, number), token_from=rows[-1][place])
                     for one, place in zip(chosen, places, strict=True)
                 ]
             else:
@@ -101,6 +101,10 @@ class DraftRunner(ModelRunner):
             [int(drawn[number][rows[number][place]]) for number in range(one.num_tokens)]
             for place, one in enumerate(wanted)
         ]
+
+    def _place_guess(self, wanted: WantedGuess, number: int) -> int:
+        """Return where the n-th guessed token is computed, from 1."""
+        return wanted.request.num_tokens + number - 1
 
     def _count_kept(self, wanted: WantedGuess) -> int:
         """Return the tokens that are computed, and need not be again if the guess is right."""
@@ -126,10 +130,10 @@ class DraftRunner(ModelRunner):
                     part, num_tokens = [], 0
                     continue
                 size = min(last - start, room)
-                part.append(_window(one, start, size))
+                part.append(make_window(one, start, size))
                 start, num_tokens = start + size, num_tokens + size
         self._run_windows(part)
-        return [_window(one, one.request.num_tokens - 1) for one in wanted]
+        return [make_window(one, one.request.num_tokens - 1) for one in wanted]
 
     def _find_lacking(self, wanted: WantedGuess) -> int:
         """Return the first token that was not computed; the last one's state is always wanted.
@@ -143,7 +147,7 @@ class DraftRunner(ModelRunner):
     def _list_lacking(self, wanted: WantedGuess) -> Iterator[ScheduledRequest]:
         end = wanted.request.num_tokens
         for place in range(self._find_lacking(wanted), end):
-            yield _window(wanted, place, samples=place == end - 1)
+            yield make_window(wanted, place, samples=place == end - 1)
 
     def _cut(self, window: ScheduledRequest) -> ScheduledRequest:
         """Return a window without the tokens that stand nowhere."""
@@ -171,7 +175,7 @@ def _is_of_prompt(scheduled: ScheduledRequest) -> bool:
     return scheduled.token_from < 0 and (scheduled.num_tokens > 1 or not is_decoded)
 
 
-def _window(
+def make_window(
     wanted: WantedGuess,
     start: int,
     num_tokens: int = 1,

@@ -1,12 +1,14 @@
-"""A layer that guesses for the model whose checkpoint it is in (`MtpTextModel`).
+"""A layer that guesses for the model whose checkpoint it is in (`MtpTextModel`), or an assistant.
 
 It reads the states that the engine's steps leave, which are kept by slot, and has the tables of
-tokens and of items, and the head, from the engine's model.
+tokens and of items, and the head, from the engine's model. An assistant (`Gemma4Assistant`) has a
+checkpoint and a head of its own, and reads the engine's KV cache in place of keys.
 """
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 from jaxtyping import Array
 
@@ -14,19 +16,16 @@ from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
-from mmjax.engine.draft import DraftRunner
+from mmjax.engine.draft import DraftRunner, make_window
 from mmjax.engine.model import LoadedModel, describe_model, load_params
-from mmjax.engine.scheduling.buckets import next_bucket
+from mmjax.engine.scheduling.buckets import StepBucket, next_bucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest, SchedulerOutput, WantedGuess
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import ConfigError
-from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
 from mmjax.models.host_inputs import Sees
 from mmjax.weights.files.safetensors import is_snapshot
 from mmjax.weights.sharding import Device
-
-_SHARED = ("language_model.embed_tokens.", "language_model.lm_head.")
-"""How names of parameters begin that the engine's model holds."""
 
 
 class MtpRunner(DraftRunner):
@@ -59,7 +58,8 @@ class MtpRunner(DraftRunner):
         self._pool.delete()
         self._pool = self._placement.put(np.zeros((0, 1), np.float32))
         for size in self._keep_sizes:
-            self._call_keep(self.hidden, self._empty_keep(size))
+            for hidden in (self.hidden, self._engine.hidden):
+                self._call_keep(hidden, self._empty_keep(size))
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
         """Encode nothing."""
@@ -75,10 +75,13 @@ class MtpRunner(DraftRunner):
 
     def compute(self, output: SchedulerOutput) -> None:
         """Keep the states of a step, and compute its parts of prompts."""
+        self._keep_step(output)
+        super().compute(output)
+
+    def _keep_step(self, output: SchedulerOutput) -> None:
         if self.is_ready and output.requests:
             rows = np.arange(output.num_tokens, dtype=np.int32)
             self._keep(self._engine.hidden, output.requests, rows)
-        super().compute(output)
 
     def _sample_windows(self, windows: Sequence[ScheduledRequest]) -> Array:
         """Compute and sample; what follows on a guess reads the layer's own state of it."""
@@ -116,6 +119,57 @@ class MtpRunner(DraftRunner):
         return packed
 
 
+class AssistantRunner(MtpRunner):
+    """Runs an assistant, which computes no prompt: its layers read the engine's keys."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        compiled: CompiledPrograms,
+        params: dict[Any, Any],
+        *,
+        num_blocks: int,
+        engine: ModelRunner,
+        lent: Sequence[int],
+    ) -> None:
+        """`lent`: which of the engine's caches it reads."""
+        self._lent = lent
+        super().__init__(programs, compiled, params, num_blocks=num_blocks, engine=engine)
+
+    def compute(self, output: SchedulerOutput) -> None:
+        """Keep the states of a step."""
+        self._keep_step(output)
+
+    def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
+        """Run a step over the engine's caches, which come back as they were."""
+        engine, num_lent = self._engine, len(self._lent)
+        caches = list(engine._state.kv_cache)
+        lent = (caches[place] for place in self._lent)
+        self._state = self._state._replace(kv_cache=(*lent, *self._state.kv_cache))
+        rest = super()._run_step(bucket, packed)
+        given = self._state.kv_cache
+        for place, cache in zip(self._lent, given[:num_lent], strict=True):
+            caches[place] = cache
+        engine._state = engine._state._replace(kv_cache=tuple(caches))
+        self._state = self._state._replace(kv_cache=given[num_lent:])
+        return rest
+
+    def _compute_lacking(self, wanted: Sequence[WantedGuess]) -> list[ScheduledRequest]:
+        """Return the windows of the last tokens: nothing before them is computed."""
+        return [make_window(one, self._place_guess(one, 0)) for one in wanted]
+
+    def _place_guess(self, wanted: WantedGuess, number: int) -> int:
+        """Return where the last known token is: all of a guess are computed there."""
+        return wanted.request.num_tokens - 1
+
+    def _sample_windows(self, windows: Sequence[ScheduledRequest]) -> Array:
+        """Compute and sample; what follows on a guess reads, in the same slot, its state."""
+        drawn = DraftRunner._sample_windows(self, windows)
+        slots = [msgspec.structs.replace(window, start=window.start - 1) for window in windows]
+        self._keep(self.hidden, slots, np.arange(len(windows), dtype=np.int32))
+        return drawn
+
+
 # ---- where there is one --------------------------------------------------------------------------
 
 
@@ -142,25 +196,58 @@ def check_mtp(config: EngineConfig, model_class: Any, *, sees: Sees) -> None:
         )
 
 
-def load_mtp(
+def load_beside(
     config: EngineConfig,
+    layer_class: Any,
     model: LoadedModel,
     params: Params | None,
     devices: Sequence[Device] | None,
 ) -> LoadedModel:
-    """Load the layer that guesses for a model, and give it what it shares with that.
+    """Load what guesses for a model, and give it what it shares with that.
 
-    `params`: in place of the layer's own in the checkpoint.
+    `params`: in place of its own in the checkpoint.
     """
-    layer = describe_model(config, model.model_class.mtp_class, devices)
+    layer = describe_model(config, layer_class, devices)
     described, held = flatten_params(layer.params), flatten_params(model.params)
-    shared = find_shared(layer.params)
+    shared = find_shared(layer)
     own = unflatten_params({name: described[name] for name in described.keys() - shared})
     loaded = load_params(config, layer._replace(params=own, placement=model.placement), params)
     leaves = flatten_params(loaded.params) | {name: held[name] for name in shared}
     return loaded._replace(params=unflatten_params(leaves))
 
 
-def find_shared(params: Params) -> frozenset[str]:
+def find_shared(layer: LoadedModel) -> frozenset[str]:
     """Return the names of the parameters that the engine's model holds."""
-    return frozenset(name for name in flatten_params(params) if name.startswith(_SHARED))
+    names = tuple(layer.model_class.shared_names)
+    return frozenset(name for name in flatten_params(layer.params) if name.startswith(names))
+
+
+def is_assistant(config: EngineConfig, model_class: Any) -> bool:
+    """Return whether the draft is an assistant of the model.
+
+    Raises ConfigError where it must be one and is not, and where none is served.
+    """
+    draft = config.draft
+    assert draft is not None, "there is no draft model"
+    if draft.architecture in model_class.assistant_architectures:
+        if config.parallel.num_processes > 1:
+            raise ConfigError(
+                f"`speculative_config` names the assistant `{draft.model}`, which cannot guess "
+                f"here: the model is sharded over {config.parallel.num_processes} processes. The "
+                "method 'ngram' can"
+            )
+        return True
+    if config.speculation is not None and config.speculation.method == "mtp":
+        known = ", ".join(f"`{one}`" for one in model_class.assistant_architectures) or "none"
+        raise ConfigError(
+            f"`speculative_config` has 'mtp' as its `method`, and `{draft.model}` is a "
+            f"`{draft.architecture}`; of `{model_class.__name__}` mmjax knows as assistants: "
+            f"{known}. Leave `model` out, or give the method 'draft_model'"
+        )
+    return False
+
+
+def find_lent(layer: LoadedModel, model: LoadedModel) -> tuple[int, ...]:
+    """Return which of a model's caches an assistant reads; CheckpointError for another's."""
+    own, engine = (bind(one.graphdef, one.params) for one in (layer, model))
+    return own.find_lent(engine)

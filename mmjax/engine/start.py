@@ -52,7 +52,15 @@ from mmjax.engine.model import (
     iter_own_params,
     load_model,
 )
-from mmjax.engine.mtp import MtpRunner, check_mtp, find_shared, load_mtp
+from mmjax.engine.mtp import (
+    AssistantRunner,
+    MtpRunner,
+    check_mtp,
+    find_lent,
+    find_shared,
+    is_assistant,
+    load_beside,
+)
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, encode_sizes
@@ -61,6 +69,7 @@ from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.weights import EngineWeights, WeightsSource
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
+from mmjax.layers.attention.kv_cache import LayerCache
 from mmjax.layers.cpu.product import MAX_FEW_ROWS
 from mmjax.layers.module import (
     Params,
@@ -215,6 +224,8 @@ class _DraftParts(NamedTuple):
     model: LoadedModel
     plan: MediaPlan
     programs: Programs
+    lent: tuple[int, ...] = ()
+    """Which of the engine's caches an assistant reads."""
 
 
 def _load_draft(
@@ -230,18 +241,20 @@ def _load_draft(
     speculation = config.speculation
     if speculation is None:
         return None
-    if speculation.method == "mtp":
+    if speculation.method == "mtp" and config.draft is None:
         check_mtp(config, model.model_class, sees=plan.sees)
         own = make_draft_config(config, config.model)
-        layer = load_mtp(own, model, params, devices)
-        # The engine encodes the items.
-        own_plan = plan._replace(has_tower=False, sizes={"max_units": 0}, takes_embeds=False)
-        own_programs = _make_programs(own, layer, own_plan, shared=find_shared(layer.params))
-        return _DraftParts(own, layer, own_plan, own_programs)
+        layer = load_beside(own, model.model_class.mtp_class, model, params, devices)
+        return _plan_beside(own, layer, plan)
     if config.draft is None:
         return None
-    check_draft_settings(config)
     own = make_draft_config(config, config.draft)
+    if is_assistant(config, model.model_class):
+        layer = load_beside(own, model.model_class.assistant_class, model, params, devices)
+        lent, own_plan = find_lent(layer, model), plan._replace(sees="past")
+        parts = _plan_beside(own, layer, own_plan, cache_type=programs.cache_type)
+        return parts._replace(lent=lent)
+    check_draft_settings(config)
     small = load_model(own, None, params, devices)
     own_plan = plan_media(own, small)
     own_programs = _make_programs(own, small, own_plan)
@@ -249,14 +262,30 @@ def _load_draft(
     return _DraftParts(own, small, own_plan, own_programs)
 
 
+def _plan_beside(
+    config: EngineConfig,
+    layer: LoadedModel,
+    plan: MediaPlan,
+    *,
+    cache_type: type[LayerCache] | None = None,
+) -> _DraftParts:
+    """Return the parts of what guesses beside the engine's model, which encodes the items."""
+    own_plan = plan._replace(has_tower=False, sizes={"max_units": 0}, takes_embeds=False)
+    shared = find_shared(layer)
+    programs = _make_programs(config, layer, own_plan, shared=shared, cache_type=cache_type)
+    return _DraftParts(config, layer, own_plan, programs)
+
+
 def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> DraftModel:
     """Allocate a draft model's caches: as many blocks as the engine's model has."""
-    config, model, plan, programs = parts
+    config, model, plan, programs, lent = parts
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks, is_draft=True)
     options: dict[str, Any] = {"num_blocks": num_blocks, "has_spans": plan.sees != "past"}
     make: Any = DraftRunner
     if programs.shared:
         make, options = MtpRunner, {"num_blocks": num_blocks, "engine": engine}
+    if lent:
+        make, options = AssistantRunner, {**options, "lent": lent}
     own = {n: leaf for n, leaf in flatten_params(model.params).items() if n not in programs.shared}
     runner = make(programs, compiled, unflatten_params(own), **options)
     weights = EngineWeights(programs, runner, _make_source(config, model, programs, None))
@@ -428,13 +457,16 @@ def _make_programs(
     model: LoadedModel,
     plan: MediaPlan,
     unread: Collection[str] = (),
+    *,
     shared: Collection[str] = (),
+    cache_type: type[LayerCache] | None = None,
 ) -> Programs:
+    """`cache_type` None: the platform's; others are as of `Programs`."""
     schedule, placement = config.scheduler, model.placement
     shape = ModelShape.of(model.graphdef, model.params)
     spec = bind(model.graphdef, model.params).kv_cache_spec
     has_states = bool(spec.states)
-    cache_type = choose_cache_type(
+    cache_type = cache_type or choose_cache_type(
         placement.platform,
         spec,
         shape.dtype,

@@ -3,12 +3,16 @@
 Sliding layers and global ones have heads of their own widths. A global layer may take its keys'
 projection for values, too. The last layers may read the cache of the last earlier layer of their
 kind. Every token may have an embedding for each layer, beside that at the input.
+
+An assistant is a small decoder that guesses tokens ahead: all of its layers read the caches of the
+model that it guesses for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -25,7 +29,7 @@ from mmjax.layers.attention.kv_cache import (
     LayerKVSpec,
 )
 from mmjax.layers.attention.paged import apply_soft_cap
-from mmjax.layers.decoder import Angles, Decoder, SandwichNormLayer
+from mmjax.layers.decoder import Angles, Decoder, SandwichNormLayer, read_kept_states
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
@@ -46,7 +50,8 @@ class Gemma4Layer:
     num_kv_heads: int
     intermediate_size: int
     cache: int
-    """Which layer's keys and values it reads: its own number, or that of an earlier layer."""
+    """Which layer's keys and values it reads: its own number, or that of an earlier layer.
+    Negative: those that another model lends, the last of them -1."""
     has_values: bool
     """Whether values have a projection; else they are what the keys are before their norm."""
 
@@ -75,7 +80,7 @@ class Gemma4Config:
     layers: tuple[Gemma4Layer, ...]
 
     @staticmethod
-    def from_hf(hf_config: Any) -> "Gemma4Config":
+    def from_hf(hf_config: Any, *, is_assistant: bool = False) -> "Gemma4Config":
         """Read HF's `Gemma4TextConfig`; `CheckpointError` for unsupported values."""
         if hf_config.use_bidirectional_attention == "all":
             raise CheckpointError(
@@ -96,7 +101,7 @@ class Gemma4Config:
             final_logit_softcapping=None if cap is None else float(cap),
             router=_read_router(hf_config),
             moe_intermediate_size=getattr(hf_config, "moe_intermediate_size", 0) or 0,
-            layers=tuple(_read_layers(hf_config)),
+            layers=tuple(_read_layers(hf_config, is_assistant=is_assistant)),
         )
 
 
@@ -110,10 +115,15 @@ def _read_router(hf_config: Any) -> RouterConfig | None:
     )
 
 
-def _read_layers(hf_config: Any) -> list[Gemma4Layer]:
+def _read_layers(hf_config: Any, *, is_assistant: bool) -> list[Gemma4Layer]:
     kinds, num_shared = hf_config.layer_types, hf_config.num_kv_shared_layers or 0
+    if is_assistant:
+        num_shared = len(kinds)
     first_shared = len(kinds) - num_shared
     lasts = {kind: number for number, kind in enumerate(kinds[:first_shared])}
+    if is_assistant:
+        lent = [kind for kind in _LAYER_TYPES if kind in kinds]
+        lasts = {kind: place - len(lent) for place, kind in enumerate(lent)}
     if num_shared and set(kinds) - set(lasts):
         raise CheckpointError(
             f"`num_kv_shared_layers` is {num_shared}, and none of the {first_shared} layers before "
@@ -138,16 +148,19 @@ def _read_layers(hf_config: Any) -> list[Gemma4Layer]:
 
 def make_cache_spec(layers: Sequence[Gemma4Layer]) -> KVCacheSpec:
     """Return the caches of the layers that write one, and which of them each layer has."""
-    owners = sorted({layer.cache for layer in layers})
+    # The first that has a cache is the one that writes it.
+    owners = {layer.cache: layer for layer in reversed(layers)}
+    order = sorted(owners)
     specs = tuple(
         LayerKVSpec(
-            num_kv_heads=layers[number].num_kv_heads,
-            head_dim=layers[number].head_dim,
-            value_dim=layers[number].head_dim,
+            num_kv_heads=owners[number].num_kv_heads,
+            head_dim=owners[number].head_dim,
+            value_dim=owners[number].head_dim,
         )
-        for number in owners
+        for number in order
     )
-    return KVCacheSpec(specs, tuple(owners.index(layer.cache) for layer in layers))
+    places = tuple(order.index(layer.cache) for layer in layers)
+    return KVCacheSpec(specs, places, num_lent=sum(number < 0 for number in order))
 
 
 class Gemma4Attention(nnx.Module):
@@ -274,6 +287,13 @@ class Gemma4Block(SandwichNormLayer):
         return self.post_feedforward_layernorm_1(out) + normed
 
 
+class Centroids(NamedTuple):
+    """How tokens are grouped, of which an assistant computes some groups' logits."""
+
+    number: int
+    num_active: int
+
+
 class Gemma4TextModel(Decoder):
     """Gemma 4's text model; its tokens' embeddings are scaled, its logits may be capped."""
 
@@ -303,6 +323,11 @@ class Gemma4TextModel(Decoder):
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens, scaled by sqrt(D) rounded to the table's dtype, as in HF."""
         return _scaled(self.embed_tokens(token_ids), self.config.hidden_size)
+
+    def find_last_caches(self) -> dict[str, int]:
+        """Return, by kind of layer, the place in the cache of the last keys of that kind."""
+        kinds = (layer.kind for layer in self.config.layers)
+        return dict(zip(kinds, self.kv_cache_spec.layer_places, strict=True))
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
         """Return the rotary angles of each layer, by its kind."""
@@ -346,6 +371,74 @@ class Gemma4TextModel(Decoder):
         """Project onto the vocabulary, in float32, soft-capped where the config says so."""
         logits = super().compute_logits(hidden_states)
         return apply_soft_cap(logits, self.config.final_logit_softcapping)
+
+
+class Gemma4AssistantTextModel(Gemma4TextModel):
+    """Guesses tokens ahead, over a token's embedding and the state of the token before it.
+
+    HF: modeling_gemma4_assistant.py, and `SinglePositionMultiTokenCandidateGenerator`: every token
+    of a guess is computed at the position of the last known one, and sees what stands before that.
+    Its layers have no keys. The table of tokens is the other model's, the head its own.
+    """
+
+    def __init__(
+        self, config: Gemma4Config, *, backbone_width: int, centroids: Centroids | None, dtype: Any
+    ) -> None:
+        """`backbone_width`: of the other model. `centroids` None: the head gives all logits."""
+        # HF's mask of an assistant has the window's other end in it, too.
+        config = replace(config, sliding_window=config.sliding_window + 1)
+        super().__init__(config, is_tied=False, dtype=dtype)
+        width, options = config.hidden_size, {"use_bias": False, "dtype": dtype}
+        self.embed_tokens = Embed(config.vocab_size, backbone_width, dtype=dtype)
+        self.pre_projection = Linear(2 * backbone_width, width, **options)
+        self.post_projection = Linear(width, backbone_width, **options)
+        self.extra_width, self.backbone_width = width, backbone_width
+        self.kv_cache_spec = replace(self.kv_cache_spec, kept_width=backbone_width)
+        self.grouping = centroids
+        if centroids is not None:
+            self.centroids = Linear(width, centroids.number, **options)
+            self.token_ordering = nnx.Param(jnp.zeros((config.vocab_size,), jnp.int32))
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up tokens, as the other model does."""
+        return _scaled(self.embed_tokens(token_ids), self.backbone_width)
+
+    def __call__(
+        self,
+        inputs_embeds: Float[Array, "T D"],
+        positions: Int[Array, "3 T"],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+        token_ids: Int[Array, " T"] | None = None,
+    ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
+        """Return the states that guess and, behind each, what a next token reads; and the cache.
+
+        `positions` are those of the tokens before.
+        """
+        caches, kept, states = read_kept_states(kv_cache, metadata)
+        with jax.named_scope("join"):
+            joined = self.pre_projection(jnp.concatenate([inputs_embeds, states], axis=-1))
+        hidden, caches = super().__call__(joined, positions + 1, caches, metadata)
+        both = jnp.concatenate([hidden, self.post_projection(hidden)], axis=-1)
+        return both, (*(caches or ()), kept)
+
+    def compute_logits(self, hidden_states: Float[Array, "R _wide"]) -> Float[Array, "R V"]:
+        """Project onto the vocabulary, or onto the tokens of the nearest centroids alone.
+
+        Others have less than the least of these.
+        """
+        states = hidden_states[:, : self.config.hidden_size]
+        assert self.lm_head is not None, "the head is not tied"
+        if self.grouping is None:
+            return self.lm_head.project(states)
+        _, active = jax.lax.top_k(self.centroids(states), self.grouping.num_active)
+        clusters = self.token_ordering[...].reshape(self.grouping.number, -1)
+        ids = clusters[active].reshape(len(states), -1)
+        table = self.lm_head(ids.reshape(-1)).reshape(*ids.shape, -1)
+        logits = jnp.einsum("rd,rnd->rn", states, table, preferred_element_type=jnp.float32)
+        least = logits.min(axis=1, keepdims=True) - 1
+        others = jnp.broadcast_to(least, (len(states), self.config.vocab_size))
+        return others.at[jnp.arange(len(states))[:, None], ids].set(logits)
 
 
 def _scaled(embeds: Float[Array, "T D"], width: int) -> Float[Array, "T D"]:

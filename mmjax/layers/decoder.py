@@ -310,6 +310,8 @@ class Decoder(nnx.Module):
     reads_token_ids: bool = False
     """Whether it is called with `token_ids`, int32[T], too: those of the prompt, where an item's
     embedding stands as well, and of the answer."""
+    extra_width: int = 0
+    """Columns of the states that it returns beside as many as an embedding has."""
 
     def __init__(
         self,

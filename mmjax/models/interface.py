@@ -96,6 +96,12 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     """What guesses tokens ahead as an `MtpTextModel` does."""
     mtp_layers_key: ClassVar[str] = "num_nextn_predict_layers"
     """The key of a decoder's config that says how many such layers the checkpoint has."""
+    assistant_class: ClassVar[type["MultiModalModel"] | None] = None
+    """What guesses tokens ahead from a checkpoint of its own, over caches that this model lends."""
+    assistant_architectures: ClassVar[Sequence[str]] = ()
+    """What HF calls it."""
+    shared_names: ClassVar[Sequence[str]] = ()
+    """Of what guesses: how names of parameters begin that the model it guesses for holds."""
     sees: Sees = "past"
     """What a prompt's tokens see; an instance may set it by its config. `items`: a run of an item's
     embeddings (those without a mark between them) see each other both ways, so that a step holds

@@ -182,10 +182,16 @@ def compare_mixed(
     num_seeds: int,
     speculation: Mapping[str, Any] = DRAFT,
     draft_params: Any = None,
+    *,
+    least_accepted: int = 10,
+    num_caches: float = 2,
+    **draft: Any,
 ) -> EngineCore:
     """Serve mixed requests in a cramped engine with guesses, and alone without any.
 
-    `draft_params` None: a draft model guesses, which has the model's own.
+    `draft_params` None: a draft model guesses, which has the model's own. `draft`: of the
+    ModelConfig of what guesses from a checkpoint of its own. `num_caches`: how much larger a block
+    is than the model's own.
     """
     family, max_model_len = model.family, choose_max_model_len(model)
     largest = max(family.max_embeds.values())
@@ -205,15 +211,15 @@ def compare_mixed(
         model.config,
         max_num_seqs=4,
         max_num_batched_tokens=max(21, family.longest_run),
-        # Blocks of both models.
-        num_blocks=2 * (count_least_blocks(model, max_model_len) * 5 // 4),
+        num_blocks=int(num_caches * (count_least_blocks(model, max_model_len) * 5 // 4)),
         scheduling_policy="priority",
         speculative_config=speculation,
         **sizes,
     )
     if draft_params is None:
-        architecture, draft_params = family.model_class.__name__, model.params
-        cramped = replace(cramped, draft=replace(cramped.model, architecture=architecture))
+        draft, draft_params = {"architecture": family.model_class.__name__}, model.params
+    if draft:
+        cramped = replace(cramped, draft=replace(cramped.model, **draft))
     plain = install_tokenizer(EngineCore(lone, **options))
     core = install_tokenizer(EngineCore(cramped, draft_params=draft_params, **options))
     for seed in range(num_seeds):
@@ -224,7 +230,7 @@ def compare_mixed(
         for request in batch:
             alone = serve(plain, [request], rng)[request.request_id]
             assert found[request.request_id] == alone, f"{seed=}"
-        assert eager.num_draft_tokens > eager.num_accepted_tokens > 10
+        assert eager.num_draft_tokens > eager.num_accepted_tokens > least_accepted
     assert core.num_preemptions > 0
     return core
 

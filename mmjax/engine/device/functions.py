@@ -41,27 +41,31 @@ class ModelShape(NamedTuple):
     vocab_size: int
     """Ids that have a logit."""
     hidden_size: int
+    """Of the states that a step returns."""
     embed_width: int
-    """Of the encoder's rows: more than `hidden_size` where features are fed to several layers."""
+    """Of the encoder's rows: more than an embedding's where features are fed to several layers."""
     dtype: Any
     """The dtype of hidden states, encoder outputs and the KV cache."""
 
     @classmethod
     def of(cls, graphdef: Any, params: Params) -> "ModelShape":
         """Find the shapes by `jax.eval_shape` of the model's methods."""
+        model = bind(graphdef, params)
+        text = getattr(model, "language_model", None)
+        extra_width = getattr(text, "extra_width", 0)
 
         def probe(params: Params) -> tuple[Array, Array]:
             model = bind(graphdef, params)
             embeds = model.embed_input_ids(jnp.zeros(1, jnp.int32))
-            return embeds, model.compute_logits(embeds)
+            states = jnp.pad(embeds, ((0, 0), (0, extra_width)))
+            return embeds, model.compute_logits(states)
 
         embeds, logits = jax.eval_shape(probe, params)
-        model = bind(graphdef, params)
         num_token_ids = max(logits.shape[1], getattr(model, "num_token_ids", 0))
-        width = embeds.shape[1]
-        text = getattr(model, "language_model", None)
+        width, vocab_size = embeds.shape[1], logits.shape[1]
         embed_width = width * (1 + getattr(text, "num_fed_layers", 0))
-        return cls(graphdef, num_token_ids, logits.shape[1], width, embed_width, embeds.dtype)
+        hidden_size = width + extra_width
+        return cls(graphdef, num_token_ids, vocab_size, hidden_size, embed_width, embeds.dtype)
 
 
 AdapterArrays = Mapping[str, Array]
@@ -263,14 +267,18 @@ def copy_states(kv_cache: KVCache, source: Int[Array, ""], target: Int[Array, ""
 def keep_states(
     kv_cache: KVCache, hidden: Shaped[Array, "rows D"], packed: Int[Array, "3 T"]
 ) -> KVCache:
-    """Keep rows of the hidden states in slots, whose blocks and offsets stand behind the rows."""
+    """Keep rows of the hidden states in slots, whose blocks and offsets stand behind the rows.
+
+    The last columns of wider ones (`Decoder.extra_width`).
+    """
     rows, blocks, offsets = packed
     *layers, kept = kv_cache
     assert isinstance(kept, KeptStates), "the cache keeps no states"
-    return (*layers, kept.write(from_storage(hidden[rows]), blocks, offsets))
+    states = hidden[rows, -kept.rows.shape[-1] :]
+    return (*layers, kept.write(from_storage(states), blocks, offsets))
 
 
-def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array, "n arrays ..."]]:
+def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array, "n _arrays ..."]]:
     """Return blocks of a cache, those of arrays of one shape in one; recurrent layers have none.
 
     A call costs the host time for each array that it moves.
@@ -280,7 +288,7 @@ def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array
 
 
 def scatter_blocks(
-    kv_cache: KVCache, ids: Int[Array, " n"], blocks: Sequence[Shaped[Array, "n arrays ..."]]
+    kv_cache: KVCache, ids: Int[Array, " n"], blocks: Sequence[Shaped[Array, "n _arrays ..."]]
 ) -> tuple[KVCache, Int[Array, ""]]:
     """Write what `gather_blocks` returned to blocks.
 

@@ -162,21 +162,21 @@ class Programs:
         self._jit(model, logprobs_mode)
 
     def _plan_caches(self, spec: KVCacheSpec, cache_type: type[LayerCache] | None) -> None:
-        dtype = self._shape.dtype
-        self._cache_type = cache_type or choose_cache_type(
+        dtype, self.num_lent = self._shape.dtype, spec.num_lent
+        self.cache_type = cache_type or choose_cache_type(
             self.placement.platform,
             spec,
             dtype,
             num_shards=self.placement.num_kv_shards,
         )
         self._stored = storage_dtype(dtype, self.placement.platform)
-        is_plain = self._cache_type is TransposedCache
+        is_plain = self.cache_type is TransposedCache
         self._new_cache = partial(
             allocate,
             spec,
             block_size=self.block_size,
             dtype=self._stored if is_plain else dtype,
-            cache_type=self._cache_type,
+            cache_type=self.cache_type,
             sharding=self.placement.head_sharding,
             num_state_slots=self.num_state_slots,
         )
@@ -243,7 +243,10 @@ class Programs:
     def _jit_others(self, jit: Any, kv_cache: Any, whole: Any) -> None:
         """Jit what has one program each: allocations, and copies within caches."""
         # No device ever holds all of a sharded array.
-        self._allocate = jax.jit(self._zeros, static_argnums=0, out_shardings=self._shardings)
+        own = self._drop_lent(self._shardings)
+        self._allocate = jax.jit(
+            lambda number: self._drop_lent(self._zeros(number)), static_argnums=0, out_shardings=own
+        )
         self._allocate_adapters = jax.jit(
             self._zero_adapters, out_shardings=self._adapter_shardings
         )
@@ -251,8 +254,10 @@ class Programs:
             partial(write_extra, self._shape.graphdef), donate_argnames="pool", out_shardings=whole
         )
         self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
-        self.keep_states = jit(keep_states, donate_argnames="kv_cache", out_shardings=kv_cache)
-        self._block_sharding = self.placement.heads(self._cache_type.HEAD_AXIS + 1)
+        self.keep_states = jit(
+            keep_states, donate_argnames="kv_cache", out_shardings=own.state.kv_cache
+        )
+        self._block_sharding = self.placement.heads(self.cache_type.HEAD_AXIS + 1)
         self.gather_blocks = jit(gather_blocks, out_shardings=self._block_sharding)
         self.scatter_blocks = jit(
             scatter_blocks, donate_argnames="kv_cache", out_shardings=(kv_cache, whole)
@@ -263,7 +268,7 @@ class Programs:
 
     def _shard_cache(self, spec: KVCacheSpec) -> Any:
         """Return the shardings of the caches: one of all blocks, or of each layer's arrays."""
-        heads: Any = self.placement.heads(self._cache_type.HEAD_AXIS)
+        heads: Any = self.placement.heads(self.cache_type.HEAD_AXIS)
         if spec.kept_width:
             return (*[heads] * len(spec.layers), self.placement.replicated)
         if not spec.states:
@@ -311,7 +316,8 @@ class Programs:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a KV block on one device."""
-        one, two = (shard_bytes(self.describe_arrays(number).state.kv_cache) for number in (1, 2))
+        described = (self._drop_lent(self.describe_arrays(number)) for number in (1, 2))
+        one, two = (shard_bytes(arrays.state.kv_cache) for arrays in described)
         return two - one
 
     @property
@@ -322,11 +328,11 @@ class Programs:
     # ---- arrays --------------------------------------------------------------------------------
 
     def make_arrays(self, num_blocks: int) -> DeviceArrays:
-        """Allocate everything, zeroed."""
+        """Allocate everything but the caches that are lent, zeroed."""
         return self._allocate(num_blocks)
 
     def describe_arrays(self, num_blocks: int) -> DeviceArrays:
-        """Return shapes, dtypes and shardings of `make_arrays`."""
+        """Return shapes, dtypes and shardings of all arrays."""
         shapes = jax.eval_shape(partial(self._zeros, num_blocks))
         return jax.tree.map(
             lambda sharding, part: jax.tree.map(
@@ -345,6 +351,13 @@ class Programs:
         return DeviceArrays(
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous
         )
+
+    def _drop_lent(self, arrays: DeviceArrays) -> DeviceArrays:
+        """Return arrays, or their descriptions, without the caches that are lent."""
+        if not self.num_lent:
+            return arrays
+        state = arrays.state
+        return arrays._replace(state=state._replace(kv_cache=state.kv_cache[self.num_lent :]))
 
     def describe_block(self) -> list[jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of one block's arrays, as `gather_blocks` returns them."""
@@ -366,7 +379,8 @@ class Programs:
         """Return the bytes of all arrays in the host's memory, by cause; none of accelerators."""
         if self.placement.platform != "cpu":
             return {}
-        arrays, number = self.describe_arrays(num_blocks), len(self.placement.local_devices)
+        arrays = self._drop_lent(self.describe_arrays(num_blocks))
+        number = len(self.placement.local_devices)
         parts = {
             "weights": self.own_params,
             "kv_cache": arrays.state.kv_cache,

@@ -72,6 +72,8 @@ class KVCacheSpec:
     """Of recurrent layers: what they keep is a request's, and not a token's."""
     kept_width: int = 0
     """Width of the states of another model that stand behind all layers; 0: none do."""
+    num_lent: int = 0
+    """The first so many of `layers` are another model's, which lends them: they are read alone."""
 
     @classmethod
     def alike(

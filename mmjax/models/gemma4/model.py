@@ -13,6 +13,7 @@ from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.attention.segments import refine_segments
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm, divide_by_rms
+from mmjax.models.gemma4.assistant import Gemma4Assistant
 from mmjax.models.gemma4.host_inputs import Gemma4HostInputs, Gemma4UnifiedHostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model, text_rules
@@ -68,6 +69,11 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
     """Served as HF's class of this name."""
 
     host_inputs = Gemma4HostInputs
+    assistant_class = Gemma4Assistant
+    assistant_architectures = (
+        "Gemma4AssistantForCausalLM",
+        "Gemma4UnifiedAssistantForCausalLM",
+    )
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         with self._mark_tower_model(hf_config, {"image", "video"}):

@@ -15,6 +15,7 @@ from mmjax.weights.rules import Rule, RuleTypes
 class GlmOcrMtp(MultiModalModel):
     """The layer behind GLM-OCR's last, which guesses tokens ahead."""
 
+    shared_names = ("language_model.embed_tokens.", "language_model.lm_head.")
     host_inputs = GridHostInputs
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:

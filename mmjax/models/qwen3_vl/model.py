@@ -131,6 +131,7 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
 class Qwen3_5Mtp(MultiModalModel):
     """The layer beside Qwen3.5's decoder that guesses tokens ahead."""
 
+    shared_names = ("language_model.embed_tokens.", "language_model.lm_head.")
     host_inputs = Qwen3VLHostInputs
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
