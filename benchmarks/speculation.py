@@ -7,8 +7,9 @@ disturbed least. `decoder` is a random Gemma 3 decoder (18 layers of width 640, 
 `--dtype`. `drafted` is another (16 layers of width 1,024, 32,768 tokens), for which its first two
 layers guess as a draft model. `mtp` has the shape of GLM-OCR's decoder, for which the layer of its
 checkpoint guesses: all layers add nothing, so that it is always right; `mtp-wrong`: never.
-`recurrent` is the same with the shape of Qwen3.5 0.8B, half as deep, and 32,768 tokens. The answers
-of both ways are compared, too.
+`recurrent` is the same with the shape of Qwen3.5 0.8B, half as deep, and 32,768 tokens. `assistant`
+has the widths of Gemma 4 E2B, eight layers and as many tokens, and an assistant of the published
+ones' widths. The answers of both ways are compared, too.
 """
 
 import argparse
@@ -20,13 +21,20 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from transformers import GlmOcrConfig, Qwen3_5Config
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    GlmOcrConfig,
+    Qwen3_5Config,
+)
 
 from benchmarks.offline import draw
 from benchmarks.step_model import make_config, make_engine, text_config, weight
 from mmjax import LLM, SamplingParams
 from mmjax.engine.core import EngineCore
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
+from mmjax.models.gemma4.model import Gemma4ForConditionalGeneration
 from mmjax.models.glm4v.model import GlmOcrForConditionalGeneration
 from mmjax.models.qwen3_vl.model import Qwen3_5ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
@@ -39,6 +47,7 @@ CONFIG = {
 }
 DRAFT_CONFIG = {"method": "draft_model", "model": "layers", "num_speculative_tokens": 4}
 MTP_CONFIG = {"method": "mtp", "num_speculative_tokens": 4}
+ASSISTANT_CONFIG = {"method": "mtp", "model": "assistant", "num_speculative_tokens": 4}
 DRAFT_LAYERS = 2
 VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 MAX_NUM_SEQS = 8
@@ -136,13 +145,74 @@ def recurrent_config() -> Any:
     return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
 
 
+def open_assistant(dtype: Any) -> tuple[EngineCore, Serve]:
+    """Return a decoder whose next token depends on the last one, and an assistant that knows it.
+
+    Tokens differ in the first columns of the table alone, as many as the assistant has.
+    """
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    shared: dict[str, Any] = {
+        "vocab_size": 32768,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "final_logit_softcapping": None,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+    }
+    target = Gemma4TextConfig(
+        hidden_size=1536,
+        intermediate_size=6144,
+        num_attention_heads=8,
+        num_hidden_layers=8,
+        num_kv_shared_layers=4,
+        layer_types=kinds * 2,
+        **shared,
+    )
+    small = Gemma4TextConfig(
+        hidden_size=256,
+        intermediate_size=2048,
+        num_attention_heads=4,
+        num_hidden_layers=4,
+        num_kv_shared_layers=4,
+        layer_types=kinds,
+        **shared,
+    )
+    model_class = Gemma4ForConditionalGeneration
+    hf_config = Gemma4Config(
+        text_config=target, vision_config={"num_hidden_layers": 1}, audio_config=None
+    )
+    assistant = Gemma4AssistantConfig(text_config=small, backbone_hidden_size=1536)
+    whole = make_silent_params(model_class, hf_config, dtype)
+    own = make_silent_params(model_class.assistant_class, assistant, dtype)
+    width, table = small.hidden_size, "language_model.embed_tokens.weight"
+    whole[table][:, width:] = 0
+    del own[table]
+    own["language_model.lm_head.weight"] = whole[table][:, :width]
+    reads = own["language_model.pre_projection.weight"]
+    reads[:] = np.eye(*reads.shape)
+    # Of the same vector, but for zeros.
+    own["language_model.norm.weight"][:] = (target.hidden_size / width) ** 0.5
+    sizes: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 64}
+    made = make_config(hf_config, model_class, dtype, speculative_config=ASSISTANT_CONFIG, **sizes)
+    architecture = model_class.assistant_architectures[0]
+    draft = replace(made.model, hf_config=assistant, architecture=architecture)
+    core = EngineCore(
+        replace(made, draft=draft, max_embeds_per_item={"image": 64, "video": 64}),
+        model_class=model_class,
+        params=unflatten_params(whole),
+        draft_params=unflatten_params(own),
+    )
+    return serving(core)
+
+
 def make_silent_params(model_class: Any, hf_config: Any, dtype: Any) -> dict[str, Any]:
     """Return parameters by name, of layers that add nothing; norms multiply by one."""
     _, abstract = build_abstract(model_class, hf_config, dtype=jnp.dtype(dtype))
     leaves = {}
     for name, leaf in flatten_params(abstract).items():
         values = np.zeros(leaf.shape, np.float32)
-        if "norm" in name:
+        if "norm" in name or name.endswith("layer_scalar"):
             values += 1
         elif not name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "bias")):
             values = weight(name.removeprefix("language_model."), leaf.shape)
@@ -212,7 +282,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--model",
-        choices=("tiny_scenes", "decoder", "drafted", "mtp", "mtp-wrong", "recurrent"),
+        choices=(
+            "tiny_scenes",
+            "decoder",
+            "drafted",
+            "mtp",
+            "mtp-wrong",
+            "recurrent",
+            "assistant",
+        ),
         default="tiny_scenes",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -222,6 +300,8 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.model == "tiny_scenes":
         opened = open_scenes()
+    elif flags.model == "assistant":
+        opened = open_assistant(flags.dtype)
     elif flags.model == "recurrent":
         made = Qwen3_5ForConditionalGeneration, recurrent_config(), "fc"
         opened = open_mtp(*made, flags.dtype)
