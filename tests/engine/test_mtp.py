@@ -283,6 +283,7 @@ def noting(core: EngineCore) -> Iterator[list[tuple[str, list[int], list[int]]]]
     draft.runner.guess = guess  # type: ignore[method-assign]
 
 
+ROOMY: dict[str, Any] = {"num_blocks": None}
 PROMPTS: tuple[Parts, ...] = (
     (Words(4, 20),),
     (Words(0, 10), Media(0), Words(1, 9)),
@@ -295,14 +296,16 @@ PROMPTS: tuple[Parts, ...] = (
     "settings",
     [
         pytest.param({}, id="preempted"),
-        pytest.param({"max_num_batched_tokens": 7}, id="in chunks", marks=pytest.mark.slow),
-        pytest.param({"num_blocks": None}, id="whole", marks=pytest.mark.slow),
+        pytest.param(
+            {**ROOMY, "max_num_batched_tokens": 7}, id="in chunks", marks=pytest.mark.slow
+        ),
+        pytest.param(ROOMY, id="whole", marks=pytest.mark.slow),
     ],
 )
 @ALL_KINDS
 def test_it_guesses_as_its_reference(kind: str, settings: dict[str, Any]) -> None:
     if "max_num_batched_tokens" in settings and kind != "glm_ocr":
-        settings = {"max_num_batched_tokens": 64}  # a recurrent layer's chunk
+        settings = {**ROOMY, "max_num_batched_tokens": 64}  # a recurrent layer's chunk
     core = start(kind, **settings)
     Eager(core)
     samples = [model(kind).draw_sample(parts) for parts in PROMPTS]
