@@ -28,8 +28,10 @@ def test_pools_started_at_once_leave_other_threads_their_stacks() -> None:
         with DeepStackPool(4, stack_bytes=STACK_BYTES, thread_name_prefix="deep") as pool:
             return [future.result() for future in [pool.submit(find_stack_bytes)] * 4]
 
+    before = threading.stack_size()
     with ThreadPoolExecutor(8) as starters:
         found = list(starters.map(start_and_measure, range(64)))
-    assert {size for sizes in found for size in sizes} == {STACK_BYTES}
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(find_stack_bytes).result() != STACK_BYTES
+    # At least: glibc hands a new thread the larger stack of one that ended, which in a process of
+    # many tests may be a compiling thread's. The setting is what later threads ask for.
+    assert min(size for sizes in found for size in sizes) >= STACK_BYTES
+    assert threading.stack_size() == before
