@@ -1,5 +1,8 @@
 """Florence-2 from a directory: `LLM` against HF's own processor and model."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,3 +67,28 @@ def test_answers_of_a_directory_are_hfs():
                 **inputs, do_sample=False, max_new_tokens=40, no_repeat_ngram_size=size
             )
         assert other.outputs[0].token_ids == wanted[0, 1:].tolist()
+
+
+def test_answers_begin_with_the_forced_token(tmp_path: Path):
+    """Published checkpoints force `<s>` (0), behind which the answers are HF's."""
+    path, picture = tmp_path / "model", draw(90, 40)
+    shutil.copytree(FLORENCE2.checkpoint, path)
+    file = path / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "forced_bos_token_id": 0}))
+    sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    prompt = {"prompt": "<OD>", "multi_modal_data": {"image": picture}}
+    with LLM(str(path), max_num_seqs=2, max_num_batched_tokens=8, use_tqdm_on_load=False) as llm:
+        (output,) = llm.generate(prompt, sampling, use_tqdm=False)
+    reference = load_reference(path, "Florence2ForConditionalGeneration")
+    processor: Any = Florence2Processor(
+        CLIPImageProcessorPil.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+        num_additional_image_tokens=1,
+    )
+    inputs = processor(text=["<OD>"], images=[picture], return_tensors="pt")
+    with torch.no_grad():
+        wanted = reference.generate(
+            **inputs, do_sample=False, min_new_tokens=9, max_new_tokens=9, forced_bos_token_id=0
+        )
+    assert wanted[0, :2].tolist() == [2, 0]
+    assert output.outputs[0].token_ids == wanted[0, 2:].tolist()

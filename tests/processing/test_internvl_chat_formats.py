@@ -85,6 +85,19 @@ def test_an_answer_that_is_there_gets_no_further_turn():
     assert found == write_as_original("internvl2_5", turns, None)
 
 
+@pytest.mark.parametrize("name", [None, "Hermes-2", "internlm2-chat", "internvl2_5"])
+def test_answers_end_with_the_separator(name: str | None):
+    """As in the original's `chat`, whatever the checkpoint's files name as EOS."""
+    processor = make_original(**({} if name is None else {"template": name}))
+    end = processor.info.get_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    assert list(processor.info.get_ending_token_ids()) == [end]
+
+
+@pytest.mark.parametrize("name", ["phi3-chat", "vicuna_v1.1"])
+def test_a_separator_that_is_no_token_ends_nothing(name: str):
+    assert not make_original(template=name).info.get_ending_token_ids()
+
+
 def test_a_config_without_a_format_gets_turns_alone():
     found = template_of(None).render([{"role": "user", "content": "What?"}])
     assert found == "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"

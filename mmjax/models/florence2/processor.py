@@ -14,7 +14,7 @@ image of 1000 x 500 pixels, `cat<loc_0><loc_0><loc_499><loc_999>` gives
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from transformers import AddedToken
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factories
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
+from mmjax.models.model_source import read_generation_config
 from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.items.parse import ImagesOnlyDataParser, MultiModalDataItems
@@ -268,6 +269,14 @@ class Florence2ProcessingInfo(FamilyInfo):
         tokenizer = self.get_tokenizer()
         return [tokenizer.bos_token_id, *token_ids, tokenizer.eos_token_id]
 
+    @cached_property
+    def answer_start(self) -> Sequence[int]:
+        """`</s>`, and the token with which generation_config.json has answers begin."""
+        settings = read_generation_config(self.ctx.model_config.path)
+        first = settings.get("forced_bos_token_id")
+        start = self.get_hf_config().get_text_config().eos_token_id
+        return (start,) if first is None else (start, first)
+
     def write_task(self, prompt: str) -> str:
         """Replace a task such as `<OD>` by its sentence; other text is unchanged."""
         try:
@@ -300,7 +309,7 @@ class Florence2MultiModalProcessor(
     def create_decoder_prompt(
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> list[int]:
-        return [self.info.get_hf_config().get_text_config().eos_token_id]
+        return list(self.info.answer_start)
 
     def _get_answer_parser(
         self, prompt: str | list[int], mm_items: MultiModalDataItems

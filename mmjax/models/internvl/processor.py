@@ -24,6 +24,7 @@ from transformers import BatchFeature
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import FamilyProcessor, Target, item_fields, make_factories
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
+from mmjax.models.internvl.tokenizer import load_tokenizer
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.parts import ProcessorOfParts
@@ -120,12 +121,9 @@ _PLAIN = _Format(end="<|im_end|>\n", default="")
 """The format where config.json names none."""
 
 
-def find_chat_template(name: str | None) -> str | None:
-    """Return the Jinja source of a format by its name; None: it is not known."""
-    if name is None:
-        return _PLAIN.to_jinja()
-    known = _FORMATS.get(name)
-    return None if known is None else known.to_jinja()
+def find_format(name: str | None) -> _Format | None:
+    """Return a format by its name; None: it is not known."""
+    return _PLAIN if name is None else _FORMATS.get(name)
 
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
@@ -148,7 +146,7 @@ class InternVLDataParser(MultiModalDataParser):
 class BaseInternVLProcessingInfo(TiledInfo):
     """Common to both formats."""
 
-    chat_template = find_chat_template(None)
+    chat_template = _PLAIN.to_jinja()
     data_parser = InternVLDataParser
     host_inputs = InternVLHostInputs
     limits: ClassVar = {"image": None, "video": None}
@@ -219,7 +217,14 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
-        self.chat_template = find_chat_template(getattr(self.get_hf_config(), "template", None))
+        self._format = find_format(getattr(self.get_hf_config(), "template", None))
+        self.chat_template = None if self._format is None else self._format.to_jinja()
+
+    def get_ending_token_ids(self) -> Sequence[int]:
+        """Return what ends a message of the format, by which the original's `chat` ends answers."""
+        end = "" if self._format is None else self._format.end.strip()
+        token_id = self.get_tokenizer().get_vocab().get(end)
+        return () if token_id is None else (token_id,)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         token = _VIDEO_TOKENS.get(self.get_hf_config().get_text_config().model_type)
@@ -289,5 +294,7 @@ class InternVLMultiModalProcessor(FamilyProcessor[BaseInternVLProcessingInfo]):
         return outputs
 
 
-FACTORIES = make_factories(InternVLProcessingInfo, InternVLMultiModalProcessor)
+FACTORIES = make_factories(
+    InternVLProcessingInfo, InternVLMultiModalProcessor, load_tokenizer=load_tokenizer
+)
 HF_FACTORIES = make_factories(InternVLHFProcessingInfo, InternVLMultiModalProcessor)
