@@ -226,6 +226,25 @@ def test_an_iterator_that_is_closed_leaves_nothing_behind(llm: LLM) -> None:
     assert len(llm.generate(tokens, GREEDY, use_tqdm=False)) == 1
 
 
+def test_who_interrupts_a_step_may_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a notebook: what the step should have computed must not be found."""
+
+    def interrupt(output: Any) -> Any:
+        raise KeyboardInterrupt
+
+    prompt: Any = {
+        "prompt": f"{IMAGE_START} a red star, a blue square and a green circle, side by side",
+        "multi_modal_data": {"image": draw(40, 30, 77)},
+    }
+    expected = generate(llm, prompt)[0].outputs[0].token_ids
+    llm.engine.recover()
+    monkeypatch.setattr(llm.engine._runner, "dispatch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, prompt)
+    monkeypatch.undo()
+    assert generate(llm, prompt)[0].outputs[0].token_ids == expected
+
+
 def test_the_picture_matters(llm: LLM) -> None:
     prompts: Any = [
         {"prompt": f"{IMAGE_START} red", "multi_modal_data": {"image": draw(40, 30, seed)}}

@@ -140,6 +140,26 @@ def test_another_thread_may_change_the_weights_and_let_it_sleep(llm: LLM, other:
     assert llm.engine.compilations == 0 or llm.config.precompile is None
 
 
+def test_a_stream_ends_where_an_update_was_interrupted_within_a_step(
+    llm: LLM, other: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    """Its requests are counted as computed, and are not."""
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    before = say(llm)
+    stream = llm.stream_chat(ask(draw(40, 40), "what is it?"), LONG)
+    next(stream)
+    monkeypatch.setattr(llm.engine._runner, "dispatch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.update_weights(other.params, mode="wait")
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        list(stream)
+    assert say(llm) == before
+
+
 def test_sleep_and_what_is_refused_meanwhile(llm: LLM, other: LLM):
     first = say(llm)
     llm.sleep()

@@ -75,6 +75,8 @@ class EngineCore:
 
     is_warming = False
     """Whether more steps without a request have programs to run for the first time."""
+    _has_failed = False
+    """Whether a step has failed, or was interrupted, and `recover` was not called since."""
 
     def __init__(
         self,
@@ -155,6 +157,7 @@ class EngineCore:
         Everything that may fail on a client's data fails here, not in a step, which computes many
         requests. Raises MultiModalCacheMissError for items without tensors that are not cached.
         """
+        self._mend()
         # Before any check: P0's sender cache has recorded these items, refused or not.
         features = resolve_features(message.mm_features, self._receiver_cache)
         request = self._requests.make(message, features)
@@ -240,15 +243,18 @@ class EngineCore:
         The device computes a step while the host reads the last one and prepares the next; so the
         first call returns nothing. Without `async_scheduling` a step is read at once.
         """
-        if not self._scheduler.has_unfinished():
-            # The requests of the step in flight have finished, or were aborted.
-            self._in_flight = self._failure = None
-            self._open_outputs.clear()
-            self._save_blocks()
-            self._runner.wait()
-            self.note_computing(())
-            self.is_warming = self._run_ahead()
-            return []
+        self._mend()
+        is_idle = not self._scheduler.has_unfinished()
+        if not is_idle:
+            self._check_ready()
+        try:
+            return self._rest() if is_idle else self._go_on()
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _check_ready(self) -> None:
+        """Raise RuntimeError where nothing can be computed."""
         if self.is_sleeping:
             raise RuntimeError("the engine sleeps; call `wake_up` first")
         if self._weights.num_missing:
@@ -256,6 +262,32 @@ class EngineCore:
                 f"{self._weights.num_missing} of the model's parameters are missing since an "
                 "update failed, or since they were released; give them all"
             )
+        if self._has_failed and self._failure is None:
+            raise RuntimeError(
+                "a step has failed, or was interrupted, so that its requests cannot go on; call "
+                "`recover`, or abort them all"
+            )
+
+    def _mend(self) -> None:
+        """Begin on empty caches where a step has failed whose requests have all left since.
+
+        What it should have written is counted as written, and would be found.
+        """
+        is_idle = self._has_failed and not self._scheduler.has_unfinished()
+        if is_idle and not self.is_sleeping and not self._weights.num_missing:
+            self.recover()
+
+    def _rest(self) -> list[RequestOutputDelta]:
+        """Do what may be done without requests; those of the step in flight have ended."""
+        self._in_flight = self._failure = None
+        self._open_outputs.clear()
+        self._save_blocks()
+        self._runner.wait()
+        self.note_computing(())
+        self.is_warming = self._run_ahead()
+        return []
+
+    def _go_on(self) -> list[RequestOutputDelta]:
         failure, self._failure = self._failure, None
         if failure is not None:
             self._in_flight = None
@@ -272,7 +304,7 @@ class EngineCore:
                 try:
                     self._in_flight = self._sample(self._in_flight)
                 except Exception as error:
-                    self._failure = error
+                    self._note_failure(error)
                 return deltas
             if not self.config.scheduler.async_scheduling:
                 before, self._in_flight = self._in_flight, None
@@ -288,6 +320,10 @@ class EngineCore:
                     self._programs.check()
                 return []
             return self._read(before)
+
+    def _note_failure(self, error: Exception) -> None:
+        """Keep an error for the next call: this one has tokens to return."""
+        self._failure, self._has_failed = error, True
 
     def _run_ahead(self) -> bool:
         can_run = not self.is_sleeping and not self._weights.num_missing
@@ -313,7 +349,7 @@ class EngineCore:
         try:
             self._in_flight = self._dispatch()
         except Exception as error:
-            self._failure = error
+            self._note_failure(error)
         return deltas
 
     def _sample(self, dispatched: _Dispatched) -> _Dispatched:
@@ -432,6 +468,7 @@ class EngineCore:
         step are computed one by one, to find the one at fault.
         """
         self._in_flight = self._failure = None
+        self._has_failed = False
         # Without any, it failed before one was scheduled.
         outputs, self._open_outputs = self._open_outputs or [None], []
         at_fault = self._scheduler.begin_again(outputs)
@@ -500,6 +537,7 @@ class EngineCore:
 
     def drain(self) -> list[RequestOutputDelta]:
         """Read the step on the device, and dispatch none; return its outputs."""
+        self._mend()
         if self._failure is not None:
             # The next call of `step` raises it.
             return []
@@ -531,7 +569,7 @@ class EngineCore:
         """
         self._check_alone()
         assert self._in_flight is None or self._failure is not None, "a step is on the device"
-        has_failed = self._failure is not None
+        has_failed, self._has_failed = self._has_failed, False
         self._in_flight = self._failure = None
         self._open_outputs.clear()
         self._scheduler.forget_all(keeps_host=not has_failed)

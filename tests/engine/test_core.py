@@ -361,6 +361,33 @@ def test_recovery_begins_all_again(core: EngineCore, expected: list[list[int]]) 
     assert [tokens_of(news[request.request_id]) for request in batch] == expected
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_and_is_given_up_leaves_nothing_to_be_found(
+    core: EngineCore,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    """As `LLM` does it, which forgets its requests: nobody recovers."""
+
+    def fail(output: Any) -> Any:
+        raise error
+
+    core.reset_prefix_cache()
+    for number, parts in enumerate(MIXED):
+        core.add_request(message(f"given up {number}", parts))
+    monkeypatch.setattr(core._runner, "dispatch", fail)
+    with pytest.raises(error):
+        core.step()
+    monkeypatch.undo()
+    core.abort([f"given up {number}" for number in range(len(MIXED))])
+    batch = requests("next")
+    for request in batch:
+        core.add_request(request)
+    news = drain(core)
+    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+
+
 def test_recovery_gives_its_memory_back_before_it_takes_new(
     core: EngineCore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

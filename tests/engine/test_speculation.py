@@ -407,6 +407,38 @@ def test_a_step_with_guesses_that_fails_is_computed_again(
     assert num_failures == 3
 
 
+def test_what_fails_behind_a_guess_and_is_given_up_is_not_found(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is told of with the next call, and the request leaves before."""
+    request = message("first", [prompt(9, 12)], max_tokens=30)
+    expected = without_guesses(core, request)
+    core.reset_prefix_cache()
+    eager = make_eager(core, random.Random(5), wrong=0.0)
+    eager.answers.learn(request, expected)
+    dispatch, has_failed = core._runner.dispatch, False
+
+    def fail(output: Any) -> Any:
+        nonlocal has_failed
+        # Its own token fills a block of 8, which gets its hash.
+        if not has_failed and output.has_guesses and output.requests[0].end % 8 == 0:
+            has_failed = True
+            raise RuntimeError("the device fails")
+        return dispatch(output)
+
+    monkeypatch.setattr(core._runner, "dispatch", fail)
+    core.add_request(request)
+    got: list[int] = []
+    while not has_failed:
+        got += [token for delta in core.step() for token in delta.new_token_ids]
+    core.abort(["first"])
+    assert core.step() == []
+    # The block that the failed step would have filled is full, and a token stands behind it.
+    known = expected[: len(got) + 1]
+    rest = msgspec.structs.replace(request, request_id="second", output_token_ids=known)
+    assert answer(core, rest) == expected[len(known) :]
+
+
 # ---- texts ---------------------------------------------------------------------------------------
 
 
