@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from mmjax import LLM, SamplingParams
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, InternalError
 from tests.kit import draw, tiny_gemma3_checkpoint
 from tests.models.served import ask
 
@@ -99,6 +99,22 @@ def test_a_stream_goes_on_or_ends_as_its_caller_wants(llm: LLM, other: LLM, mode
     else:
         assert 2 < count < 40 == len(tokens)
         assert pieces[-1].finish_reason == "length"
+    assert say(llm) == say(other)
+
+
+def test_a_request_that_fails_during_an_update_is_told_to_who_has_asked(
+    llm: LLM, other: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any) -> Any:
+        raise ValueError("this request's token cannot be taken")
+
+    stream = llm.stream_chat(ask(draw(40, 40), "what is it?"), LONG)
+    next(stream)
+    monkeypatch.setattr(llm.engine._scheduler, "_append", fail)
+    assert llm.update_weights(other.params, mode="wait") == 1
+    monkeypatch.undo()
+    with pytest.raises(InternalError):
+        list(stream)
     assert say(llm) == say(other)
 
 

@@ -529,8 +529,8 @@ class LLM(PoolingMethods):
             )
         while mode == "wait" and self.engine.has_unfinished():
             self._outputs += self._requests.take(self.engine.step()).request_outputs
-            for _, error in self.engine.pop_failed():
-                raise error
+            # For whoever has asked for them, who would wait for ever.
+            self._failures += [error for _, error in self.engine.pop_failed()]
         self._outputs += self._requests.take(self.engine.drain()).request_outputs
         if mode == "abort":
             self._outputs += self._requests.take(self.engine.abort_all()).request_outputs
