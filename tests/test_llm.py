@@ -255,6 +255,20 @@ def test_the_picture_matters(llm: LLM) -> None:
     assert len(set(first)) > 1
 
 
+def test_nothing_else_can_be_asked_while_a_stream_is_read(llm: LLM) -> None:
+    conversation: Any = [{"role": "user", "content": "a star"}]
+    stream: Any = llm.stream_chat(conversation, GREEDY)
+    outputs = [next(stream)]
+    with pytest.raises(RuntimeError, match="answers another call"):
+        generate(llm, "a circle")
+    outputs += stream
+    assert outputs[-1].finished
+    left: Any = llm.stream_chat(conversation, GREEDY)
+    next(left)
+    left.close()
+    assert len(generate(llm, "a circle")) == 1
+
+
 def test_chat(llm: LLM) -> None:
     conversation: list[dict[str, Any]] = [
         {

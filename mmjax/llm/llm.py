@@ -50,7 +50,7 @@ from mmjax.llm.arguments import (
 )
 from mmjax.llm.devices import choose_devices
 from mmjax.llm.pooling import PoolingMethods
-from mmjax.llm.turn import Turn
+from mmjax.llm.turn import OneCall, Turn
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
 from mmjax.params.sampling_params import SamplingParams
@@ -165,7 +165,7 @@ class LLM(PoolingMethods):
         self._requests.on_ready()
         self._request_ids = count()
         self._is_closed = False
-        self._turn = Turn()
+        self._turn, self._call = Turn(), OneCall()
         self._is_awake = threading.Event()
         self._is_awake.set()
         self._sleeper = 0
@@ -617,6 +617,7 @@ class LLM(PoolingMethods):
         Further requests are taken while `may_take` says so.
         """
         self._check_open()
+        self._call.begin()
         unfinished: set[str] = set()
 
         def noted() -> Iterator[GenerateRequest]:
@@ -648,6 +649,8 @@ class LLM(PoolingMethods):
         except BaseException:  # also of whoever reads no further
             self._break_off(processing, unfinished)
             raise
+        finally:
+            self._call.end()
 
     def _break_off(self, processing: Iterable[Future[None]], unfinished: Iterable[str]) -> None:
         """Forget requests that nobody waits for any more."""
