@@ -1,5 +1,6 @@
 """Engines with many adapters: each request has the answer of its own, whatever runs beside it."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,27 @@ def test_requests_wait_for_an_adapter_that_is_being_read(
         failed += core.pop_failed()
     assert news == {"a": lone_answers["a"]}
     assert [request_id for request_id, _ in failed] == ["bad"]
+
+
+def test_one_that_is_being_read_while_weights_change_is_told_of(
+    lone_answers: dict[str | None, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_engine()
+    is_changed, read = threading.Event(), core._adapters._read
+
+    def read_slowly(path: Path) -> Any:
+        assert is_changed.wait(60.0)
+        return read(path)
+
+    monkeypatch.setattr(core._adapters, "_read", read_slowly)
+    core.load_adapter("a", write_adapter(tmp_path / "a", seed=ord("a"), rank=1))
+    core.replace_weights(core.match_weights(core.params))
+    is_changed.set()
+    core._adapters.wait(60.0)
+    core._adapters.wait(60.0)
+    assert core.pop_loaded() == [("a", None)]
+    assert not core.is_loading
+    assert answer(core, ask("a")) == lone_answers["a"]
 
 
 def test_the_figures_name_the_adapters_in_use(tmp_path: Path) -> None:

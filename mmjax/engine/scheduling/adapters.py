@@ -177,13 +177,13 @@ class Adapters:
     def read_again(self) -> None:
         """Forget host copies that depend on the model's own weights, and read those in use.
 
-        Call it after these have changed.
+        Call it after these have changed. Those that nobody was told of yet are read again, too.
         """
         for adapter in self._kept.values():
             if adapter.is_ready and not adapter.host_copy.reads_base:
                 continue
             adapter.drop_host_copy()
-            if adapter.num_users:
+            if adapter.num_users or adapter in self._loading:
                 adapter.fetch()
 
     def wait(self, timeout_s: float) -> bool:
