@@ -7,7 +7,13 @@ import pytest
 
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.control import AdapterClient
-from mmjax.transport.messages import AdapterLoaded, EngineMessage, RequestFailed
+from mmjax.transport.messages import (
+    AdapterLoaded,
+    EngineMessage,
+    LoadAdapter,
+    RequestFailed,
+    UnloadAdapter,
+)
 
 
 @pytest.mark.parametrize("is_good", [True, False])
@@ -30,6 +36,26 @@ def test_who_leaves_while_one_is_loaded_leaves_no_name_behind(is_good: bool) -> 
         await asyncio.sleep(0)
         client.on_loaded(AdapterLoaded(lora_name="a"))
         await again
+        assert client.names == ["a"]
+
+    asyncio.run(run())
+
+
+def test_one_that_is_asked_for_during_a_restart_is_loaded_by_the_next_engine() -> None:
+    """A message to an engine that has ended is lost; one to the next may wait until it is ready."""
+
+    async def run() -> None:
+        sent: list[EngineMessage] = []
+        client = AdapterClient({}, put=sent.append)
+        client.on_exit()
+        asked = asyncio.create_task(client.load("a", Path("/a")))
+        await asyncio.sleep(0)
+        sent.clear()
+        client.on_ready()
+        assert sent == [UnloadAdapter(lora_name="a"), LoadAdapter(lora_name="a", lora_path="/a")]
+        for _ in range(2):  # as an engine that got both
+            client.on_loaded(AdapterLoaded(lora_name="a"))
+        await asked
         assert client.names == ["a"]
 
     asyncio.run(run())

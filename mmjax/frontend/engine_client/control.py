@@ -33,7 +33,8 @@ class AdapterClient:
         self._modules = dict(modules)
         self._paths = dict(modules)
         self._put = put
-        self._loading: dict[str, asyncio.Future[None]] = {}
+        self._loading: dict[str, tuple[str, asyncio.Future[None]]] = {}
+        """Path and what is waited for, by name."""
 
     @property
     def names(self) -> list[str]:
@@ -48,7 +49,8 @@ class AdapterClient:
                 "another name",
                 param="lora_name",
             )
-        loaded = self._loading[lora_name] = asyncio.get_running_loop().create_future()
+        loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loading[lora_name] = str(path), loaded
         # Also if the client leaves meanwhile: P1 goes on.
         loaded.add_done_callback(partial(self._note_loaded, lora_name, str(path)))
         self._put(LoadAdapter(lora_name=lora_name, lora_path=str(path)))
@@ -73,7 +75,7 @@ class AdapterClient:
     def on_loaded(self, message: AdapterLoaded) -> None:
         """Note what became of an adapter."""
         error = None if message.error is None else message.error.to_error()
-        loading = self._loading.get(message.lora_name)
+        _, loading = self._loading.get(message.lora_name, ("", None))
         if loading is not None and not loading.done():
             if error is None:
                 loading.set_result(None)
@@ -85,7 +87,7 @@ class AdapterClient:
 
     def on_exit(self) -> None:
         """Fail what was being loaded."""
-        for loading in self._loading.values():
+        for _, loading in self._loading.values():
             if not loading.done():
                 loading.set_exception(
                     EngineUnavailableError("the engine was lost meanwhile; load the adapter again")
@@ -98,6 +100,11 @@ class AdapterClient:
                 self._put(UnloadAdapter(lora_name=name))
         for name, path in self._paths.items():
             if self._modules.get(name) != path:
+                self._put(LoadAdapter(lora_name=name, lora_path=path))
+        # What was asked since the last one ended may not have reached this one, or may have.
+        for name, (path, loading) in self._loading.items():
+            if not loading.done():
+                self._put(UnloadAdapter(lora_name=name))
                 self._put(LoadAdapter(lora_name=name, lora_path=path))
 
 
