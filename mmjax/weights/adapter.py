@@ -8,7 +8,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ class Adapter:
     """The digest of its files."""
     reads_base: bool = False
     """Whether the arrays depend on the model's own weights, or were compared with them."""
+    read_again: "Callable[[], Adapter] | None" = None
+    """Makes such arrays anew, where no file has them; None: none are, or a file has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +145,12 @@ class AdapterReader:
             StoredTensor(name, WEIGHTS_FILE, tuple(one.shape), _tag(one.dtype), np.asarray(one))
             for name, one in arrays.items()
         ]
-        return self._read_tensors(tensors, config, b"")
+        adapter = self._read_tensors(tensors, config, b"")
+        if not adapter.reads_base:
+            return adapter
+        # Copies, since a caller's arrays may change, or be donated.
+        kept = {name: np.array(one) for name, one in arrays.items()}
+        return replace(adapter, read_again=partial(self.read_arrays, path, kept))
 
     def _read_tensors(
         self, tensors: Sequence[StoredTensor], config: AdapterConfig, digest: bytes

@@ -15,7 +15,7 @@ from mmjax.engine.core import EngineCore
 from mmjax.errors import CheckpointError, ModelNotFoundError
 from mmjax.layers.module import flatten_params, unflatten_params
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.adapters import make_tensors, tower_layers, write_adapter
+from tests.engine.adapters import PREFIX, make_tensors, tower_layers, write_adapter
 from tests.engine.test_adapters import ask, make_engine
 from tests.engine.test_weights import Token, answer, read
 from tests.engine.tiny import drain, tiny_params
@@ -212,6 +212,28 @@ def test_an_adapter_alone_gets_other_arrays(tmp_path: Path):
     with pytest.raises(CheckpointError, match="rank is 4"):
         core.match_adapter("a", make_tensors(3, rank=2))
     core.close()
+
+
+def test_biases_that_an_adapter_was_given_stay_what_they_are_by_other_weights(tmp_path: Path):
+    """What is added to the model's own depends on these."""
+    lora = {"enable_tower_connector_lora": True}
+    layers, rng = tower_layers(), np.random.default_rng(5)
+    given = make_tensors(1, layers=layers) | {
+        f"{PREFIX}{name}.base_layer.bias": rng.standard_normal(rows).astype(np.float32)
+        for name, (rows, _) in layers.items()
+    }
+    _, params = tiny_params()
+    leaves = changed(params, 6, "vision_tower")
+    leaves |= {n: leaf + 1 for n, leaf in leaves.items() if n.endswith("q_proj.bias")}
+    cores = [make_engine(lora=lora) for _ in range(2)]
+    for core in cores:
+        core.load_adapter("a", write_adapter(tmp_path / "a", tensors=make_tensors(1)))
+        core.wait_loaded()
+    update(cores[0], leaves)
+    cores[0].replace_adapter("a", cores[0].match_adapter("a", given))
+    cores[1].replace_adapter("a", cores[1].match_adapter("a", given))
+    update(cores[1], leaves)
+    assert answer(cores[1], ask("a")) == answer(cores[0], ask("a"))
 
 
 def test_requests_of_an_adapter_go_on_by_its_new_arrays(tmp_path: Path):

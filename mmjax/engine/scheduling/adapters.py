@@ -134,7 +134,14 @@ class Adapters:
         path = self.unload(lora_name).path
         known: Future[Adapter] = Future()
         known.set_result(arrays)
-        adapter = RegisteredAdapter(lora_name, path, next(self._versions), lambda _: known)
+        first = iter([known])
+
+        def read(_: bytes | None) -> "Future[Adapter]":
+            if arrays.read_again is None:
+                return known
+            return next(first, None) or self._start(arrays.read_again)
+
+        adapter = RegisteredAdapter(lora_name, path, next(self._versions), read)
         self._registered[lora_name] = adapter
         self._keep(adapter)
         return adapter
@@ -197,7 +204,10 @@ class Adapters:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, lora_name: str, path: Path, digest: bytes | None) -> "Future[Adapter]":
-        future = self._pool.submit(self._read_same, lora_name, path, digest)
+        return self._start(partial(self._read_same, lora_name, path, digest))
+
+    def _start(self, read: Callable[[], Adapter]) -> "Future[Adapter]":
+        future = self._pool.submit(read)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
