@@ -96,15 +96,31 @@ class ToolUse:
                 "type": "object",
                 "properties": {
                     "name": {"type": "string", "enum": [name]},
-                    "parameters": function["parameters"],
+                    "parameters": _moved(
+                        function["parameters"], f"#/items/anyOf/{index}/properties/parameters"
+                    ),
                 },
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for name, function in self.functions.items()
+            for index, (name, function) in enumerate(self.functions.items())
         ]
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
         return schema if self.is_parallel else {**schema, "maxItems": 1}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema that stands at `place` of another one: its own references lead there."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, Mapping) or isinstance(schema.get("$id"), str):
+        # References within what has an id are relative to that.
+        return schema
+    moved = {name: _moved(one, place) for name, one in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference.removeprefix("#")
+    return moved
 
 
 def plan_tool_use(

@@ -1,0 +1,67 @@
+"""Schemas of functions with references in them, for calls that are asked for."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import llguidance
+import pytest
+
+from mmjax.params.sampling_params import SamplingParams
+from mmjax.server.openai.tool_use import ToolUse
+from tests.server.conftest import TOOLS_TEMPLATE, MakeServer
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NESTED = {
+    "$defs": {"Place": PLACE},
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/Place"}},
+    "required": ["place"],
+}
+"""As pydantic writes it for a model within a model."""
+TREE = {
+    "$defs": {"Place": {"type": "integer"}},
+    "type": "object",
+    "properties": {"child": {"$ref": "#"}, "age": {"$ref": "#/$defs/Place"}},
+}
+"""Has itself in it, and another definition of the same name."""
+
+
+def tool(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "find"}}], ids=str
+)
+def test_references_lead_to_the_functions_own_definitions(
+    make_server: MakeServer, choice: Any
+) -> None:
+    server = make_server(is_roomy=True, chat_template=TOOLS_TEMPLATE)
+    response = server.chat(tools=[tool("find", NESTED), tool("grow", TREE)], tool_choice=choice)
+    assert response.status_code == 200, response.text
+
+
+@pytest.fixture
+def is_allowed() -> Callable[[Any], bool]:
+    """Return whether an answer may be these calls, of two functions."""
+    functions = {"find": {"parameters": NESTED}, "grow": {"parameters": TREE}}
+    tools = ToolUse(functions=functions, choice="required", is_parallel=True, format=None)
+    structure = tools.sampling_params(SamplingParams()).structured_outputs
+    assert structure is not None
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(structure.json)
+    tokenizer = llguidance.LLTokenizer("byte")
+
+    def check(calls: Any) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, grammar)
+        text = json.dumps(calls, separators=(",", ":")).encode()
+        return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+    return check
+
+
+def test_what_they_say_holds(is_allowed: Callable[[Any], bool]) -> None:
+    assert is_allowed([{"name": "find", "parameters": {"place": {"city": "Oslo"}}}])
+    assert not is_allowed([{"name": "find", "parameters": {"place": 3}}])
+    assert is_allowed([{"name": "grow", "parameters": {"child": {"age": 3}}}])
+    assert not is_allowed([{"name": "grow", "parameters": {"child": {"age": {"city": "Oslo"}}}}])
