@@ -100,7 +100,8 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping):
         raise RequestTypeError(f"`{place}.function` must be an object", param=f"{place}.function")
-    _refuse_others(function, ("name", "arguments"), f"{place}.function")
+    # OpenAI's `parse` adds what it made of the arguments.
+    _refuse_others(function, ("name", "arguments", "parsed_arguments"), f"{place}.function")
     call_id = call.get("id")
     if call_id is not None and not isinstance(call_id, str):
         raise RequestTypeError(f"`{place}.id` must be a text", param=f"{place}.id")

@@ -320,6 +320,8 @@ class ChatMessage(Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
+    parsed: Annotated[Any, Field(exclude=True)] = None
+    """No effect: what the server, or OpenAI's `parse`, made of `content`."""
 
 
 class ChatCompletionRequest(GenerationRequest):

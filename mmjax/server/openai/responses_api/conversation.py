@@ -15,7 +15,7 @@ _IMAGE_PART_FIELDS = ("type", "image_url", "detail", "uuid")
 _EMPTY_PART_FIELDS = frozenset({"annotations", "logprobs", "file_id", "prompt_cache_breakpoint"})
 """Fields of parts that came from an answer; they say nothing to a model."""
 _ITEM_FIELDS: Mapping[str, frozenset[str]] = {
-    "message": frozenset({"type", "role", "content", "id", "status"}),
+    "message": frozenset({"type", "role", "content", "id", "status", "parsed"}),
     "function_call": frozenset({"type", "call_id", "name", "arguments", "id", "status"}),
     "function_call_output": frozenset({"type", "call_id", "output", "id", "status"}),
 }
