@@ -154,6 +154,8 @@ class ResponseBuilder:
         self.usage = UsageCounter()
         self._options = options
         self._num_events = 0
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens whose text has not come yet: a character's first bytes, a stop string's."""
         self._index_of_call: dict[int, int] = {}
         """Index of a call among the answer's calls -> index of its item."""
 
@@ -171,9 +173,13 @@ class ResponseBuilder:
 
     def add(self, output: CompletionOutput, piece: AnswerPiece) -> Iterator[Event]:
         """Add what a step gave; yield its events."""
-        if piece.text:
-            yield from self._add_text(piece.text, output)
+        logprobs = chat_logprobs(output.logprobs, self._options)
+        self._logprobs += [] if logprobs is None else logprobs.content
+        if piece.text or (output.finish_reason is not None and self._has_last_logprobs(piece)):
+            yield from self._add_text(piece.text)
         for call in piece.calls:
+            # The tokens of its mark are no message's.
+            self._logprobs = []
             yield from self._add_call(call)
         if output.finish_reason is not None:
             yield from self._finish(output)
@@ -190,14 +196,19 @@ class ResponseBuilder:
 
     # ---- items ----------------------------------------------------------------------------------
 
-    def _add_text(self, text: str, output: CompletionOutput) -> Iterator[Event]:
+    def _has_last_logprobs(self, piece: AnswerPiece) -> bool:
+        """Return whether the tokens that end a message, as EOS, have any."""
+        items = self.response.output
+        is_in_message = bool(items) and isinstance(items[-1], MessageItem) and not piece.calls
+        return is_in_message and bool(self._logprobs)
+
+    def _add_text(self, text: str) -> Iterator[Event]:
         items = self.response.output
         if not items or not isinstance(items[-1], MessageItem):
             yield from self._end_item("completed")
             yield from self._begin_message()
         item, index = cast(MessageItem, items[-1]), len(items) - 1
-        logprobs = chat_logprobs(output.logprobs, self._options)
-        added = [] if logprobs is None else logprobs.content
+        added, self._logprobs = self._logprobs, []
         item.content[0].text += text
         item.content[0].logprobs += added
         yield self._event(
