@@ -87,10 +87,11 @@ class InputProcessor:
         self._literal_lock = threading.Lock()
         self._literal_tokenizer: Any = None
         added = self.tokenizer.added_tokens_decoder
-        self._special_ids = {
+        self.special_ids = {
             *self.tokenizer.all_special_ids,
             *(token_id for token_id, token in added.items() if token.special),
         }
+        """Ids of control tokens."""
 
     @property
     def info(self) -> BaseProcessingInfo:
@@ -147,7 +148,7 @@ class InputProcessor:
             ids = self._literal_tokenizer.encode(
                 text, add_special_tokens=False, split_special_tokens=True
             )
-        if self._special_ids & set(ids):
+        if self.special_ids & set(ids):
             raise RequestValueError(
                 f"a text holds `{text}`, which this model reads as a control token; remove it, or "
                 "put a space into it",

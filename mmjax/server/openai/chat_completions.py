@@ -138,16 +138,20 @@ class ChatService:
             streams = await self._generation.submit(
                 request, body, request_id, [prompt], params, continues_prompt=False
             )
-        tokenizer, (first, *_) = self._client.input_processor.tokenizer, streams
-        is_shown = body.include_reasoning is not False
-        prompt_ids = first.request.prompt_token_ids
-        reasoning = plan_reasoning(form, prompt_ids, tokenizer, is_shown=is_shown)
+        processor, (first, *_) = self._client.input_processor, streams
+        reasoning = plan_reasoning(
+            form,
+            first.request.prompt_token_ids,
+            processor.tokenizer,
+            processor.special_ids,
+            is_shown=body.include_reasoning is not False,
+        )
         role = _role_of(body, self._config)
         return ChatRun(
             params=params,
             streams=streams,
             reader=AnswerReader(tools, echo=_echo_of(body), reasoning=reasoning),
-            options=choice_options(body, body.top_logprobs, tokenizer, role),
+            options=choice_options(body, body.top_logprobs, processor.tokenizer, role),
         )
 
     def _sampling(

@@ -4,7 +4,7 @@ Answers are read in one way for streams and wholes: text, tool calls, and why th
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,13 +213,21 @@ def plan_reasoning(
     form: ReasoningFormat | None,
     prompt_token_ids: Sequence[int],
     tokenizer: Any,
+    special_ids: Collection[int],
     *,
     is_shown: bool,
 ) -> ReasoningUse | None:
     """Return how reasoning is read in a format; None: it is not told apart."""
     if form is None:
         return None
-    end = tokenizer.decode(prompt_token_ids[-_MAX_OPENING_TOKENS:], skip_special_tokens=False)
+    marks = (form.start, form.end)
+    last: list[int] = []
+    for token_id in reversed(prompt_token_ids[-_MAX_OPENING_TOKENS:]):
+        if token_id in special_ids and tokenizer.decode([token_id]) not in marks:
+            # Before it another message ends: a mark in there is somebody's text.
+            break
+        last.insert(0, token_id)
+    end = tokenizer.decode(last, skip_special_tokens=False)
     return ReasoningUse(format=form, is_open=form.is_open(end), is_shown=is_shown)
 
 
