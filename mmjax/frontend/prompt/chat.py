@@ -244,6 +244,9 @@ class ChatParser:
             if "text" in part:
                 part["text"] = self._admit(part["text"], place, talk, allowed=allowed)
         self._check_seams([part["text"] for part in kept if "text" in part], place, allowed)
+        if role == "developer" and not talk.template.knows_developers:
+            # OpenAI's newer word for it; most templates would leave such a message out, or refuse.
+            role = "system"
         rendered: dict[str, Any] = {"role": role}
         if message.get("name") is not None:
             rendered["name"] = self._admit(str(message["name"]), f"{place}.name", talk)

@@ -37,6 +37,8 @@ class ChatTemplate:
         """All member names in the template: other fields of a message have no effect."""
         self.variables = _find_variables(source or "")
         """What the template expects to be given: `messages`, `tools`, its own options."""
+        self.knows_developers = _has_text(source or "", "developer")
+        """Whether it says what becomes of the role `developer`."""
         self.add_special_tokens = add_special_tokens
         """Whether the tokenizer adds BOS to what it renders; else the template writes it."""
 
@@ -199,6 +201,11 @@ def _find_variables(source: str) -> frozenset[str]:
     # NOTE: jinja2.meta would compute constants meanwhile, such as `'a' * 10**9`.
     names = _parse(source).find_all(nodes.Name)
     return frozenset(name.name for name in names if name.ctx == "load")
+
+
+def _has_text(source: str, text: str) -> bool:
+    """Return whether a template compares or writes that text."""
+    return any(const.value == text for const in _parse(source).find_all(nodes.Const))
 
 
 def _parse(source: str) -> nodes.Template:
