@@ -114,16 +114,43 @@ def read_glm_call(body: str, functions: Functions) -> Call:
 def _find_properties(name: str, functions: Functions) -> Mapping[str, Any]:
     """Return the schemas of a function's arguments."""
     parameters = functions.get(name, {}).get("parameters") or {}
-    return parameters.get("properties") or {}
+    properties = parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 def _read_value(text: str, schema: Any) -> Any:
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
+    types = _find_types(schema)
+    if types == {"string"}:
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return text
+    if "string" not in types or value is None or isinstance(value, str):
+        return value
+    # Of an optional text, what looks like a number is a text.
+    kind = _TYPES[type(value)]
+    is_wanted = kind in types or (kind == "integer" and "number" in types)
+    return value if is_wanted else text
+
+
+def _find_types(schema: Any) -> frozenset[str]:
+    """Return the types that a schema names, which may be one of several; none: it may be any."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset({named})
+    if isinstance(named, list):
+        return frozenset(one for one in named if isinstance(one, str))
+    members = schema.get("anyOf") or schema.get("oneOf")
+    if not isinstance(members, list):
+        return frozenset()
+    found = [_find_types(one) for one in members]
+    return frozenset[str]().union(*found) if all(found) else frozenset()
 
 
 # ---- Qwen3.5 -------------------------------------------------------------------------------------

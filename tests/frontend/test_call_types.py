@@ -1,0 +1,49 @@
+"""The types of arguments that models write without quotes, by their functions' schemas."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mmjax.frontend.output.tool_calls.parsers import TOOL_CALL_FORMATS
+from tests.frontend.test_tool_calls import read
+
+OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+"""As pydantic writes `str | None`."""
+
+
+@pytest.mark.parametrize(
+    ("schema", "said", "expected"),
+    [
+        (OPTIONAL, "90210", "90210"),
+        (OPTIONAL, "null", None),
+        (OPTIONAL, "true", "true"),
+        (OPTIONAL, "Oslo", "Oslo"),
+        ({"type": ["string", "null"]}, "1.5", "1.5"),
+        ({"oneOf": [{"type": "string"}, {"type": "number"}]}, "7", 7),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/P"}]}, '{"a": 1}', {"a": 1}),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+        ({"anyOf": "string"}, "7", 7),
+        ({}, "7", 7),
+    ],
+)
+def test_a_text_stays_one_where_it_is_one_of_several_types(
+    schema: Any, said: str, expected: Any
+) -> None:
+    functions = {"f": {"parameters": {"properties": {"a": schema}}}}
+    for name, text in (
+        ("glm45", f"<tool_call>f<arg_key>a</arg_key><arg_value>{said}</arg_value></tool_call>"),
+        (
+            "qwen3_coder",
+            f"<tool_call><function=f><parameter=a>{said}</parameter></function></tool_call>",
+        ),
+    ):
+        ((_, arguments),) = read(TOOL_CALL_FORMATS[name].make(functions), text)[1]
+        assert json.loads(arguments) == {"a": expected}
+
+
+def test_a_schema_that_is_none_says_nothing() -> None:
+    functions: dict[str, Any] = {"f": {"parameters": {"properties": "none"}}}
+    said = "<tool_call>f<arg_key>a</arg_key><arg_value>7</arg_value></tool_call>"
+    assert read(TOOL_CALL_FORMATS["glm45"].make(functions), said) == ("", [("f", '{"a": 7}')])
