@@ -67,7 +67,7 @@ def test_another_image_contradicts(locked: Server) -> None:
 
 @pytest.mark.parametrize(
     "uuid",
-    ["", "x" * 129, "x" * 10**6, "a\0b", "a\r\nb", "\ud800", "\u202etxt", ["x" * 129]],
+    ["", "x" * 129, "x" * 10**6, "a\0b", "a\r\nb", "\u202etxt", ["x" * 129]],
     ids=lambda value: ascii(value)[:20],
 )
 @pytest.mark.parametrize("path", ["", "/render"])

@@ -295,10 +295,30 @@ def _decode(body: bytes | bytearray) -> Any:
     if len(body) <= _MAX_REREAD_BYTES:
         # A lone surrogate is valid JSON, but not a valid string: name the field.
         try:
-            return json.loads(body, parse_constant=_refuse_constant)
+            data = json.loads(body, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
-            pass
+            data = None
+        _refuse_surrogates(data)
     raise RequestValueError(f"the body is not valid JSON ({reason}); send one JSON object")
+
+
+def _refuse_surrogates(data: Any) -> None:
+    """Raise RequestValueError for a text of JSON data that holds half of a surrogate pair."""
+    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), data)]
+    while waiting:
+        place, value = waiting.pop()
+        names = list(value) if isinstance(value, dict) else []
+        for text in [value, *names]:
+            if isinstance(text, str) and any("\ud800" <= char <= "\udfff" for char in text):
+                path = field_path(place)
+                raise RequestValueError(
+                    f"`{path or 'the body'}` holds half of a surrogate pair, which is no Unicode; "
+                    "mend its encoding",
+                    param=path or None,
+                )
+        pairs = value.items() if isinstance(value, dict) else []
+        pairs = enumerate(value) if isinstance(value, list) else pairs
+        waiting += [((*place, name), one) for name, one in pairs]
 
 
 def _refuse_constant(name: str) -> Any:
