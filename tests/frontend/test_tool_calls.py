@@ -138,6 +138,35 @@ def test_formats(
     assert read(TOOL_CALL_FORMATS[name].make(FUNCTIONS), said, seed) == (text, calls)
 
 
+@pytest.mark.parametrize(
+    ("name", "said", "expected"),
+    [
+        ("pythonic", r'[f(s="\ud83d\ude00")]', ("f", '{"s": "\U0001f600"}')),
+        ("pythonic", r'[f(s="a\ud83d")]', ("f", '{"s": "a\ufffd"}')),
+        (
+            "qwen3_coder",
+            '<tool_call><function=f><parameter=b>"\\ud83d"</parameter></function></tool_call>',
+            ("f", '{"b": "\ufffd"}'),
+        ),
+        (
+            "glm45",
+            '<tool_call>f<arg_key>b</arg_key><arg_value>["\\ud83d"]</arg_value></tool_call>',
+            ("f", '{"b": ["\ufffd"]}'),
+        ),
+        (
+            "hermes",
+            r'<tool_call>{"name": "f", "arguments": "{\"s\": \"\ud83d\"}"}</tool_call>',
+            ("f", '{"s": "\ufffd"}'),
+        ),
+        ("hermes", r'<tool_call>{"name": "f\ud83d"}</tool_call>', ("f\ufffd", "{}")),
+    ],
+)
+def test_halves_of_surrogate_pairs_are_no_part_of_calls(
+    name: str, said: str, expected: tuple[str, str]
+) -> None:
+    assert read(TOOL_CALL_FORMATS[name].make(FUNCTIONS), said) == ("", [expected])
+
+
 def test_every_format_can_be_set() -> None:
     assert set(get_args(ToolCallParserName)) == TOOL_CALL_FORMATS.keys()
 

@@ -34,10 +34,18 @@ class AnswerDelta:
 
     def add_call(self, index: int, *, name: str | None = None, arguments: str = "") -> None:
         """Append to call `index`; deltas of one call in a row become one."""
+        name, arguments = name and _as_unicode(name), _as_unicode(arguments)
         if self.calls and name is None and self.calls[-1].index == index:
             self.calls[-1].arguments += arguments
         else:
             self.calls.append(ToolCallDelta(index=index, name=name, arguments=arguments))
+
+
+def _as_unicode(text: str) -> str:
+    r"""Return a text with the surrogates that a model wrote as `\ud83d` made characters."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class CallParser:
