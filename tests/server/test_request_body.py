@@ -379,3 +379,16 @@ def test_a_body_whose_time_is_over_does_not_hold_up_the_end() -> None:
         reader.close()
 
     asyncio.run(run())
+
+
+def test_a_body_that_comes_as_one_is_counted_as_in_pieces() -> None:
+    prompt = "é" + "x" * (request_body.MAX_TEXT_BYTES + request_body.MAX_TEXT_BYTES // 8)
+    body = json.dumps({"prompt": prompt}, ensure_ascii=False).encode()
+
+    async def read_line() -> None:
+        reader = RequestReader(0)
+        with pytest.raises(RequestValueError, match="bytes in a text that is not ASCII"):
+            await reader.read_line(body, CompletionRequest)
+        reader.close()
+
+    asyncio.run(read_line())

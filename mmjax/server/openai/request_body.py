@@ -48,6 +48,9 @@ MAX_NUMBER_CHARS = 40
 _INLINE_BYTES = 16 * 2**10
 """Smaller bodies are parsed in the event loop, in less time than a thread takes to start."""
 
+_PIECE_BYTES = 64 * 2**10
+"""That are counted at a time: a text within one piece is short."""
+
 _MAX_REREAD_BYTES = 64 * 2**10
 
 _ASCII = bytes(range(128))
@@ -177,14 +180,16 @@ class RequestReader:
             raise BodyTimeoutError(self._silence_s) from None
 
     async def _count(self, scan: "JsonScan", chunk: bytes) -> None:
-        """Count a chunk; of large ones, one in each turn of the event loop."""
+        """Count a chunk; of large ones, a piece of one in each turn of the event loop."""
         if len(chunk) <= _INLINE_BYTES:
             scan.feed(chunk)
             return
-        async with self._count_turn:
-            scan.feed(chunk)
-            # Else those of all clients would be counted in one turn.
-            await asyncio.sleep(0)
+        # A body that is there as a whole is one chunk.
+        for place in range(0, len(chunk), _PIECE_BYTES):
+            async with self._count_turn:
+                scan.feed(chunk[place : place + _PIECE_BYTES])
+                # Else those of all clients would be counted in one turn.
+                await asyncio.sleep(0)
 
     def _seconds_left(self) -> float | None:
         # 0: read what has been received, and do not wait.
@@ -233,7 +238,7 @@ class JsonScan:
             self._count_structure(structure)
 
     def _count_text(self, part: bytes) -> None:
-        # NOTE: a string within one chunk is not counted, as it is short.
+        # NOTE: a string within one chunk is not counted, as it is short (`_PIECE_BYTES`).
         self._num_text_bytes += len(part)
         has_escapes = self._num_escapes > 0
         self._is_text_ascii &= part.isascii() and not (has_escapes and b"\\u" in part)
