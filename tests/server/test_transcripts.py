@@ -380,6 +380,44 @@ def test_clips_wait_for_room():
     asyncio.run(run())
 
 
+def test_a_long_clip_is_not_overtaken_by_short_ones_for_ever():
+    async def run() -> None:
+        room = Room(100.0)
+        short = await room.take(60.0)
+        long = asyncio.create_task(room.take(100.0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+            # As clients that come while the one before is served.
+            following = asyncio.create_task(room.take(40.0))
+            await asyncio.sleep(0)
+            short.close()
+            done, _ = await asyncio.wait(
+                (long, following), timeout=5, return_when=asyncio.FIRST_COMPLETED
+            )
+            short = done.pop().result()
+            if long.done():
+                break
+        assert long.done()
+        assert not following.done()
+        long.result().close()
+        (await asyncio.wait_for(following, 5)).close()
+
+    asyncio.run(run())
+
+
+def test_whoever_leaves_the_queue_holds_up_nobody():
+    async def run() -> None:
+        room = Room(100.0)
+        first, second = await room.take(60.0), asyncio.create_task(room.take(100.0))
+        third = asyncio.create_task(room.take(40.0))
+        await asyncio.sleep(0)
+        second.cancel()
+        (await asyncio.wait_for(third, 5)).close()
+        first.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("fields", [{}, {"stream": "true"}, {"language": "no"}])
 def test_room_is_given_back(
     make_whisper: MakeServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]

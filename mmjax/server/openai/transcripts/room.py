@@ -22,14 +22,19 @@ class Room:
     def __init__(self, size: float) -> None:
         self._left = self._size = size
         self._has_changed = asyncio.Event()
+        self._turn = asyncio.Lock()
 
     async def take(self, amount: float) -> Hold:
-        """Wait until so much is left, and take it; of more than there ever is, take all."""
+        """Wait until so much is left, and take it; of more than there ever is, take all.
+
+        In the order of the calls: else small amounts would take what a large one waits for.
+        """
         amount = min(amount, self._size)
-        while amount > self._left:
-            self._has_changed.clear()
-            await self._has_changed.wait()
-        self._left -= amount
+        async with self._turn:
+            while amount > self._left:
+                self._has_changed.clear()
+                await self._has_changed.wait()
+            self._left -= amount
         return Hold(self, amount)
 
     def give(self, amount: float) -> None:
