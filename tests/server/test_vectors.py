@@ -1,10 +1,13 @@
-"""Routes of vectors at a server of text: each says what to start it with."""
+"""Routes of vectors at a server of text: each says what to start it with. And empty prompts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.models.model_source import load_model_config
+from tests.server.conftest import Server, servers
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,15 @@ def test_a_wrong_field_is_named(
     response = server.http.post(path, json=body)
     assert response.status_code == 400
     assert param in response.text
+
+
+@pytest.mark.parametrize("given", [[[]], [[5, 6], []]])
+def test_an_empty_list_of_token_ids_is_refused(tiny_gemma3: Path, given: Any) -> None:
+    config = load_model_config(str(tiny_gemma3), max_model_len=256, runner="pooling")
+    processor = InputProcessor(config)
+    with servers(processor, processor) as make:
+        http = make().http
+        for path in ("/v1/embeddings", "/pooling"):
+            response = http.post(path, json={"input": given})
+            assert response.status_code == 400, response.text
+            assert "empty" in response.json()["error"]["message"]

@@ -129,7 +129,7 @@ class VectorService:
         elif isinstance(given, ContentParam):
             message = {"role": "user", "content": given.model_dump()["content"]}
             made = self._chat.parse([message])
-        elif isinstance(given[0], int):
+        elif not given or isinstance(given[0], int):
             made = {"prompt_token_ids": given}
         else:
             messages = [message.model_dump(exclude_none=True) for message in given]
