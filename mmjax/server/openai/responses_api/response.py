@@ -293,6 +293,9 @@ class ResponseBuilder:
         if output.finish_reason == "length":
             self.response.incomplete_details = IncompleteDetails()
             yield from self._end("incomplete", "response.incomplete")
+        elif output.finish_reason == "abort":
+            # By an operator, who has changed the engine.
+            yield from self.cancel()
         else:
             yield from self._end("completed", "response.completed")
 
