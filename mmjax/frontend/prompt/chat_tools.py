@@ -72,7 +72,9 @@ def _is_name(name: str) -> bool:
 
 
 def _refuse_others(given: Mapping[str, Any], known: Sequence[str], place: str) -> None:
-    other = next((str(name) for name in given if name not in known), None)
+    # Clients write null for what they leave to the server.
+    others = (name for name, value in given.items() if name not in known and value is not None)
+    other = next(map(str, others), None)
     if other is not None:
         raise RequestValueError(
             f"`{place}.{other[:64]}` is not a field that mmjax knows; remove it",
@@ -94,7 +96,7 @@ def read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 def _tool_call(call: Any, place: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
         raise RequestTypeError(f"`{place}` must be an object", param=place)
-    if call.get("type", "function") != "function":
+    if call.get("type") not in (None, "function"):
         raise RequestValueError(f"`{place}.type` must be `function`", param=f"{place}.type")
     _refuse_others(call, ("id", "type", "function", "index"), place)
     function = call.get("function")

@@ -1,0 +1,24 @@
+"""Null in a tool or in a call is what is absent, as in all other objects of a body."""
+
+from typing import Any
+
+from tests.server.conftest import TOOLS_TEMPLATE, MakeServer
+
+
+def test_null_is_absent(make_server: MakeServer) -> None:
+    server = make_server(is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True)
+    nothing: dict[str, Any] = {"cache_control": None}
+    function = {"name": "find", "description": None, "parameters": None, "strict": None, **nothing}
+    tool = {"type": "function", "function": function, **nothing}
+    made = {"name": "find", "arguments": "{}", **nothing}
+    call = {"id": "1", "type": None, "function": made, "custom": None}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "b"},
+    ]
+    response = server.chat(messages=messages, tools=[tool])
+    assert response.status_code == 200, response.text
+    call["custom"] = {}
+    response = server.chat(messages=messages, tools=[tool])
+    assert response.json()["error"]["param"] == "messages[1].tool_calls[0].custom"
