@@ -109,3 +109,13 @@ class ListQuery(ItemsQuery):
 
     purpose: Annotated[str, Field(max_length=64)] | None = None
     """Of files alone."""
+
+
+FilesAtOnce = Annotated[int, Field(ge=1, le=10_000)]
+"""As OpenAI has it, of files alone."""
+
+
+class FilesQuery(ListQuery):
+    """The query of the list of files, of which more come at a time."""
+
+    limit: FilesAtOnce = 20

@@ -19,6 +19,7 @@ from mmjax.server.batches.protocol import (
     BatchObject,
     CreateBatchRequest,
     FileObject,
+    FilesQuery,
     ListQuery,
     UploadFile,
 )
@@ -237,7 +238,7 @@ class BatchService:
 
     async def files(self, request: Request) -> Response:
         """Serve GET /v1/files."""
-        query, owner = validated(ListQuery, dict(request.query_params)), _owner(request)
+        query, owner = validated(FilesQuery, dict(request.query_params)), _owner(request)
         found = [
             one.shown
             for one in list(self._store.files.values())

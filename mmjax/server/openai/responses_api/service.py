@@ -359,7 +359,8 @@ def _new_stored(
 
 def _shown_item(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return an item of the input with an id, and its text as a part."""
-    shown = {"id": f"msg_{new_hex()}", "type": "message", **item}
+    given = {name: value for name, value in item.items() if value is not None}
+    shown = {"id": f"msg_{new_hex()}", "type": "message", **given}
     if isinstance(shown.get("content"), str):
         kind = "output_text" if item.get("role") == "assistant" else "input_text"
         shown["content"] = [{"type": kind, "text": shown["content"]}]
