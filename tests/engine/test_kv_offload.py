@@ -11,6 +11,7 @@ import pytest
 from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.core import EngineCore
+from mmjax.engine.device import host_pool
 from mmjax.errors import ConfigError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
@@ -168,7 +169,12 @@ def test_what_was_evicted_comes_back_as_it_went(core: EngineCore) -> None:
     assert core.compilations == 0
 
 
-def test_the_blocks_have_the_same_bits(core: EngineCore) -> None:
+@pytest.mark.parametrize("max_padding_bytes", [0, 5 * BLOCK_BYTES])
+def test_the_blocks_have_the_same_bits(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, max_padding_bytes: int
+) -> None:
+    """Eleven blocks, in five calls and in one."""
+
     def read(request_id: str) -> list[np.ndarray]:
         core.add_request(message(request_id, parts(7), max_tokens=4))
         while not core._scheduler.running or not core._scheduler.running[0].num_output_tokens:
@@ -179,6 +185,7 @@ def test_the_blocks_have_the_same_bits(core: EngineCore) -> None:
         drain(core)
         return blocks
 
+    monkeypatch.setattr(host_pool, "_MAX_PADDING_BYTES", max_padding_bytes)
     core.reset_prefix_cache()
     went = read("went")
     for seed in (8, 9):

@@ -20,8 +20,10 @@ from mmjax.engine.device.programs import Programs
 from mmjax.layers.attention.kv_cache import KVCache
 
 _T = TypeVar("_T")
-_CALL_SIZES = (16, 4, 1)
-"""Blocks of a call. What is moved is divided into such calls, so that nothing is padding."""
+_CALL_SIZES = (1, 4, 16)
+"""Blocks of a call. What is moved is divided into such calls."""
+_MAX_PADDING_BYTES = 2**20
+"""Of a call: to move as much takes as long as another call."""
 
 
 class _Copy(NamedTuple):
@@ -30,7 +32,7 @@ class _Copy(NamedTuple):
     slots: Sequence[int]
     hashes: Sequence[BlockHash]
     arrays: Sequence[Any]
-    """Of each of a block's arrays, those of all slots, on the device."""
+    """Of each of a block's arrays, those of all slots, and then padding, on the device."""
 
 
 class HostPool:
@@ -54,7 +56,7 @@ class HostPool:
             np.empty((num_slots, *one.shape), one.dtype) for one in programs.describe_block()
         ]
         self.bytes_per_block = programs.bytes_per_host_block
-        self._max_staged = max(max_staged, _CALL_SIZES[0])
+        self._max_staged = max(max_staged, _CALL_SIZES[-1])
         self._copies: deque[_Copy] = deque()
         self._restores: deque[tuple[int, Any]] = deque()
         """Blocks, and what is ready when they are written."""
@@ -84,8 +86,8 @@ class HostPool:
         """
         start = time.perf_counter()
         self._take_arrived()
-        for part in _divide(copied):
-            self._copy(kv_cache, part)
+        for part, size in self._divide(copied):
+            self._copy(kv_cache, part, size)
         copied_at = time.perf_counter()
         self.copied_s += copied_at - start
         if restored:
@@ -111,11 +113,11 @@ class HostPool:
         while any(slots.intersection(one.slots) for one in self._copies):
             self._take(self._copies.popleft())
 
-    def _copy(self, kv_cache: KVCache, part: Sequence[BlockCopy]) -> None:
+    def _copy(self, kv_cache: KVCache, part: Sequence[BlockCopy], size: int) -> None:
         block_ids, slots, hashes = zip(*part, strict=True)
-        while self._copies and self._count_copies() + len(slots) > self._max_staged:
+        while self._copies and self._count_copies() + size > self._max_staged:
             self._take(self._copies.popleft())
-        ids = self._programs.placement.put(np.array(block_ids, np.int32))
+        ids = self._programs.placement.put(np.array(_pad(block_ids, size), np.int32))
         arrays = self._programs.gather_blocks(kv_cache, ids)
         for array in arrays:
             array.copy_to_host_async()
@@ -123,14 +125,14 @@ class HostPool:
 
     def _restore(self, kv_cache: KVCache, restored: Sequence[tuple[BlockSource, int]]) -> KVCache:
         self._await_slots({source for source, _ in restored if isinstance(source, int)})
-        for part in _divide(restored):
+        for part, size in self._divide(restored):
             sources, block_ids = zip(*part, strict=True)
-            while self._restores and self._count_restores() + len(sources) > self._max_staged:
+            while self._restores and self._count_restores() + size > self._max_staged:
                 jax.block_until_ready(self._restores.popleft()[1])
-            rows = self._programs.put_blocks(self._stack(sources))
-            ids = self._programs.placement.put(np.array(block_ids, np.int32))
+            rows = self._programs.put_blocks(self._stack(_pad(sources, size)))
+            ids = self._programs.placement.put(np.array(_pad(block_ids, size), np.int32))
             kv_cache, written = self._programs.scatter_blocks(kv_cache, ids, rows)
-            self._restores.append((len(sources), written))
+            self._restores.append((size, written))
             self.restored_bytes += len(sources) * self.bytes_per_block
         return kv_cache
 
@@ -149,8 +151,18 @@ class HostPool:
                 start = stop
         return stacked
 
+    def _divide(self, blocks: Sequence[_T]) -> Iterator[tuple[Sequence[_T], int]]:
+        """Yield blocks in parts, each with the blocks of its call: the fewest calls."""
+        start = 0
+        while (left := len(blocks) - start) > 0:
+            size = min((one for one in _CALL_SIZES if one >= left), default=_CALL_SIZES[-1])
+            if (size - left) * self.bytes_per_block > _MAX_PADDING_BYTES:
+                size = max(one for one in _CALL_SIZES if one <= left)
+            yield blocks[start : start + size], size
+            start += size
+
     def _count_copies(self) -> int:
-        return sum(len(one.slots) for one in self._copies)
+        return sum(one.arrays[0].shape[0] for one in self._copies)
 
     def _count_restores(self) -> int:
         return sum(number for number, _ in self._restores)
@@ -163,7 +175,7 @@ class HostPool:
 
     def _take(self, copy: _Copy) -> None:
         """Write blocks to their slots, and to the directory, once they are there."""
-        arrays = [np.asarray(array) for array in copy.arrays]
+        arrays = [np.asarray(array)[: len(copy.slots)] for array in copy.arrays]
         for slots, array in zip(self._arrays, arrays, strict=True):
             slots[list(copy.slots)] = array
         if self.store is not None:
@@ -173,10 +185,6 @@ class HostPool:
         self.copied_bytes += len(copy.slots) * self.bytes_per_block
 
 
-def _divide(blocks: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield blocks in parts of the calls' sizes."""
-    start = 0
-    while start < len(blocks):
-        size = next(size for size in _CALL_SIZES if size <= len(blocks) - start)
-        yield blocks[start : start + size]
-        start += size
+def _pad(values: Sequence[_T], size: int) -> Sequence[_T]:
+    """Return values with the last one again and again: a block may be moved twice."""
+    return [*values, *[values[-1]] * (size - len(values))]
