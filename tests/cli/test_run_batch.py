@@ -123,6 +123,14 @@ def test_each_wrong_line_is_an_error_and_stops_no_other(tmp_path: Path, run: Run
     assert known == {4, 5, 6, 8, 9, 11}
 
 
+@pytest.mark.parametrize("first", [json.dumps(write_line(1)), ""])
+def test_a_mark_of_utf_8_is_no_part_of_the_first_line(tmp_path: Path, run: Run, first: str) -> None:
+    """As some editors of Windows write it."""
+    write_input(tmp_path / "in.jsonl", ["\ufeff" + first, write_line(2)])
+    assert run() == ([1, 2] if first else [2])
+    assert not (tmp_path / "errors.jsonl").exists()
+
+
 @pytest.mark.parametrize("torn", ["", '{"id"', '{"id":"batch_req_0', "half"])
 def test_a_run_goes_on_where_one_was_ended(tmp_path: Path, run: Run, torn: str) -> None:
     write_input(tmp_path / "in.jsonl", map(write_line, range(1, 31)))

@@ -1,5 +1,6 @@
 """The input of a batch: OpenAI's lines of JSON, each a request; read one by one, never together."""
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -109,7 +110,12 @@ def read_lines(
 
 
 def _raw_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield each line with its number; of one that is too long, its beginning."""
+    """Yield each line with its number; of one that is too long, its beginning.
+
+    The mark of UTF-8 with which some editors begin a file is no part of its first line.
+    """
+    if file.read(len(BOM_UTF8)) != BOM_UTF8:
+        file.seek(0)
     for number in count(1):
         line = rest = file.readline(max_bytes + 1)
         if not line:
