@@ -419,8 +419,9 @@ def test_a_failed_step_and_sleep_leave_nothing_behind(
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 50
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@ONE_KIND
+@KIND
 def test_mixed_requests_are_answered_as_alone(kind: str) -> None:
     """With penalties, bad words, log-probabilities, priorities, preemption and grammars."""
     forgetful = copy(model(kind))
@@ -451,7 +452,10 @@ def write_checkpoint(kind: str, path: Path, *, has_layer: bool = True) -> Path:
     return folder
 
 
-@ALL_KINDS
+@pytest.mark.parametrize(
+    "kind",
+    ["glm_ocr", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_5", "qwen3_5_moe"))],
+)
 def test_a_published_checkpoint_has_the_layer(kind: str, tmp_path: Path) -> None:
     """Its weights are read from its files, again after the engine has slept without them."""
     published = write_checkpoint(kind, tmp_path)
