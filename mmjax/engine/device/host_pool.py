@@ -67,7 +67,7 @@ class HostPool:
     def warm_up(self, kv_cache: KVCache) -> KVCache:
         """Compile all programs, over blocks whose content stays."""
         for size in _CALL_SIZES:
-            ids = self._programs.placement.put(np.zeros(size, np.int32))
+            ids = self._programs.placement.give(np.zeros(size, np.int32))
             blocks = self._programs.gather_blocks(kv_cache, ids)
             rows = self._programs.put_blocks([np.asarray(one) for one in blocks])
             kv_cache, _ = self._programs.scatter_blocks(kv_cache, ids, rows)
@@ -117,7 +117,7 @@ class HostPool:
         block_ids, slots, hashes = zip(*part, strict=True)
         while self._copies and self._count_copies() + size > self._max_staged:
             self._take(self._copies.popleft())
-        ids = self._programs.placement.put(np.array(_pad(block_ids, size), np.int32))
+        ids = self._programs.placement.give(np.array(_pad(block_ids, size), np.int32))
         arrays = self._programs.gather_blocks(kv_cache, ids)
         for array in arrays:
             array.copy_to_host_async()
@@ -130,7 +130,7 @@ class HostPool:
             while self._restores and self._count_restores() + size > self._max_staged:
                 jax.block_until_ready(self._restores.popleft()[1])
             rows = self._programs.put_blocks(self._stack(_pad(sources, size)))
-            ids = self._programs.placement.put(np.array(_pad(block_ids, size), np.int32))
+            ids = self._programs.placement.give(np.array(_pad(block_ids, size), np.int32))
             kv_cache, written = self._programs.scatter_blocks(kv_cache, ids, rows)
             self._restores.append((size, written))
             self.restored_bytes += len(sources) * self.bytes_per_block

@@ -371,8 +371,13 @@ class Programs:
         """Bytes of a KV block of all devices, in host memory."""
         return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.describe_block())
 
-    def put_blocks(self, blocks: Sequence[np.ndarray]) -> list[Array]:
-        """Move what `gather_blocks` has returned back to the devices."""
+    def put_blocks(self, blocks: Sequence[np.ndarray]) -> list[Any]:
+        """Return what `gather_blocks` has returned as `scatter_blocks` takes it, on the devices.
+
+        One device gets it with the call itself. It must not change any more.
+        """
+        if self.placement.mesh is None:
+            return [self.placement.give(one) for one in blocks]
         return self.placement.put(blocks, self._block_sharding)
 
     def host_bytes(self, num_blocks: int) -> dict[str, int]:
