@@ -26,7 +26,8 @@ def server(
 )
 def test_of_a_message(server: Server, content: Any, stream: bool) -> None:
     messages: Any = [{"role": "user", "content": content}]
-    answer = server.openai().chat.completions.create(model="tiny", messages=messages, stream=stream)
+    create: Any = server.openai().chat.completions.create
+    answer = create(model="tiny", messages=messages, stream=stream)
     parts = [
         getattr(choice, "delta", None) or choice.message
         for one in (answer if stream else [answer])

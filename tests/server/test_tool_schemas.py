@@ -49,6 +49,7 @@ def is_allowed() -> Callable[[Any], bool]:
     tools = ToolUse(functions=functions, choice="required", is_parallel=True, format=None)
     structure = tools.sampling_params(SamplingParams()).structured_outputs
     assert structure is not None
+    assert structure.json is not None
     grammar = llguidance.LLMatcher.grammar_from_json_schema(structure.json)
     tokenizer = llguidance.LLTokenizer("byte")
 
