@@ -213,6 +213,14 @@ def test_groups_that_kernels_do_not_know_are_refused(tmp_path: Path):
         )
 
 
+def test_settings_are_found_under_the_earlier_key():
+    config = deepcopy(served_model(DENSE).config)
+    config.compression_config = FORMS["w8a16"].settings
+    method = read_method(config)
+    assert method is not None
+    assert (method.name, method.bits) == ("compressed-tensors", 8)
+
+
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [

@@ -19,6 +19,8 @@ _INSTEAD = MappingProxyType(
     }
 )
 """What works in place of methods that many checkpoints have."""
+_KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json; the second was that of compressed-tensors until the middle of 2024."""
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _NUMBERS = ((4, "int"), (8, "int"), (8, "float"))
 _MIXED = "mixed-precision"
@@ -61,7 +63,7 @@ def read_method(hf_config: Any) -> Method | None:
 
 def _find_settings(hf_config: Any) -> Mapping[str, Any] | None:
     parts = (hf_config, hf_config.get_text_config())
-    found = (getattr(part, "quantization_config", None) for part in parts)
+    found = (getattr(part, key, None) for key in _KEYS for part in parts)
     settings = next((one for one in found if one is not None), None)
     if settings is None or isinstance(settings, Mapping):
         return settings
