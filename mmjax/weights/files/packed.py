@@ -50,6 +50,14 @@ class Source:
             return scale_shape[0]
         return scale_shape[1] if len(scale_shape) == 2 else 1
 
+    def find_group_size(self, num_groups: int) -> int:
+        """Return how many inputs a group has; the last one may have fewer."""
+        size = -(-self.shape[1] // num_groups)
+        if num_groups == 1 or self.block is None:
+            return size
+        # Blocks are of the configured size, whatever is left for the last.
+        return self.block[1] if -(-self.shape[1] // self.block[1]) == num_groups else size
+
     def read_codes(self) -> np.ndarray:
         """Return the codes, uint8 `[out, in]` (of `float8`: that dtype), in the files' order."""
         if self.kind == "float8":
@@ -151,11 +159,13 @@ def _order_awq(codes: np.ndarray) -> np.ndarray:
 
 
 def dequantize_on_host(
-    codes: np.ndarray, scale: np.ndarray, zero: Any, order: np.ndarray | None
+    codes: np.ndarray, scale: np.ndarray, zero: Any, order: np.ndarray | None, size: int
 ) -> np.ndarray:
-    """Return float32 `[out, in]`, inputs in the files' order; `codes` are by `order`."""
-    width, groups = codes.shape[1], scale.shape[1]
-    size = -(-width // groups)
+    """Return float32 `[out, in]`, inputs in the files' order; `codes` are by `order`.
+
+    `size`: inputs of a group, but for the last, which may have fewer.
+    """
+    width = codes.shape[1]
 
     def spread(array: np.ndarray) -> np.ndarray:
         return np.repeat(array.astype(np.float32), size, axis=1)[:, :width]
@@ -260,7 +270,8 @@ def read_part(tensor: PackedTensor, suffix: str | None) -> np.ndarray:
         return pack_nibbles(codes) if layout.code == "uint4" else codes
     if zero is None:
         zero = np.uint8(0 if source.kind == "float8" else _MIDDLES[source.bits])
-    return dequantize_on_host(codes, source.read_scale(), zero, order)
+    size = layout.group_size or source.shape[1]
+    return dequantize_on_host(codes, source.read_scale(), zero, order, size)
 
 
 def find_packed(
@@ -296,7 +307,7 @@ def _read_packed(name: str, parts: dict[str, StoredTensor], method: Method) -> P
     scale = source.find("scales", "weight_scale", "weight_scale_inv")
     num_groups = source.count_groups(scale.shape)
     width = source.shape[1]
-    size = -(-width // num_groups)
+    size = source.find_group_size(num_groups)
     if num_groups > 1 and (size % GROUP_STEP or -(-width // size) != num_groups):
         raise CheckpointError(
             f"`{scale.name}` (in {scale.file}) has {num_groups} groups of {width} inputs; mmjax "
