@@ -21,7 +21,13 @@ from mmjax.system.allocator import return_pages_of_files
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.weights.files.method import Method
-from mmjax.weights.files.packed import STORED, PackedTensor, find_packed, read_part
+from mmjax.weights.files.packed import (
+    STORED,
+    PackedTensor,
+    find_packed,
+    read_part,
+    read_whole,
+)
 from mmjax.weights.files.safetensors import StoredTensor, View
 from mmjax.weights.maxtext import is_maxtext, open_maxtext
 from mmjax.weights.parts import open_with_parts
@@ -175,8 +181,11 @@ def match_tensors(
     """Return `{name in the tree: tensor}`, in the files' order; CheckpointError if they differ.
 
     Tensors that are stacked are one here, behind the others. A `lm_head` that the tree lacks is
-    tied: it must equal the embedding, and is not loaded.
+    tied: it must equal the embedding, and is not loaded. Nor is a bias of zeros that the tree lacks
+    beside a quantised matrix: GPTQ's libraries write one for every layer.
     """
+    tensors = list(tensors)
+    biases = {f"{one.source.name}.bias" for one in tensors if isinstance(one, PackedTensor)}
     problems = TensorProblems()
     sources: dict[str, StoredTensor] = {}
     stacks: dict[str, dict[int, StoredTensor]] = {}
@@ -190,6 +199,8 @@ def match_tensors(
             joined[name] = place.joined
         elif name not in expected and name.endswith(TIED_HEAD):
             heads.append(tensor)
+        elif name not in expected and tensor.name in biases and not read_whole(tensor).any():
+            continue
         elif name not in expected:
             problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")
         elif name in sources:

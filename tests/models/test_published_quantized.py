@@ -115,6 +115,30 @@ def test_logits_are_those_of_the_numbers_that_the_files_stand_for(
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_of_biases_that_the_model_lacks_zeros_alone_are_passed_over(value: float, tmp_path: Path):
+    # As the 8-bit checkpoints of Qwen2-VL have them: AutoGPTQ wrote one for every layer.
+    model = served_model(DENSE)
+    model.reference.save_pretrained(tmp_path / "source")
+    form = FORMS["gptq"]
+    write_quantized(tmp_path / "source", tmp_path / "quantized", form, model.rules)
+    file = tmp_path / "quantized" / SINGLE_FILE
+    tensors = load_file(file)
+    for name, scales in list(tensors.items()):
+        if name.endswith("down_proj.scales"):
+            bias = np.full(scales.shape[1], value, np.float16)
+            tensors[name.replace("scales", "bias")] = bias
+    save_file(tensors, file)
+    config = deepcopy(model.config)
+    config.quantization_config = form.settings
+    parts = (file.parent, model.family.model_class, config)
+    if value:
+        with pytest.raises(CheckpointError, match=r"unexpected:\n.*down_proj\.bias"):
+            PagedModel.from_directory(*parts, max_len=256)
+    else:
+        PagedModel.from_directory(*parts, max_len=256)
+
+
 def round_table(file: Path) -> None:
     """Make each row of the table of tokens 8-bit codes times a power of two, one of them 127.
 
