@@ -15,7 +15,7 @@ from mmjax.weights.files.method import Method
 from mmjax.weights.files.packed import find_packed, unpack
 from mmjax.weights.files.safetensors import open_safetensors
 from tests.models.test_published_quantized import write_tensors
-from tests.weights.packers import FORMS, pack_gptq, pack_words
+from tests.weights.packers import FORMS, pack_gptq, pack_words, restore, round_groups
 
 GOLDEN = load_file(
     Path(__file__).parents[1] / "golden" / "quantized" / "compressed_tensors.safetensors"
@@ -59,6 +59,35 @@ def test_float8_is_read_from_its_place_in_the_file(tmp_path: Path):
     tensors = {"weight": codes, "weight_scale": np.ones((8, 1), np.float32)}
     found = read_whole(tmp_path, tensors, Method(name="compressed-tensors", bits=8))
     np.testing.assert_array_equal(found, GOLDEN["f8_float"])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_of_0_in_the_first_format_borrows_of_the_next(tmp_path: Path, bits: int):
+    # GPTQModel's `convert_gptq_v2_to_v1_format_module` takes one of each by a whole word's.
+    weight = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    codes, scale, zero = round_groups(weight, bits, 32, has_zero=True)
+    zero[0], zero[1], zero[7] = 0, 5, 0
+    ones = np.uint32(0x11111111 if bits == 4 else 0x01010101)
+    words = pack_words(zero.T, bits, axis=1).view(np.uint32) - ones
+    tensors = {
+        "qweight": pack_words(codes.T, bits, axis=0),
+        "qzeros": words.view(np.int32),
+        "scales": scale.T.astype(np.float16),
+        "g_idx": (np.arange(64) // 32).astype(np.int32),
+    }
+    found = read_whole(tmp_path, tensors, Method(name="gptq", bits=bits, zero_offset=1))
+    np.testing.assert_allclose(found, restore(codes, scale, zero, 32), rtol=1e-6)
+
+
+def test_a_whole_matrix_may_have_one_zero(tmp_path: Path):
+    codes = np.arange(-8, 8, dtype=np.int8).reshape(4, 4)
+    tensors = {
+        "weight": codes,
+        "weight_scale": np.array([0.5], np.float32),
+        "weight_zero_point": np.array([3], np.int8),
+    }
+    found = read_whole(tmp_path, tensors, Method(name="compressed-tensors", bits=8))
+    np.testing.assert_array_equal(found, (codes.astype(np.float32) - 3) * 0.5)
 
 
 @pytest.mark.parametrize("form", FORMS)

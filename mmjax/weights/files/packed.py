@@ -89,9 +89,10 @@ class Source:
     def read_zero(self) -> np.ndarray | None:
         """Return the code that stands for zero, uint8 `[out, groups]`; None: the middle one."""
         if self.kind in ("awq", "gptq"):
-            zero = unpack(self._read("qzeros"), self.bits)
+            words = _add_to_each(self._read("qzeros"), self.zero_offset, self.bits)
+            zero = unpack(words, self.bits)
             zero = (_order_awq(zero) if self.kind == "awq" else zero).T.astype(np.int32)
-            zero = zero[: self.shape[0]] + self.zero_offset
+            zero = zero[: self.shape[0]]
         elif "weight_zero_point" not in self.tensors:
             return None
         elif self.kind == "pack":
@@ -104,7 +105,10 @@ class Source:
             zero = self._read("weight_zero_point").astype(np.int32) + 128
         if zero.size and not 0 <= zero.min() <= zero.max() <= 255:
             raise CheckpointError(f"a zero of `{self.name}` is {zero.max()}, beyond 8 bits")
-        return np.ascontiguousarray(zero, np.uint8).reshape(self.shape[0], -1)
+        zero = np.ascontiguousarray(zero, np.uint8)
+        if zero.size == 1:
+            return np.full((self.shape[0], 1), zero.reshape(-1)[0], np.uint8)
+        return zero.reshape(self.shape[0], -1)
 
     def read_order(self, num_groups: int) -> np.ndarray | None:
         """Return the inputs in the order of their groups, int32 `[in]`; None: they are in it."""
@@ -151,6 +155,16 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     np.bitwise_and(octets, 15, out=halves[..., 0])
     np.right_shift(octets, 4, out=halves[..., 1])
     return halves.reshape(*octets.shape[:-1], -1)
+
+
+def _add_to_each(words: np.ndarray, offset: int, bits: int) -> np.ndarray:
+    """Return int32 words with `offset` added to each number in them, carried as GPTQModel does.
+
+    It subtracts from whole words as it writes GPTQ's first format: a number that was 0 borrows of
+    the next.
+    """
+    each = offset * (0x11111111 if bits == 4 else 0x01010101)
+    return (np.ascontiguousarray(words, "<i4").view(np.uint32) + np.uint32(each)).view(np.int32)
 
 
 def _order_awq(codes: np.ndarray) -> np.ndarray:
