@@ -503,7 +503,11 @@ def _load_hf_config(path: Path, raw: dict[str, Any]) -> Any:
             return _build_florence2_config(raw, path)
         found = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         parts = {_OMNI: _take_thinker, "colpali": _take_vlm, "colqwen2": _take_vlm}
-        return parts.get(found.model_type, lambda whole: whole)(found)
+        taken = parts.get(found.model_type, lambda whole: whole)(found)
+        if (published := getattr(found, "quantization_config", None)) is not None:
+            # Quantisers write it beside the part that is taken.
+            taken.quantization_config = published
+        return taken
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(
             f"`{path / 'config.json'}` names the model type `{raw.get('model_type')}`, whose "

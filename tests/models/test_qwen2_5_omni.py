@@ -22,6 +22,8 @@ from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference, make_pixels, run_reference
 from mmjax.processing.media.encoded import EncodedVideo
 from mmjax.training.samples import make_sample
+from mmjax.weights.files.method import read_method
+from tests.families.directories import edit_json
 from tests.families.qwen2_5_omni import (
     CLIP,
     IMAGE,
@@ -34,6 +36,7 @@ from tests.kit import draw, draw_video
 from tests.models.test_clip_laws import RATE, draw_clip
 from tests.processing.test_audio_file import write_heard_video
 from tests.processing.test_video_file import write_video
+from tests.weights.packers import GPTQ
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -72,6 +75,15 @@ def test_the_thinker_of_a_whole_checkpoint_answers(architecture: str, tmp_path: 
     expected = answer(path)
     make_whole(path, architecture)
     assert answer(path) == expected
+
+
+def test_how_a_whole_checkpoint_is_quantised_is_how_its_thinker_is(tmp_path: Path):
+    path = QWEN2_5_OMNI.write(tmp_path)
+    make_whole(path, "Qwen2_5OmniForConditionalGeneration")
+    edit_json(path / "config.json", {"quantization_config": GPTQ})
+    method = read_method(load_model_config(str(path)).hf_config)
+    assert method is not None
+    assert (method.name, method.bits) == ("gptq", 4)
 
 
 # ---- videos that are heard -----------------------------------------------------------------------
