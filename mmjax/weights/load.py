@@ -240,12 +240,14 @@ def _as_kept(
             elif name + SCALE not in expected:
                 yield name, tensor.as_whole(), change
             else:
-                layout = None if expected[name].dtype == np.int8 else tensor.layout
+                are_rows = expected[name].dtype == np.int8 and tensor.by_rows is not None
+                layout = None if are_rows else tensor.layout
                 if layout is not None:
+                    # What the files have, and the tree has not, is reported, and not left out.
                     layout = replace(
                         layout,
-                        has_zero=name + ZERO in expected,
-                        has_order=name + ORDER in expected,
+                        has_zero=layout.has_zero or name + ZERO in expected,
+                        has_order=layout.has_order or name + ORDER in expected,
                     )
                 for suffix, part in tensor.as_parts(layout).items():
                     is_row = suffix == ORDER and isinstance(change, Part)
