@@ -22,7 +22,7 @@ from mmjax.models.registry import load_model_class
 from mmjax.system.allocator import use_large_pages
 from mmjax.system.logger import get_logger
 from mmjax.weights.dummy import make_dummy_params
-from mmjax.weights.files.method import read_method
+from mmjax.weights.files.method import read_method_of
 from mmjax.weights.files.safetensors import is_snapshot
 from mmjax.weights.layouts import read_layouts
 from mmjax.weights.load import iter_params
@@ -175,7 +175,7 @@ def iter_own_params(
         model_class.rules(config.model.hf_config),
         mesh=mesh,
         left_out=left_out,
-        method=read_method(config.model.hf_config),
+        method=read_method_of(path, config.model.hf_config),
         parts=config.model.parts,
         use_tqdm=config.use_tqdm,
     )

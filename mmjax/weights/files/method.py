@@ -1,7 +1,9 @@
 """What config.json says of a checkpoint that is published quantised. No jax."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -46,8 +48,23 @@ class Method:
 def read_method(hf_config: Any) -> Method | None:
     """Return how weights are quantised; None: they are not. CheckpointError for the unserved."""
     values = _find_settings(hf_config)
-    if values is None:
-        return None
+    return None if values is None else _read_settings(values)
+
+
+def read_method_of(path: Path, hf_config: Any) -> Method | None:
+    """Return how a directory's weights are quantised, by its own config.json.
+
+    `hf_config`: whose method it is where the directory says none.
+    """
+    try:
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raw = None
+    values = raw.get("quantization_config") if isinstance(raw, dict) else None
+    return _read_settings(values) if isinstance(values, dict) else read_method(hf_config)
+
+
+def _read_settings(values: Mapping[str, Any]) -> Method:
     name = values.get("quant_method")
     readers = {
         "compressed-tensors": _read_compressed_tensors,
