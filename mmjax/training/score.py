@@ -1,8 +1,8 @@
 """`score`: log-probabilities of answers by the modules that serve, under `jit` and `grad`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -62,6 +62,8 @@ class ScoredModel:
     compute the rest of it again."""
     model_class: Any
     hf_config: Any
+    parts: Mapping[str, Path] = field(default_factory=dict)
+    """Where tensors are that a directory lacks: those of `ModelConfig`."""
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class ScoredModel:
                 dtype or config.dtype, platform, stored, prefers_bfloat16=prefers_bfloat16()
             ),
             remat=remat,
+            parts=config.parts,
         )
 
     @classmethod
@@ -109,6 +112,7 @@ class ScoredModel:
         mm: MultiModalConfig | None = None,
         dtype: Any = jnp.float32,
         remat: bool = True,
+        parts: Mapping[str, Path] | None = None,
     ) -> "ScoredModel":
         """Return the model of a class and its configuration; `mm`: what media prompts may have."""
         graphdef, abstract = build_abstract(build_model, model_class, hf_config, mm, dtype=dtype)
@@ -127,6 +131,7 @@ class ScoredModel:
             remat=remat,
             model_class=model_class,
             hf_config=hf_config,
+            parts=parts or {},
         )
 
     def make_batch(
@@ -143,7 +148,8 @@ class ScoredModel:
     def load_params(self, path: str | Path) -> Params:
         """Return a directory's weights, in this model's dtype."""
         rules = self.model_class.rules(self.hf_config)
-        return load_params(Path(path), self.abstract, rules, use_tqdm=False)
+        options: Any = {"parts": self.parts, "use_tqdm": False}
+        return load_params(Path(path), self.abstract, rules, **options)
 
 
 @partial(jax.jit, static_argnames="model")

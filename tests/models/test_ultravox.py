@@ -15,10 +15,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import WhisperForConditionalGeneration
 
-from mmjax import LLM, SamplingParams
+from mmjax import LLM, SamplingParams, ScoredModel
 from mmjax.cli.models import examine
 from mmjax.convert import main as convert
 from mmjax.errors import CheckpointError
+from mmjax.layers.module import flatten_params
 from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel
@@ -123,6 +124,17 @@ def write_parts(folder: Path, *, has_tower: bool) -> Path:
         copyfile(whole / name, path / name)
     copyfile(whole / "preprocessor_config.json", parts["audio"] / "preprocessor_config.json")
     return path
+
+
+def test_what_is_scored_with_has_the_tensors_of_the_parts(tmp_path: Path):
+    path = write_parts(tmp_path, has_tower=False)
+    parts, whole = (
+        flatten_params(ScoredModel.of(one, dtype="float32").load_params(one))
+        for one in (path, ULTRAVOX.checkpoint)
+    )
+    assert parts.keys() == whole.keys()
+    for name, array in whole.items():
+        np.testing.assert_array_equal(parts[name], array)
 
 
 def check_answers(path: Path) -> None:
