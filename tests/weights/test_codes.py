@@ -54,6 +54,15 @@ def test_numbers_are_those_of_the_library(tmp_path: Path):
     np.testing.assert_allclose(found, GOLDEN["numbers4"], rtol=1e-6)
 
 
+def test_an_order_that_was_never_set_is_that_of_the_file(tmp_path: Path):
+    # compressed-tensors begins with -1, which experts keep that no calibration sample reached.
+    weight = np.random.default_rng(0).normal(size=(48, 96)).astype(np.float32)
+    packed = FORMS["w4a16"].pack(weight)
+    tensors = {**packed.tensors, "weight_g_idx": np.full(96, -1, np.int32)}
+    found = read_whole(tmp_path, tensors, Method(name="compressed-tensors", bits=4))
+    np.testing.assert_allclose(found, packed.numbers, rtol=1e-6)
+
+
 def test_float8_is_read_from_its_place_in_the_file(tmp_path: Path):
     codes = GOLDEN["f8"].view(ml_dtypes.float8_e4m3fn)
     tensors = {"weight": codes, "weight_scale": np.ones((8, 1), np.float32)}
