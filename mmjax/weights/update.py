@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.layers.cpu.groups import SCALE
+from mmjax.layers.cpu.groups import ORDER, SCALE, ZERO
 from mmjax.layers.quantization import INT4, find_quantized, quantize
 from mmjax.weights.load import EMBEDDING, TIED_HEAD, TensorProblems, find_shape
 from mmjax.weights.rules import Change, Place, RuleTypes, map_tensor
@@ -158,7 +158,9 @@ def _match_single(
 ) -> Iterator[Replacement]:
     quantized = find_quantized(expected)
     for name, given in single.items():
-        scales = quantized.get(name) if _is_floating(given.array) else None
+        # Codes of FP8 are floats, too.
+        is_whole = _is_floating(given.array) and given.array.dtype != expected[name].dtype
+        scales = quantized.get(name) if is_whole else None
         if scales is None:
             problems.misfits += _find_misfit(given, expected[name])
             pair = quantized.get(name)
@@ -169,6 +171,13 @@ def _match_single(
             if scales in single:
                 problems.misfits.append(
                     f"`{single[scales].name}` stands beside `{given.name}`, which is not quantised"
+                )
+            # Those of the checkpoint's codes would stay.
+            kept = [f"`{name}{one}`" for one in (ZERO, ORDER) if name + one in expected]
+            if kept:
+                problems.misfits.append(
+                    f"`{given.name}` is not quantised, and the model has {' and '.join(kept)} of "
+                    "the checkpoint's: give its codes with all that belongs to them"
                 )
         yield Replacement(name, [given], scales)
 
@@ -197,7 +206,8 @@ def _find_misfit(given: Given, leaf: jax.ShapeDtypeStruct) -> list[str]:
     if given.shape != tuple(leaf.shape):
         shown = tuple(given.array.shape) if given.shape is None else given.shape
         return [f"`{given.name}` must have shape {tuple(leaf.shape)}; got {shown}"]
-    both_float = _is_floating(given.array) and _is_floating(leaf)
+    # Of floats of 8 bits, what is given would not have the scales.
+    both_float = _is_floating(given.array) and _is_floating(leaf) and leaf.dtype.itemsize > 1
     if not both_float and given.array.dtype != leaf.dtype:
         return [f"`{given.name}` must be of dtype {leaf.dtype}; got {given.array.dtype}"]
     return []
