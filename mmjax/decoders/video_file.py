@@ -225,7 +225,9 @@ def _decode(
     """Yield the frames at `indices`, in order; what lies between them is decoded if it must be."""
     times = [packet.time for packet in packets if packet.is_shown]
     known = sorted(time for time in times if time is not None)
-    if len(set(known)) < len(times):
+    # AVI has no times: FFmpeg counts packets, which are in another order than what they show.
+    is_reordered = container.format.name == "avi" and stream.codec_context.has_b_frames
+    if len(set(known)) < len(times) or (is_reordered and known == times):
         # A file that does not say when each is shown: all are decoded, and counted.
         wanted = set(indices)
         frames = _decode_packets(container, stream, lambda number: True)

@@ -30,6 +30,7 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("webm", "libvpx", {}),
     ("webm", "libvpx-vp9", {}),
     ("avi", "mpeg4", {}),
+    ("avi", "libx264", {"bf": "2"}),
 ]
 
 
