@@ -152,6 +152,18 @@ def test_a_run_goes_on_where_one_was_ended(tmp_path: Path, run: Run, torn: str) 
     assert run() == []
 
 
+@pytest.mark.parametrize("id_and_more", [b'"\xff"', b'"a", "more": ' + b"[" * 1800])
+def test_a_wrong_line_whose_id_cannot_be_read_is_an_error(
+    tmp_path: Path, run: Run, id_and_more: bytes
+) -> None:
+    # What is wrong is found before the id, by which the error would name the line.
+    wrong = b'{"method": "GET", "custom_id": ' + id_and_more
+    (tmp_path / "in.jsonl").write_bytes(wrong + b"\n" + json.dumps(write_line(2)).encode())
+    assert run() == [2]
+    (error,) = read(tmp_path / "errors.jsonl")
+    assert (error["custom_id"], "'GET'" in error["error"]["message"]) == (None, True)
+
+
 def test_lines_that_failed_are_done_again_once_their_file_is_gone(tmp_path: Path, run: Run) -> None:
     write_input(tmp_path / "in.jsonl", [write_line(1), write_line(2, body={"wrong": 1})])
     assert run() == [1, 2]

@@ -157,5 +157,5 @@ def _parse(
 def _find_id(raw: bytes) -> str | None:
     try:
         return msgspec.json.decode(raw, type=_IdAlone).custom_id
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
