@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -194,6 +195,26 @@ def test_another_input_is_refused(tmp_path: Path, run: Run) -> None:
     with pytest.raises(ConfigError, match="was the input changed since"):
         run()
     assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_tears_no_line(tmp_path: Path, run: Run) -> None:
+    summary = summarize(
+        write_input(tmp_path / "in.jsonl", map(write_line, range(1, 4))), MAX_LINE_BYTES
+    )
+    output = tmp_path / "out.jsonl"
+    journal = Journal(output, tmp_path / "errors.jsonl", summary)
+    answer = LineResponse(200, "r", msgspec.Raw(json.dumps("x" * 1000).encode()))
+    journal.write([(InputLine(1, "line-1"), answer)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            journal.write([(InputLine(n, f"line-{n}"), answer) for n in (2, 3)])
+        journal.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [one["custom_id"] for one in read(output)] == ["line-1"]
+    assert run() == [2, 3]
 
 
 def test_a_line_that_is_damaged_in_the_middle_is_named(tmp_path: Path, run: Run) -> None:

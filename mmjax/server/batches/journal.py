@@ -10,8 +10,8 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from io import BufferedWriter
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -70,7 +70,7 @@ class Journal:
         self._lock = threading.Lock()
         self._synced_at = time.monotonic()
         self._output = self._open(output)
-        self._errors: BufferedWriter | None = None
+        self._errors: FileIO | None = None
         try:
             _take(self._output, output)
             self.num_completed = self._resume(output)
@@ -127,16 +127,16 @@ class Journal:
                 os.fsync(file.fileno())
         self._synced_at = time.monotonic()
 
-    def _open_errors(self) -> BufferedWriter:
+    def _open_errors(self) -> FileIO:
         if self._errors is None:
             self._errors = self._open(self._error_path)
         return self._errors
 
-    def _open(self, path: Path) -> BufferedWriter:
+    def _open(self, path: Path) -> FileIO:
         with _explaining(path):
             if path.exists() and not path.is_file():
                 raise ConfigError(f"the output {path} is no file; give another one")
-            return path.open("ab")
+            return path.open("ab", buffering=0)
 
     def _resume(self, path: Path) -> int:
         """Note which lines have their result in a file, and drop a torn last one."""
@@ -182,9 +182,16 @@ class Journal:
         return True
 
 
-def _append(file: BufferedWriter, lines: list[bytes]) -> None:
-    file.write(b"".join(lines))
-    file.flush()
+def _append(file: FileIO, lines: list[bytes]) -> None:
+    """Write lines, or none of them: those of a full disk are done again, and none is torn."""
+    end, data = os.fstat(file.fileno()).st_size, memoryview(b"".join(lines))
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise
 
 
 @contextmanager
@@ -197,7 +204,7 @@ def _explaining(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _take(file: BufferedWriter, path: Path) -> None:
+def _take(file: FileIO, path: Path) -> None:
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
