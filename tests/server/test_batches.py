@@ -221,6 +221,19 @@ def test_what_is_refused(make_server: MakeServer, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("file-*.draft"))
 
 
+def test_batches_that_wait_are_no_more_than_are_kept(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmjax.server.batches.store.MAX_OBJECTS", 3)
+    slow = make_server(batch_dir=tmp_path, supervisor=EchoSupervisor(delay_s=0.05))
+    client = slow.openai()
+    body = {"input_file_id": upload(client, write_lines(200)).id, "endpoint": CHAT}
+    answers = [slow.http.post("/v1/batches", json=body) for _ in range(5)]
+    assert [one.status_code for one in answers] == [200, 200, 200, 429, 429]
+    client.batches.cancel(answers[2].json()["id"])
+    assert slow.http.post("/v1/batches", json=body).status_code == 200
+
+
 def test_without_its_flag_there_are_no_such_routes(server: Server) -> None:
     for path in ("/v1/files", "/v1/files/file-1", "/v1/files/file-1/content", "/v1/batches"):
         found = server.http.get(path)

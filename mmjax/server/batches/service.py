@@ -272,6 +272,7 @@ class BatchService:
         if source.shown.purpose != "batch":
             raise RequestValueError.about("input_file_id", "is a batch's output; upload an input")
         self._store.check_room()
+        self._store.check_unfinished()
         shown = BatchObject(
             id=new_id("batch_"),
             endpoint=body.endpoint,

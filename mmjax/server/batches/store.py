@@ -83,6 +83,16 @@ class BatchStore:
                 retry_after_s=60.0,
             )
 
+    def check_unfinished(self) -> None:
+        """Raise CapacityError if as many batches as are kept have not ended: none is forgotten."""
+        in_work = [one for one in list(self.batches.values()) if one.shown.status in UNFINISHED]
+        if len(in_work) >= MAX_OBJECTS:
+            raise CapacityError(
+                f"{len(in_work)} batches have not ended, and the server takes no more; cancel "
+                "some, or wait",
+                retry_after_s=60.0,
+            )
+
     def path_of(self, file_id: str) -> Path:
         """Return where the content of a file lies, of an id that was drawn here."""
         return self._directory / file_id
