@@ -1,5 +1,6 @@
 """/v1/files and /v1/batches: by OpenAI's client, across restarts, and what is refused."""
 
+import errno
 import io
 import json
 import time
@@ -13,6 +14,7 @@ import pytest
 from mmjax.config.engine_config import SchedulerConfig
 from mmjax.errors import ConfigError, RequestError
 from mmjax.server.batches.service import UploadedForm
+from mmjax.server.batches.store import BatchStore
 from mmjax.server.middleware import key_digests
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
@@ -153,6 +155,26 @@ def test_other_requests_come_first(make_server: MakeServer, tmp_path: Path, poli
     assert server.chat(max_tokens=2).status_code == 200
     priorities = {one.priority for one in server.supervisor.engine.added}
     assert priorities == ({0} if policy == "fcfs" else {0, 2**31 - 1})
+
+
+def test_a_full_disk_holds_up_no_batch_behind(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, full = BatchStore._write, set[str]()
+
+    def write_where_there_is_room(store: BatchStore, item_id: str, record: Any) -> None:
+        if getattr(record.shown, "status", "") in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(store, item_id, record)
+
+    monkeypatch.setattr(BatchStore, "_write", write_where_there_is_room)
+    client = make_server(batch_dir=tmp_path).openai()
+    for status in ("in_progress", "completed"):
+        full |= {status, "failed"}
+        lost = wait_for(client, create(client, write_lines(2, max_tokens=1)), "failed", "completed")
+        assert lost.status == ("failed" if status == "in_progress" else status)
+        full.clear()
+        wait_for(client, create(client, write_lines(2, max_tokens=1)), "completed")
 
 
 def test_another_key_sees_nothing(make_server: MakeServer, tmp_path: Path) -> None:

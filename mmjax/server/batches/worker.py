@@ -150,9 +150,15 @@ class BatchWorker:
 
     async def _end(self, batch: StoredBatch, status: BatchStatus) -> None:
         """Show what there is of the output and the errors, and remember how it ended."""
-        await asyncio.to_thread(self._keep_results, batch)
-        _set_status(batch.shown, status)
-        await asyncio.to_thread(self._store.put_batch, batch)
+        try:
+            await asyncio.to_thread(self._keep_results, batch)
+            _set_status(batch.shown, status)
+            await asyncio.to_thread(self._store.put_batch, batch)
+        except OSError as error:
+            # The disk is full, say: the next process finds it unfinished, and goes on with it.
+            logger.error("how the batch %s ended was not written: %s", batch.shown.id, error)
+            if batch.shown.status in UNFINISHED:
+                _set_status(batch.shown, "failed")
 
     def _keep_results(self, batch: StoredBatch) -> None:
         shown = batch.shown
