@@ -369,6 +369,12 @@ class CacheConfig:
                 "blocks come from a directory by way of host memory; give `--kv-offload-gb`"
             )
 
+    @property
+    def finds_items(self) -> bool:
+        """Whether an engine finds by an item's name what a former request had of its content."""
+        keeps_outputs = self.encoder_cache_dir is not None or bool(self.encoder_workers)
+        return self.enable_prefix_caching or keeps_outputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:

@@ -136,7 +136,7 @@ class LLM(PoolingMethods):
         self.config = config = with_encoder_budget(config)
         self._input_processor = InputProcessor(
             config.model,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_prefix_caching=config.cache.finds_items,
             enable_tower_connector_lora=config.lora.enable_tower_connector_lora,
         )
         self._chat = ChatParser.for_model(self._input_processor, are_objects_allowed=True)

@@ -90,7 +90,7 @@ def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any
         engine.model,
         cache=cache,
         make_connector=partial(MediaConnector.with_workers, num_cores=os.cpu_count() or 1),
-        enable_prefix_caching=engine.cache.enable_prefix_caching,
+        enable_prefix_caching=engine.cache.finds_items,
         enable_tower_connector_lora=engine.lora.enable_tower_connector_lora,
     )
     input_processor.warm_up()

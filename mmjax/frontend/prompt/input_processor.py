@@ -59,7 +59,7 @@ class InputProcessor:
         """Load tokenizer and processor; `cache` None: that of `model_config`.
 
         `make_connector` takes what `MediaConnector` does. Without a processor cache and prefix
-        caching, items are not hashed.
+        caching (or what else of `CacheConfig.finds_items`), items are not hashed.
         """
         self.model_config = model_config
         self._enable_prefix_caching = enable_prefix_caching
