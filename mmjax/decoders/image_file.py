@@ -132,16 +132,27 @@ def convert_to_rgb(image: Image.Image) -> Image.Image:
     """
     image.load()  # first: Pillow turns some TIFFs upright while it decodes
     image = _turn_upright(image)
+    if image.mode.startswith("I;16"):
+        image = _as_8_bits(image)
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if _has_transparency(image):
         layer = image.convert("RGBA")
         canvas = Image.new("RGBA", layer.size, (*_WHITE, 255))
         return Image.alpha_composite(canvas, layer).convert("RGB")
-    if image.mode.startswith("I;16"):
-        # Pillow clips 16-bit greys to 8 bits: scale them instead, or an image turns white.
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
+
+
+def _as_8_bits(image: Image.Image) -> Image.Image:
+    """Return 16-bit greys in 8 bits, with an alpha channel where one grey is transparent."""
+    # Pillow clips them: scale them instead, or an image turns white.
+    pixels = np.asarray(image)
+    greys = Image.fromarray((pixels >> 8).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if transparent is None:
+        return greys
+    alpha = np.where(pixels == transparent, 0, 255).astype(np.uint8)
+    return Image.merge("LA", (greys, Image.fromarray(alpha)))
 
 
 def _turn_upright(image: Image.Image) -> Image.Image:

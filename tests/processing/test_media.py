@@ -277,6 +277,13 @@ class TestArrays:
             image_from_array(array, LIMITS)
 
 
+def test_one_transparent_grey_of_16_bits_leaves_the_others():
+    greys = Image.fromarray(np.array([[0, 0x2000, 0xE0FF]], np.uint16))
+    image, header = decode_image(encode(greys, transparency=0x2000), LIMITS)
+    assert header.has_transparency
+    assert np.asarray(image)[0, :, 0].tolist() == [0, 255, 0xE0]
+
+
 def test_media_with_bytes_behaves_as_its_medium():
     image = draw(3, 2)
     media = MediaWithBytes(image, b"")
