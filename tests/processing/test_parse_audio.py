@@ -106,6 +106,12 @@ def test_a_tone_stays_a_tone_at_another_rate(rate: int):
     np.testing.assert_allclose(got[: len(want)][middle], want[middle], atol=2e-3)
 
 
+def test_long_doubles_are_resampled_as_doubles():
+    clip = tone(8_000)
+    (found,) = parse((clip.astype(np.longdouble), 8_000), mono).get_all()
+    np.testing.assert_array_equal(found, parse((clip, 8_000), mono).get(0))
+
+
 def test_frequencies_that_the_new_rate_cannot_hold_are_filtered_out():
     got = parse((tone(48_000, hertz=12_000), 48_000), mono).get(0)
     assert np.abs(got[400:-400]).max() < 1e-2

@@ -133,7 +133,8 @@ def _check_num_samples(num_samples: int, limits: MediaLimits, param: str) -> Non
 
 def _as_floats(samples: np.ndarray, param: str) -> np.ndarray:
     if samples.dtype.kind == "f":
-        return samples
+        # Wider ones (`np.longdouble`) cannot be resampled.
+        return samples if samples.itemsize <= 8 else samples.astype(np.float64)
     if samples.dtype.name == "bfloat16":
         return samples.astype(np.float32)
     scale = _PCM_SCALES.get(samples.dtype.name)
