@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.processing import (
@@ -139,6 +139,14 @@ def test_metadata_are_one_for_all_or_one_for_each():
 def test_other_things_are_refused(data: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         parse(data)
+
+
+def test_frames_of_one_size_of_which_one_is_turned_are_refused():
+    turned = draw(6, 4)
+    turned.getexif()[ExifTags.Base.Orientation] = 6
+    with pytest.raises(RequestValueError, match="scale them to one"):
+        parse([draw(6, 4), turned])
+    assert parse([turned, turned]).get(0).shape == (2, 6, 4, 3)
 
 
 def test_limits_hold_before_a_frame_is_decoded():

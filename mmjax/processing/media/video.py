@@ -98,6 +98,21 @@ def _stack_frames(frames: Sequence[Any], limits: MediaLimits, param: str) -> np.
                 "give PIL images or arrays of 3 axes",
                 param=param,
             )
+    sizes = _check_alike(frames, param)
+    if frames and isinstance(frames[0], Image.Image):
+        width, height = frames[0].size
+        _check_shape((len(frames), height, width, 3), limits, param)
+        images = [np.asarray(parse_image(frame, limits, param=param)) for frame in frames]
+        _check_alike(images, param)  # again: some may be turned
+        return np.stack(images)
+    _check_shape((len(frames), *next(iter(sizes), (0, 0, 3))), limits, param)
+    stacked = np.stack([as_numpy(frame) for frame in frames])
+    _check_values(stacked, limits, param)
+    return stacked
+
+
+def _check_alike(frames: Sequence[Any], param: str) -> list[tuple[int, ...]]:
+    """Return the frames' size; `RequestValueError` for several."""
     sizes = {
         frame.size if isinstance(frame, Image.Image) else tuple(frame.shape): None
         for frame in frames
@@ -108,14 +123,7 @@ def _stack_frames(frames: Sequence[Any], limits: MediaLimits, param: str) -> np.
             "scale them to one",
             param=param,
         )
-    if frames and isinstance(frames[0], Image.Image):
-        width, height = frames[0].size
-        _check_shape((len(frames), height, width, 3), limits, param)
-        return np.stack([np.asarray(parse_image(frame, limits, param=param)) for frame in frames])
-    _check_shape((len(frames), *next(iter(sizes), (0, 0, 3))), limits, param)
-    stacked = np.stack([as_numpy(frame) for frame in frames])
-    _check_values(stacked, limits, param)
-    return stacked
+    return list(sizes)
 
 
 def _check_shape(shape: tuple[int, ...], limits: MediaLimits, param: str) -> None:
