@@ -87,6 +87,13 @@ def test_the_defaults_name(monkeypatch: pytest.MonkeyPatch, tiny_gemma3: Path) -
     assert load_model_config(None).public_name == "tiny_scenes"
 
 
+def test_the_default_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("tiny_scenes") == resolve_model(None)
+    (tmp_path / "tiny_scenes").mkdir()
+    assert resolve_model("tiny_scenes") == Path("tiny_scenes"), "a directory of that name is meant"
+
+
 @pytest.mark.parametrize("model", ["./missing", "/missing/model", "~/missing", "a/b/c", ""])
 def test_missing_directories(model: str) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):

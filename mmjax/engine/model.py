@@ -17,7 +17,7 @@ from mmjax.layers.cpu.product import prefers_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params, unflatten_params
 from mmjax.layers.quantization import Layouts, quantize_params
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
-from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
+from mmjax.models.model_source import resolve_model, stored_dtype
 from mmjax.models.registry import load_model_class
 from mmjax.system.allocator import use_large_pages
 from mmjax.system.logger import get_logger
@@ -183,9 +183,8 @@ def iter_own_params(
 
 def _find_source(damage: SnapshotDamagedError, download_dir: Path | None) -> Path:
     """Return the directory that a damaged snapshot was made of; raise `damage` if it is gone."""
-    model = None if damage.source == DEFAULT_MODEL else damage.source
     try:
-        source = resolve_model(model, revision=damage.revision, download_dir=download_dir)
+        source = resolve_model(damage.source, revision=damage.revision, download_dir=download_dir)
     except CheckpointError as error:
         raise damage from error
     logger.error("%s; until then the weights of `%s` are loaded", damage, damage.source)

@@ -109,16 +109,19 @@ def resolve_model(
     download_dir: Path | None = None,
     needs_weights: bool = True,
 ) -> Path:
-    """Return the local directory of `model`: None (the embedded default), a directory, a hub id.
+    """Return the local directory of `model`: a directory, a hub id, or the embedded default.
 
-    `download_dir`: where the hub's checkpoints are kept; None: in Hugging Face's cache. Without
-    `needs_weights` the other files alone are downloaded.
+    The default is None, or its name where no directory has that. `download_dir`: where the hub's
+    checkpoints are kept; None: in Hugging Face's cache. Without `needs_weights` the other files
+    alone are downloaded.
     """
     if model is None:
         return _embedded_default()
     path = Path(model).expanduser()
     if model.strip() and path.is_dir():
         return path
+    if model == DEFAULT_MODEL:
+        return _embedded_default()
     if _looks_like_path(model):
         raise CheckpointError(
             f"model directory `{model}` does not exist; give a directory that holds config.json, "

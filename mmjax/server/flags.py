@@ -21,7 +21,7 @@ from mmjax.config.engine_config import (
 from mmjax.config.refused_flags import HELD_FLAGS, is_held, refusal_of
 from mmjax.config.settings import Setting, nearest_name, settings_of
 from mmjax.errors import ConfigError, MMJaxError
-from mmjax.models.model_source import load_engine_config, load_generation_defaults
+from mmjax.models.model_source import DEFAULT_MODEL, load_engine_config, load_generation_defaults
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
@@ -149,7 +149,7 @@ def _dump(given: Mapping[str, Given]) -> str:
 def _read_checkpoint(given: Mapping[str, Given]) -> dict[str, Any]:
     """Return what a checkpoint on this machine decides of settings that are left to it."""
     model = given["model"].value
-    if model is not None and not Path(model).expanduser().is_dir():
+    if model not in (None, DEFAULT_MODEL) and not Path(model).expanduser().is_dir():
         return {}
     try:
         config = load_engine_config({name: one.value for name, one in given.items()}).model
