@@ -113,6 +113,15 @@ def test_the_first_few_mistakes_are_told(server: Server) -> None:
     assert error["message"].endswith("; and 1 more")
 
 
+def test_a_misspelt_field_is_told_the_right_one(server: Server) -> None:
+    error = server.chat(max_token=4, temprature=0).json()["error"]
+    assert error["param"] == "max_token"
+    assert error["message"] == (
+        "`max_token` is not a field that mmjax knows; do you mean `max_tokens`?; "
+        "`temprature` is not a field that mmjax knows; do you mean `temperature`?"
+    )
+
+
 # ---- the scan -------------------------------------------------------------------------------
 
 

@@ -138,7 +138,7 @@ class Strict(BaseModel):
             return data
         known = cls.__pydantic_fields__
         if not data.keys() <= known.keys():
-            raise unknown_fields_error([name for name in data if name not in known])
+            raise unknown_fields_error([name for name in data if name not in known], known)
         return {
             name: value
             for name, value in data.items()

@@ -8,8 +8,9 @@ received.
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from email.message import Message
 from typing import Any, TypeVar
 
@@ -72,6 +73,7 @@ REPLACED_FIELDS: Mapping[str, str] = {
 
 _MAX_ERRORS_SHOWN = 3
 _MAX_NAME_CHARS = 64
+_LEAST_ALIKE = 0.8
 _MAX_PATH_CHARS = 256
 
 
@@ -347,11 +349,19 @@ def _is_json(content_type: str) -> bool:
 # ---- fields -------------------------------------------------------------------------------------
 
 
-def unknown_fields_error(names: Sequence[str]) -> PydanticCustomError:
-    """Return one error for all of `names`, of which it lists the first."""
+def unknown_fields_error(names: Sequence[str], known: Collection[str]) -> PydanticCustomError:
+    """Return one error for all of `names`, of which it lists the first, with the like of `known`.
+
+    A field is about a dozen characters long: a name of `_MAX_NAME_CHARS` is compared in no time.
+    """
     shown = [name[:_MAX_NAME_CHARS] for name in names[:_MAX_ERRORS_SHOWN]]
+    alike = [
+        next(iter(get_close_matches(name, known, n=1, cutoff=_LEAST_ALIKE)), "") for name in shown
+    ]
     return PydanticCustomError(
-        UNKNOWN_FIELDS, "unknown fields", {"names": shown, "num_more": len(names) - len(shown)}
+        UNKNOWN_FIELDS,
+        "unknown fields",
+        {"names": shown, "alike": alike, "num_more": len(names) - len(shown)},
     )
 
 
@@ -377,9 +387,9 @@ def refusal_of(error: ValidationError) -> RequestValueError:
         if item["type"] == UNKNOWN_FIELDS:
             context = item.get("ctx", {})
             num_more += context["num_more"]
-            for name in context["names"]:
+            for name, alike in zip(context["names"], context["alike"], strict=True):
                 field = f"{path}.{name}" if path else name
-                messages[field] = _unknown_message(field)
+                messages[field] = _unknown_message(field, alike)
         else:
             # Each member of a union has an error: keep the first.
             messages.setdefault(path, _message(path, item))
@@ -410,10 +420,11 @@ _UNION_MARKS = frozenset({"str", "constrained-str", "int", "float", "bool", "dic
 """Steps of pydantic's location that name a union's member."""
 
 
-def _unknown_message(field: str) -> str:
+def _unknown_message(field: str, alike: str) -> str:
     if field in REPLACED_FIELDS:
         return f"`{field}` is an older name, which mmjax does not take: {REPLACED_FIELDS[field]}"
-    return f"`{field}` is not a field that mmjax knows; remove it"
+    advice = f"do you mean `{alike}`?" if alike else "remove it"
+    return f"`{field}` is not a field that mmjax knows; {advice}"
 
 
 def _message(path: str, error: Mapping[str, Any]) -> str:
