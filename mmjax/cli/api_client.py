@@ -25,7 +25,8 @@ class ApiClient:
         """`url`: with or without /v1; `api_key` None: that of the environment."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"`--url` is {url!r}; expected an address, as http://127.0.0.1:8000")
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._root = url.rstrip("/").removesuffix("/v1")
+        self._url = self._root + "/v1"
         self._headers = {"Content-Type": "application/json"}
         if key := api_key or os.environ.get(KEY_VARIABLE):
             self._headers["Authorization"] = f"Bearer {key}"
@@ -34,6 +35,14 @@ class ApiClient:
         """Return the name of the model that the server serves."""
         with self._open("/models") as response:
             return json.load(response)["data"][0]["id"]
+
+    def count_programs_left(self) -> int:
+        """Return how many programs the server has still to compile; 0 where it does not say."""
+        try:
+            with urllib.request.urlopen(f"{self._root}/health", timeout=_TIMEOUT_S) as response:
+                return int(json.load(response)["num_programs_left"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
 
     def stream_chat(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events of a streamed chat; ApiError if one is an error."""

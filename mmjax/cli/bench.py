@@ -45,6 +45,12 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         bodies = _make_bodies(options, client.find_model())
         # Not measured: it finds nothing cached, and may wait for a compilation.
         _ask(client, bodies.pop())
+        if left := client.count_programs_left():
+            print(
+                f"{prog}: the server has {left} programs to compile, and is slower meanwhile; "
+                "measure again when `num_programs_left` of its /health is 0",
+                file=sys.stderr,
+            )
         start = time.perf_counter()
         with ThreadPoolExecutor(options.concurrency) as pool:
             samples = list(pool.map(lambda body: _ask(client, body), bodies))

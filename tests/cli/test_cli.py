@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mmjax.cli.api_client import ApiClient
 from mmjax.cli.bench import Sample, summarize
 from mmjax.cli.main import COMMANDS, main
 from tests.cli.conftest import API_KEY
@@ -245,6 +246,22 @@ def test_bench_counts_what_it_asked_for(
     assert 0 < figures["ttft_ms_p50"] <= figures["e2e_ms_p50"] <= figures["e2e_ms_p99"]
     assert ask("bench", *sizes, "--images", "0") == 0
     assert "ttft_ms_p50" in capsys.readouterr().out
+
+
+def test_bench_says_that_the_server_still_compiles(
+    ask: Callable[..., int],
+    echo_address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ApiClient(echo_address).count_programs_left() == 0
+    assert ApiClient("http://127.0.0.1:9").count_programs_left() == 0
+    sizes = ("--num-requests", "1", "--max-tokens", "2", "--images", "0")
+    assert ask("bench", *sizes) == 0
+    assert "to compile" not in capsys.readouterr().err
+    monkeypatch.setattr(ApiClient, "count_programs_left", lambda self: 7)
+    assert ask("bench", *sizes) == 0
+    assert "the server has 7 programs to compile" in capsys.readouterr().err
 
 
 def test_figures_of_a_bench() -> None:
