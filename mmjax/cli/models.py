@@ -84,16 +84,19 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 def list_models() -> list[dict[str, Any]]:
     """Return a row for each of mmjax's own architectures: its media, and a checkpoint of it."""
     # Imported here: transformers is slow.
-    from mmjax.models.registry import MODELS, get_processor_factories
+    from mmjax.models.registry import MODELS
 
     return [
-        {
-            "architecture": name,
-            "media": list(getattr(get_processor_factories(name).info, "limits", ())),
-            "example": row.example,
-        }
+        {"architecture": name, "media": _list_media(name), "example": row.example}
         for name, row in MODELS.items()
     ]
+
+
+def _list_media(architecture: str) -> list[str]:
+    from mmjax.models.registry import get_processor_factories
+
+    info = get_processor_factories(architecture).info
+    return [*getattr(info, "limits", ()), *getattr(info, "sound_limits", ())]
 
 
 def examine(model: str, revision: str | None = None, max_model_len: int | None = None) -> Fit:

@@ -67,6 +67,8 @@ class FamilyInfo(BaseProcessingInfo):
     none: `load_hf_processor` says what is loaded."""
     limits: ClassVar[Mapping[str, int | None]] = MappingProxyType({"image": None})
     """Modality -> how many items the model takes; None: any number."""
+    sound_limits: ClassVar[Mapping[str, int | None]] = MappingProxyType({})
+    """The same of clips, of a family that sees and hears; a checkpoint of it may hear nothing."""
     placeholders: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Modality -> what stands for an item in a text; nothing where updates insert."""
     embed_token: ClassVar[str | None] = None

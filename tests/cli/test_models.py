@@ -29,6 +29,12 @@ def test_each_class_is_listed_with_its_media_and_a_checkpoint(
     assert [row["architecture"] for row in rows] == list(MODELS)
     assert all({"image", "audio"} & {*row["media"]} for row in rows)
     assert all(row["example"].count("/") == 1 for row in rows)
+    hearing = {row["architecture"] for row in rows if {"image", "audio"} <= {*row["media"]}}
+    assert hearing == {
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+    }
     _, text, _ = run(capsys)
     assert all(name in text and row.example in text for name, row in MODELS.items())
 

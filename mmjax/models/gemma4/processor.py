@@ -158,6 +158,7 @@ class Gemma4ProcessingInfo(FamilyInfo):
     data_parser = Gemma4DataParser
     host_inputs = Gemma4HostInputs
     limits: ClassVar = {"image": None, "video": None}
+    sound_limits: ClassVar = {"audio": None}
     placeholders: ClassVar = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"}
     has_squares: ClassVar[bool] = False
     """Whether a square of patches is cut out as one."""
@@ -172,7 +173,7 @@ class Gemma4ProcessingInfo(FamilyInfo):
         return SAMPLING_RATE if self.hears else None
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {**self.limits, **({"audio": None} if self.hears else {})}
+        return {**self.limits, **(self.sound_limits if self.hears else {})}
 
     def get_embed_token_id(self, modality: str) -> int:
         return getattr(self.get_hf_config(), f"{modality}_token_id")

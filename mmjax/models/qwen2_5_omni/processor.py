@@ -168,6 +168,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
     parser = OmniDataParser
     video_patcher = OmniVideoPatcher
     placeholders: ClassVar = PLACEHOLDERS
+    sound_limits: ClassVar = {"audio": None}
 
     def choose_video_settings(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the default's number of pixels, whatever the files say, as HF's processor does."""
@@ -183,7 +184,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
         return made
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {**self.limits, "audio": None}
+        return {**self.limits, **self.sound_limits}
 
     def get_data_parser(self) -> MultiModalDataParser:
         return self.parser(
