@@ -128,7 +128,8 @@ class HttpFetcher:
         except TimeoutError:
             reason = f"did not arrive within {self._mm.media_fetch_timeout_s:g} s"
         except _RefusedAddressError:
-            raise refuse_url(param, "has a host without a public address") from None
+            reason = "has a host that cannot be found, or that has no public address"
+            raise refuse_url(param, reason) from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException):
             reason = "could not be fetched: the connection failed"
         except (OSError, ssl.SSLError):
