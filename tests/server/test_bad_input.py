@@ -274,7 +274,8 @@ def test_unknown_addresses(server: Server, path: str) -> None:
 
 def test_wrong_methods(server: Server) -> None:
     response = server.http.get("/v1/chat/completions")
-    error_of(response, 405)
+    message = "this address does not take this method; it takes POST"
+    assert error_of(response, 405)["message"] == message
     assert "POST" in response.headers["allow"]
     error_of(server.http.post("/health"), 405)
 

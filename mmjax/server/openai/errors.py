@@ -190,6 +190,8 @@ def install_error_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(_methods_at(request))
         # Of a body that is too large the detail is ours.
         message = error.detail if error.status_code == 413 else None
+        if allowed := headers.get("Allow"):
+            message = f"this address does not take this method; it takes {allowed}"
         path = route_path(request.scope)
         if error.status_code == 404 and (flag := _flag_of(path)):
             message = f"this server does not offer `{path}`; start it with `{flag}`"
