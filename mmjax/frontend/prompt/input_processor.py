@@ -167,9 +167,11 @@ class InputProcessor:
         """Return what has clips transcribed; `RequestError` for a model of another kind."""
         transcriber = self.info.transcriber
         if transcriber is None:
+            hears = "audio" in self.info.supported_mm_limits
+            other = ", or ask about the clip in a chat" if hears else ""
             raise RequestValueError(
-                f"`{self.model_config.public_name}` does not transcribe; serve a Whisper, or ask "
-                "about the clip in a chat",
+                f"`{self.model_config.public_name}` does not transcribe; serve a Whisper or a "
+                f"Voxtral{other}",
                 param="model",
             )
         return transcriber
