@@ -65,7 +65,8 @@ def parse_mapping(values: Mapping[str, Any]) -> argparse.Namespace:
 
 def dump_config(argv: Sequence[str] | None = None, *, prog: str = "mmjax config") -> str:
     """Return every setting with its value and its origin, as a file for `--config`."""
-    return _dump(_read(_build_parser(prog), argv)[0])
+    description = "Print every setting that `mmjax serve` would have, and where it is from."
+    return _dump(_read(_build_parser(prog, description), argv)[0])
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
@@ -174,11 +175,14 @@ def to_server_config(flags: argparse.Namespace) -> ServerConfig:
     return SETTING_CLASSES["server"](**group_fields("server", vars(flags)))
 
 
-def _build_parser(prog: str = "python -m mmjax.serve") -> argparse.ArgumentParser:
+def _build_parser(
+    prog: str = "python -m mmjax.serve",
+    description: str = "Serve a multimodal model over OpenAI's HTTP API.",
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]; --help lists all flags",
-        description="Serve a multimodal model over OpenAI's HTTP API.",
+        description=description,
         allow_abbrev=False,
     )
     parser.add_argument(

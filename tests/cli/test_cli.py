@@ -66,6 +66,14 @@ def test_a_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: mmjax {name} ")
 
 
+def test_the_help_of_config_says_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", "--help"])
+    written = capsys.readouterr().out
+    assert "Print every setting that `mmjax serve` would have" in written
+    assert "Serve a multimodal model" not in written
+
+
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sing"]) == 2
     assert "there is no command `sing`" in capsys.readouterr().err
