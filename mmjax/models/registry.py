@@ -23,6 +23,7 @@ from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.prepared import ProcessorCache
 from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.tokenizer_file import keep_as_written
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
@@ -426,7 +427,8 @@ def _load_tokenizer(model_config: ModelConfig, load: Callable[[Path], Any] | Non
         known = model_config.hf_config
         config = {} if type(known).model_type else {"config": known}
         # NOTE: unless it is said, a checkpoint with remote code is asked about on the terminal.
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **config)
+        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **config)
+        return keep_as_written(loaded, path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the tokenizer of `{model_config.model}` cannot be loaded: {error}; "

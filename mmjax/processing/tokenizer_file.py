@@ -1,0 +1,53 @@
+"""Tokenizers as their tokenizer.json has them, where transformers makes others of the file."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+TOKENIZER_FILE = "tokenizer.json"
+_NO_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
+
+
+class _Parts(msgspec.Struct):
+    """What is read of tokenizer.json: all but its vocabulary."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    decoder: Any = None
+
+
+def keep_as_written(tokenizer: Any, path: Path) -> Any:
+    """Return a directory's tokenizer, of its tokenizer.json alone where HF's class obeys it not.
+
+    A class such as `GPT2Tokenizer`, which SmolVLM's and Granite-Docling's files name, takes the
+    vocabulary of the file, and cuts every text as GPT-2 did.
+    """
+    file = path / TOKENIZER_FILE
+    made = getattr(tokenizer, "backend_tokenizer", None)
+    if made is None or "__init__" not in vars(type(tokenizer)) or not file.is_file():
+        return tokenizer
+    written = _load_parts(file)
+    if all(_describe(made, name) == _describe(written, name) for name in _Parts.__struct_fields__):
+        return tokenizer
+    # On use only: it brings an installed torch along.
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    named = {name: getattr(tokenizer, name) for name in names}
+    known = {name: token for name, token in named.items() if token in tokenizer.get_vocab()}
+    return PreTrainedTokenizerFast.from_pretrained(path, **known)
+
+
+def _load_parts(file: Path) -> Any:
+    """Return a tokenizer of no words, with the file's other parts."""
+    from tokenizers import Tokenizer
+
+    parts = msgspec.to_builtins(msgspec.json.decode(file.read_bytes(), type=_Parts))
+    whole = {"version": "1.0", "added_tokens": [], "model": _NO_MODEL, **parts}
+    return Tokenizer.from_str(msgspec.json.encode(whole).decode())
+
+
+def _describe(tokenizer: Any, name: str) -> bytes | None:
+    part = getattr(tokenizer, name)
+    return None if part is None else part.__getstate__()
