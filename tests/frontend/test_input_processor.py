@@ -1,5 +1,6 @@
 """Prompts in every form, and every limit named."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_model_config
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.items import parse
-from tests.families.directories import GOLDEN
+from tests.families.directories import GOLDEN, edit_golden, edit_json
+from tests.families.idefics3 import IDEFICS3
 from tests.kit import IMAGE_SOFT, IMAGE_START, draw
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -96,6 +98,26 @@ def test_tokens_are_completed(input_processor: InputProcessor) -> None:
     tokenizer = input_processor.tokenizer
     assert message.eos_token_ids == [1, tokenizer.convert_tokens_to_ids("<end_of_turn>")]
     assert message.cache_salt is None
+
+
+def test_the_tokenizers_own_end_is_one_beside_those_of_the_files(tmp_path: Path) -> None:
+    """As of Fuyu's files, whose generation_config.json names a token that no answer has."""
+    config = {"eos_token_id": 7, "text_config.eos_token_id": 7}
+    files: Any = {"config": config, "generation_config": {"eos_token_id": [7, 8]}}
+    processor = InputProcessor(load_model_config(str(edit_golden("fuyu", tmp_path, **files))))
+    own = processor.tokenizer.convert_tokens_to_ids("|ENDOFTEXT|")
+    ids = process(processor, "red").messages[0].eos_token_ids
+    assert ids[0] == own
+    assert {7, 8} < {*ids}
+
+
+def test_the_end_of_a_turn_ends_idefics3s_answers(tmp_path: Path) -> None:
+    """Its 8B's files name Llama 3's ends alone."""
+    path = Path(shutil.copytree(IDEFICS3.path(), tmp_path / "model"))
+    edit_json(path / "generation_config.json", {"eos_token_id": 5})
+    processor = InputProcessor(load_model_config(str(path)))
+    end = processor.tokenizer.convert_tokens_to_ids("<end_of_utterance>")
+    assert {5, end} < {*process(processor, "red").messages[0].eos_token_ids}
 
 
 def test_default_sampling_params_come_from_the_checkpoint(input_processor: InputProcessor) -> None:

@@ -346,10 +346,11 @@ class InputProcessor:
         )
 
     def _eos_token_ids(self) -> list[int]:
+        """Return what ends an answer: the tokenizer's EOS, the files' others, and the family's."""
         own = self.tokenizer.eos_token_id
-        known = self.generation_defaults.eos_token_ids or (int(own),)
-        known = dict.fromkeys((*known, *self.info.get_ending_token_ids()))
-        return sorted(known, key=lambda token_id: token_id != own)
+        first = () if own is None else (int(own),)
+        others = (*self.generation_defaults.eos_token_ids, *self.info.get_ending_token_ids())
+        return list(dict.fromkeys((*first, *others)))
 
     def close(self) -> None:
         """End what decodes and what reads grammars, and free the cache's resources. Idempotent."""

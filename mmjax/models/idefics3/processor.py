@@ -153,6 +153,7 @@ def write_number(number: int) -> str:
 
 
 IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
+END_OF_TURN = "<end_of_utterance>"
 
 CHAT_TEMPLATE = write_turns(
     start="('<|im_start|>' if loop.first else '') + message.role | capitalize"
@@ -184,6 +185,11 @@ class Idefics3ProcessingInfo(FamilyInfo):
     def get_tasks(self) -> Mapping[str, str]:
         """Return Granite-Docling's; others are asked in words of one's own."""
         return DOCLING_TASKS if DOCTAG in self.get_tokenizer().get_vocab() else self.tasks
+
+    def get_ending_token_ids(self) -> Sequence[int]:
+        """Return what ends a turn: Idefics3's files name Llama 3's ends alone."""
+        token_id = self.get_tokenizer().get_vocab().get(END_OF_TURN)
+        return () if token_id is None else (token_id,)
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the parts: HF's processor of SmolVLM needs torchvision and num2words."""
