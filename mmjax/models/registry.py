@@ -124,7 +124,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         ),
         "MiniCPMV4_6ForConditionalGeneration": ModelRow("minicpmv4_6", "openbmb/MiniCPM-V-4.6"),
         "Mistral3ForConditionalGeneration": ModelRow(
-            "pixtral", "mistralai/Ministral-3-3B-Instruct-2512-BF16"
+            "pixtral",
+            "mistralai/Ministral-3-3B-Instruct-2512-BF16",
+            factories="MISTRAL3_FACTORIES",
         ),
         "MolmoForCausalLM": ModelRow("molmo", "allenai/Molmo-7B-D-0924"),
         "Molmo2ForConditionalGeneration": ModelRow("molmo2", "allenai/Molmo2-4B"),

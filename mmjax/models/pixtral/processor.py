@@ -16,9 +16,12 @@ from mmjax.models.pixtral.host_inputs import (
     check_whole_pictures,
     read_merge_size,
 )
-from mmjax.processing.chat_turns import write_chatml, write_parts
+from mmjax.models.pixtral.tokenizer import TEKKEN_FILE, load_tokenizer
+from mmjax.processing.chat_turns import write_chatml, write_parts, write_turns
+from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.image import bad_kwarg, sliver_error
-from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
+from mmjax.processing.image_processors.pil_classes import load_class
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.rounding import cdiv
 
@@ -56,6 +59,14 @@ CHAT_TEMPLATE = r"""
 {%- endfor -%}
 """
 """Mistral's turns; the system's text stands in the last one, as `mistral-common` has it."""
+SYSTEM_START = "[SYSTEM_PROMPT]"
+CHAT_TEMPLATE_7 = write_turns(
+    start="{'system': '[SYSTEM_PROMPT]', 'user': '[INST]', 'assistant': ''}[message.role]",
+    content=write_parts(image=IMAGE_TOKEN),
+    end="{'system': '[/SYSTEM_PROMPT]', 'user': '[/INST]', 'assistant': eos_token}[message.role]",
+    answer="''",
+)
+"""The same of its version 7, whose tokenizers have marks of a system's text."""
 LIGHTON_IMAGE_TOKEN = "<|image_pad|>"
 LIGHTON_CHAT_TEMPLATE = write_chatml(write_parts(image=LIGHTON_IMAGE_TOKEN))
 """Qwen3's turns, without an empty thought."""
@@ -109,6 +120,12 @@ class PixtralProcessingInfo(FamilyInfo):
     image_processors: ClassVar = {"Pixtral": "pixtral"}
     placeholders: ClassVar = {"image": IMAGE_TOKEN}
 
+    def __init__(self, ctx: InputProcessingContext) -> None:
+        super().__init__(ctx)
+        vocab = {} if ctx.tokenizer is None else ctx.tokenizer.get_vocab()
+        if SYSTEM_START in vocab and self.chat_template == CHAT_TEMPLATE:
+            self.chat_template = CHAT_TEMPLATE_7
+
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
         """Do nothing: `longest_edge` is held to what was planned, and never scales up."""
 
@@ -136,7 +153,15 @@ class PixtralProcessingInfo(FamilyInfo):
         }
         check_settings(self.processor_settings, expected)
         _ = self.token_ids
-        return super().load_hf_processor()
+        path = self.ctx.model_config.path
+        if load_image_settings(path, are_needed=False) or not (path / TEKKEN_FILE).is_file():
+            return super().load_hf_processor()
+        # Published with Mistral's own files alone, as Mistral Small 3.2: HF's defaults hold.
+        size = {"longest_edge": config.vision_config.image_size}
+        made = load_class("Pixtral", self.image_processors["Pixtral"])(size=size)
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(), image_processor=self.wrap_image_processor(made)
+        )
 
     def wrap_image_processor(self, hf_processor: Any) -> PixtralImageScaler:
         return PixtralImageScaler(hf_processor, self.unit)
@@ -179,4 +204,5 @@ class LightOnOcrProcessingInfo(PixtralProcessingInfo):
 
 
 FACTORIES = make_factories(PixtralProcessingInfo)
+MISTRAL3_FACTORIES = make_factories(PixtralProcessingInfo, load_tokenizer=load_tokenizer)
 LIGHTON_FACTORIES = make_factories(LightOnOcrProcessingInfo)
