@@ -113,6 +113,11 @@ class GridInfo(FamilyInfo):
         return getattr(self.get_hf_config(), f"{modality}_token_id")
 
     @property
+    def patch_depth(self) -> int:
+        """How many frames a patch of the tower has."""
+        return self.get_hf_config().vision_config.temporal_patch_size
+
+    @property
     def merge_size(self) -> int:
         return self.get_hf_config().vision_config.spatial_merge_size
 
@@ -162,8 +167,7 @@ class GridInfo(FamilyInfo):
         expected = {
             "patch_size": vision.patch_size,
             "merge_size": vision.spatial_merge_size,
-            # Of a tower for pictures alone, one.
-            "temporal_patch_size": getattr(vision, "temporal_patch_size", 1),
+            "temporal_patch_size": self.patch_depth,
         }
         source = "config.json's vision_config has"
         check_settings(patcher.hf, expected, where=f"the {name}", source=source)

@@ -34,5 +34,10 @@ class PaddleOCRVLProcessingInfo(GridInfo):
     limits: ClassVar = {"image": None}
     placeholders: ClassVar = {"image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"}
 
+    @property
+    def patch_depth(self) -> int:
+        """One frame: published files have a `temporal_patch_size` of 2, which no tower reads."""
+        return 1
+
 
 FACTORIES = make_factories(PaddleOCRVLProcessingInfo)
