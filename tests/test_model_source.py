@@ -11,6 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 from huggingface_hub import set_client_factory
+from huggingface_hub.utils import filter_repo_objects
 from huggingface_hub.utils._http import default_client_factory
 from safetensors.numpy import save
 
@@ -113,6 +114,36 @@ def test_the_hub_is_asked_without_pickles(monkeypatch: pytest.MonkeyPatch, tmp_p
     patterns = asked["allow_patterns"]
     assert "*.safetensors" in patterns
     assert not {"*", "*.bin", "*.pt", "*.py", "*.pkl"} & set(patterns)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "copies"),
+    [
+        # mistralai/Mistral-Small-3.1-24B-Instruct-2503, and Voxtral's
+        (
+            ["model-00001-of-00010.safetensors", "model.safetensors.index.json", "tekken.json"],
+            ["consolidated.safetensors"],
+        ),
+        # openai/whisper-large-v3
+        (
+            ["model.safetensors", "generation_config.json", "vocab.json"],
+            [f"model.fp32-0000{number}-of-00002.safetensors" for number in (1, 2)],
+        ),
+    ],
+)
+def test_copies_of_the_weights_are_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[str], copies: list[str]
+) -> None:
+    found: list[str] = []
+
+    def download(name: str, *, allow_patterns: Any, ignore_patterns: Any = None, **_: Any) -> str:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        found.extend(filter_repo_objects([*wanted, *copies], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_model("owner/name")
+    assert found == wanted
 
 
 LICENCE = r"is gated: accept its licence at https://huggingface.co/owner/name.*HF_TOKEN"

@@ -50,6 +50,9 @@ CONFIG_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "*.tiktok
 """Files without weights."""
 CHECKPOINT_FILES = (*WEIGHT_FILES, *CONFIG_FILES)
 """Files to download from the hub: no pickles (`*.bin`, `*.pt`), no code."""
+COPIES = ("consolidated*.safetensors", "*.fp32-*.safetensors")
+"""Weight files that are not read: the same weights in Mistral's own layout, and Whisper's in
+float32, which are published beside those that are."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """The same, of an adapter."""
 
@@ -382,6 +385,7 @@ def _download(
                 revision=revision,
                 cache_dir=download_dir,
                 allow_patterns=list(files),
+                ignore_patterns=list(COPIES),
             )
         )
     except (HTTPError, HFValidationError, OSError) as error:
