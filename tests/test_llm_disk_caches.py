@@ -121,7 +121,6 @@ def test_other_settings_of_the_processor_find_nothing(tiny_gemma3: Path, tmp_pat
         assert ask(llm, [image])[1] == [("computed", "computed")]
 
 
-@pytest.mark.slow  # a process of its own; that engines end unclosed is in tests/engine, too
 def test_outputs_are_found_without_the_caches_in_memory(tiny_gemma3: Path, tmp_path: Path):
     alone = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
     with start(tiny_gemma3, encoder_cache_dir=tmp_path, **alone) as llm:
@@ -132,6 +131,7 @@ def test_outputs_are_found_without_the_caches_in_memory(tiny_gemma3: Path, tmp_p
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow  # a process of its own; that engines end unclosed is in tests/engine, too
 def test_a_killed_process_leaves_what_it_wrote(tiny_gemma3: Path, tmp_path: Path):
     """And nothing that is not whole."""
     script = f"""
