@@ -18,8 +18,9 @@ WEIGHT = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 
 
 def test_weights_that_are_read_again_are_read_by_their_own_method(tmp_path: Path):
+    make: Any = PreTrainedConfig
     began: Any = SimpleNamespace(
-        model=SimpleNamespace(hf_config=PreTrainedConfig(quantization_config=GPTQ), parts={}),
+        model=SimpleNamespace(hf_config=make(quantization_config=GPTQ), parts={}),
         use_tqdm=False,
     )
     model_class = SimpleNamespace(rules=lambda hf_config: ())

@@ -22,15 +22,16 @@ def describe(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-@pytest.mark.parametrize("further", [{"has_zero": True}, {"has_order": True}])
+@pytest.mark.parametrize(("has_zero", "has_order"), [(True, False), (False, True)])
 def test_floats_do_not_replace_codes_alone_whose_zeros_or_order_would_stay(
-    further: dict[str, bool],
+    has_zero: bool, has_order: bool
 ):
     given = {"layer.weight": np.ones(SHAPE, np.float32)}
     plain = Layout(code="uint4", group_size=32)
     (found,) = match_update(given, describe(plain), ())
     assert found.scales == "layer.weight_scale"
-    expected = describe(Layout(code="uint4", group_size=32, **further))
+    layout = Layout(code="uint4", group_size=32, has_zero=has_zero, has_order=has_order)
+    expected = describe(layout)
     with pytest.raises(CheckpointError, match=r"is not quantised, and the model has `layer.weight"):
         match_update(given, expected, ())
 
