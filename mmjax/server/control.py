@@ -55,7 +55,7 @@ class ControlService:
 
     async def sleep(self, request: Request) -> Response:
         """Serve /sleep: free the caches' memory until /wake_up; requests wait."""
-        query = validated(ControlQuery, dict(request.query_params))
+        query = _read_query(request)
         await self._client.change_engine("sleep", level=query.level, mode=query.mode)
         return self._tell()
 
@@ -66,7 +66,7 @@ class ControlService:
 
     async def pause(self, request: Request) -> Response:
         """Serve /pause: compute nothing until /resume; requests wait."""
-        query = validated(ControlQuery, dict(request.query_params))
+        query = _read_query(request)
         await self._client.change_engine("pause", mode=query.mode)
         return self._tell()
 
@@ -119,6 +119,16 @@ def _no_weights() -> RequestError:
     return RequestValueError.about(
         "path", "is no directory below `--weights-dir` that holds safetensors files"
     )
+
+
+def _read_query(request: Request) -> ControlQuery:
+    """Return what the address asks for; RequestValueError for a body, which has no effect."""
+    if int(request.headers.get("content-length", "0")) > len("{}"):
+        raise RequestValueError(
+            f"{request.url.path} takes no body; write `level` and `mode` into the address, as "
+            "/sleep?level=2&mode=abort"
+        )
+    return validated(ControlQuery, dict(request.query_params))
 
 
 # ---- adapters ------------------------------------------------------------------------------------

@@ -77,6 +77,8 @@ def test_weights_are_of_a_directory_below_the_one_that_is_allowed(
     [
         ("/sleep", {"params": {"level": 3}}),
         ("/sleep", {"params": {"mode": "soon"}}),
+        ("/sleep", {"json": {"level": 2}}),
+        ("/pause", {"json": {"mode": "abort"}}),
         ("/update_weights", {"json": {"path": "step-1", "mode": "soon"}}),
         ("/update_weights", {"json": {"path": "step-1", "level": 2}}),
         ("/update_weights", {"json": {}}),
