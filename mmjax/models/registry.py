@@ -420,6 +420,7 @@ def _load_tokenizer(model_config: ModelConfig, load: Callable[[Path], Any] | Non
         raise CheckpointError(f"`{path}` has no tokenizer.json; is the directory complete?")
     # On use only: it brings an installed torch along.
     from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     try:
         if load is not None:
@@ -430,7 +431,9 @@ def _load_tokenizer(model_config: ModelConfig, load: Callable[[Path], Any] | Non
         config = {} if type(known).model_type else {"config": known}
         # NOTE: unless it is said, a checkpoint with remote code is asked about on the terminal.
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **config)
-        return keep_as_written(loaded, path)
+        # A class that transformers has for the model's own type is what it was trained with.
+        has_own_class = known.model_type in TOKENIZER_MAPPING_NAMES
+        return loaded if has_own_class else keep_as_written(loaded, path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the tokenizer of `{model_config.model}` cannot be loaded: {error}; "
