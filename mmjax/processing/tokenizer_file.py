@@ -1,11 +1,13 @@
-"""Tokenizers as their tokenizer.json has them, where transformers makes others of the file."""
+"""Tokenizers as tokenizer.json has them where transformers makes others, or of tekken.json."""
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-TOKENIZER_FILE = "tokenizer.json"
+from mmjax.errors import CheckpointError
+
+TOKENIZER_FILE, TEKKEN_FILE = "tokenizer.json", "tekken.json"
 _NO_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 
 
@@ -51,3 +53,24 @@ def _load_parts(file: Path) -> Any:
 def _describe(tokenizer: Any, name: str) -> bytes | None:
     part = getattr(tokenizer, name)
     return None if part is None else part.__getstate__()
+
+
+def read_tekken(path: Path) -> Any:
+    """Return the tokenizer of a directory's tekken.json, Mistral's; it has no chat template.
+
+    `CheckpointError` for a file that is none.
+    """
+    # On use only: it brings an installed torch along.
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    file = path / TEKKEN_FILE
+    try:
+        tokenizer = convert_tekken_tokenizer(str(file), chat_template="")
+    except (ImportError, KeyError) as error:
+        raise CheckpointError(
+            f"`{file}` is no vocabulary of Mistral's with its `special_tokens`: {error!r}"
+        ) from error
+    # What `mistral-common` would give where it is installed has other names of parts.
+    tokenizer.chat_template = None
+    tokenizer.add_bos_token = True
+    return tokenizer

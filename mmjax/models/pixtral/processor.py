@@ -16,13 +16,14 @@ from mmjax.models.pixtral.host_inputs import (
     check_whole_pictures,
     read_merge_size,
 )
-from mmjax.models.pixtral.tokenizer import TEKKEN_FILE, load_tokenizer
+from mmjax.models.pixtral.tokenizer import load_tokenizer
 from mmjax.processing.chat_turns import write_chatml, write_parts, write_turns
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.image import bad_kwarg, sliver_error
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.image_processors.pil_classes import load_class
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
+from mmjax.processing.tokenizer_file import TEKKEN_FILE
 from mmjax.rounding import cdiv
 
 IMAGE_TOKEN = "[IMG]"

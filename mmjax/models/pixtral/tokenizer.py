@@ -5,8 +5,7 @@ from typing import Any
 
 from mmjax.errors import CheckpointError
 from mmjax.processing.image_processors.parts import read_json
-
-TEKKEN_FILE = "tekken.json"
+from mmjax.processing.tokenizer_file import TEKKEN_FILE, TOKENIZER_FILE, read_tekken
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -15,23 +14,15 @@ def load_tokenizer(path: Path) -> Any:
     The published tokenizer.json of Mistral Small 3.1 cuts texts by another expression than its
     tekken.json, which the model was trained with: transformers puts that in its place if asked.
     """
-    # On use only: they bring an installed torch along.
+    # On use only: it brings an installed torch along.
     from transformers import AutoTokenizer
-    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
-    file = path / TEKKEN_FILE
-    if (path / "tokenizer.json").is_file():
+    if (path / TOKENIZER_FILE).is_file():
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, fix_mistral_regex=True)
-    if not file.is_file():
+    if not (path / TEKKEN_FILE).is_file():
         raise CheckpointError(
-            f"`{path}` has neither tokenizer.json nor {TEKKEN_FILE}; is the directory complete?"
+            f"`{path}` has neither {TOKENIZER_FILE} nor {TEKKEN_FILE}; is the directory complete?"
         )
-    try:
-        tokenizer = convert_tekken_tokenizer(str(file), chat_template="")
-    except (ImportError, KeyError) as error:
-        raise CheckpointError(
-            f"`{file}` is no vocabulary of Mistral's with its `special_tokens`: {error!r}"
-        ) from error
+    tokenizer = read_tekken(path)
     tokenizer.chat_template = read_json(path / "tokenizer_config.json").get("chat_template")
-    tokenizer.add_bos_token = True
     return tokenizer

@@ -23,6 +23,7 @@ from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import AudioEmbedsDataParser
 from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tokenizer_file import TEKKEN_FILE, TOKENIZER_FILE, read_tekken
 from mmjax.processing.transcripts import (
     Segment,
     TranscriptOptions,
@@ -258,23 +259,12 @@ def load_tokenizer(path: Path) -> Any:
     """
     # On use only: it brings an installed torch along.
     from transformers import AutoTokenizer
-    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
-    file = path / "tekken.json"
-    if not file.is_file():
-        if not (path / "tokenizer.json").is_file():
-            raise CheckpointError(f"`{path}` has neither tekken.json nor tokenizer.json")
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    try:
-        tokenizer = convert_tekken_tokenizer(str(file), chat_template="")
-    except (ImportError, KeyError) as error:
-        raise CheckpointError(
-            f"`{file}` is no vocabulary of Mistral's with its `special_tokens`: {error!r}"
-        ) from error
-    # What `mistral-common` would give where it is installed has other names of parts.
-    tokenizer.chat_template = None
-    tokenizer.add_bos_token = True
-    return tokenizer
+    if (path / TEKKEN_FILE).is_file():
+        return read_tekken(path)
+    if not (path / TOKENIZER_FILE).is_file():
+        raise CheckpointError(f"`{path}` has neither {TEKKEN_FILE} nor {TOKENIZER_FILE}")
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 FACTORIES = make_factories(VoxtralProcessingInfo, load_tokenizer=load_tokenizer)

@@ -60,8 +60,9 @@ def read_method_of(path: Path, hf_config: Any) -> Method | None:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raw = None
-    values = raw.get("quantization_config") if isinstance(raw, dict) else None
-    return _read_settings(values) if isinstance(values, dict) else read_method(hf_config)
+    found = (raw.get(key) for key in _KEYS) if isinstance(raw, dict) else ()
+    values = next((one for one in found if isinstance(one, dict)), None)
+    return read_method(hf_config) if values is None else _read_settings(values)
 
 
 def _read_settings(values: Mapping[str, Any]) -> Method:
