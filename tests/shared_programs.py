@@ -14,6 +14,8 @@ import jax
 is_paused = False
 """Whether nothing is shared, since a test may replace a part of what programs are traced from."""
 _compiled: dict[Any, Any] = {}
+_read: dict[Any, frozenset[str]] = {}
+"""Names of the parameters that a function reads, by what it is traced from."""
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -24,6 +26,7 @@ _graphs: list[tuple[Any, object]] = []
 def forget() -> None:
     """Drop all programs that no engine holds, and what JAX keeps of others."""
     _compiled.clear()
+    _read.clear()
     _graphs.clear()
     jax.clear_caches()
     gc.collect()
@@ -77,7 +80,16 @@ def install() -> None:
     from mmjax.engine.device.programs import Programs
     from mmjax.models.host_inputs import PackedEncoderSpec
 
-    jit = Programs._jit
+    jit, find_read_by = Programs._jit, Programs.find_read_by
+
+    def find_read_by_shared(self: Programs, function: str) -> frozenset[str]:
+        if is_paused:
+            return find_read_by(self, function)
+        leaves, tree = jax.tree.flatten((self.params, self.describe_arrays(1)))
+        key = (function, self._functions[function]._key, tuple(self.buckets.keys), tree, *leaves)
+        if key not in _read:
+            _read[key] = find_read_by(self, function)
+        return _read[key]
 
     def jit_shared(self: Programs, model: Any, logprobs_mode: Any) -> None:
         jit(self, model, logprobs_mode)
@@ -100,4 +112,4 @@ def install() -> None:
         }
         self._functions = shared
 
-    Programs._jit = jit_shared
+    Programs._jit, Programs.find_read_by = jit_shared, find_read_by_shared
