@@ -91,7 +91,9 @@ $(VENV)/.ray: $(VENV)/.dev
 	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev,ray]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.dev
-	@echo "installing mkdocs, which makes a site of the documentation, into $(VENV)"
+# With what tests need, so that a new machine installs both at once.
+$(VENV)/.docs: $(INPUTS) | $(BIN)/python
+	@echo "installing mmjax, what its tests need, and mkdocs, which makes a site, into $(VENV)"
 	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev,docs]'
-	@touch $@
+	@$(BUILD_KERNELS)
+	@touch $@ $(VENV)/.dev $(VENV)/.serve

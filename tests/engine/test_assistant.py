@@ -256,8 +256,9 @@ def test_right_guesses_are_all_accepted() -> None:
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 40
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", [pytest.param("small", marks=pytest.mark.slow), "large"])
+@KIND
 def test_mixed_requests_are_answered_as_alone(kind: str) -> None:
     """With penalties, bad words, log-probabilities, priorities, preemption and grammars."""
     assistant = assistant_of(kind)

@@ -152,7 +152,8 @@ ONE_KIND = pytest.mark.parametrize(
     "kind", ["glm_ocr", pytest.param("qwen3_5", marks=pytest.mark.slow)]
 )
 ALL_KINDS = pytest.mark.parametrize(
-    "kind", ["glm_ocr", "qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
+    "kind",
+    ["glm_ocr", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_5", "qwen3_5_moe"))],
 )
 
 
@@ -452,10 +453,7 @@ def write_checkpoint(kind: str, path: Path, *, has_layer: bool = True) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["glm_ocr", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_5", "qwen3_5_moe"))],
-)
+@ALL_KINDS
 def test_a_published_checkpoint_has_the_layer(kind: str, tmp_path: Path) -> None:
     """Its weights are read from its files, again after the engine has slept without them."""
     published = write_checkpoint(kind, tmp_path)

@@ -49,7 +49,7 @@ def test_logits_and_tokens_are_hfs(parity: Parity, num_images: int):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_questions", [25, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_questions", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_are_hfs(
     parity: Parity, evaluate: Any, default_checkpoint: Path, num_questions: int
 ):
