@@ -34,6 +34,9 @@ FORMS = {
     "channels first": np.moveaxis(PIXELS, -1, 1),
     "floats": PIXELS / 255,
     "jax floats": jnp.asarray(PIXELS, jnp.float32) / 255,
+    "floats up to 255": PIXELS.astype(np.float64),
+    "torch floats up to 255, channels first": torch.from_numpy(PIXELS).permute(0, 3, 1, 2).float(),
+    "bfloat16 up to 255": torch.from_numpy(PIXELS).bfloat16(),
     "int64": PIXELS.astype(np.int64),
     "with metadata": (PIXELS, META),
     "PIL with metadata": (FRAMES, META),
@@ -63,6 +66,16 @@ def test_every_form_of_a_video_gives_the_same_frames(form: Any):
 def test_an_array_stays_the_object_that_it_is(form: str):
     assert parse(FORMS[form]).get(0) is FORMS[form]
     assert parse(FORMS["numpy"]).get_processor_data()["videos"][0] is PIXELS
+
+
+def test_all_frames_tell_whether_floats_are_bytes():
+    """A dark frame of a video of 0..255 has values that would be bright ones of 0..1."""
+    pixels = PIXELS.copy()
+    pixels[0] %= 2
+    assert pixels[0].max() == 1
+    np.testing.assert_array_equal(
+        parse(pixels.astype(np.float32)).get_processor_data()["videos"][0], pixels
+    )
 
 
 def test_a_list_of_frames_becomes_one_array():

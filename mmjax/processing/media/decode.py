@@ -234,13 +234,30 @@ def video_as_uint8(frames: Any) -> np.ndarray:
     if pixels.dtype == np.uint8 and pixels.shape[-1] not in CHANNELS and pixels.shape[1] == 3:
         return np.moveaxis(pixels, 1, -1)
     no_limits = MediaLimits(max_image_pixels=max(1, math.prod(pixels.shape)))
-    return np.stack([np.asarray(image_from_array(frame, no_limits)) for frame in pixels])
+    images = (image_from_array(frame, no_limits) for frame in iter_frames(pixels))
+    return np.stack([np.asarray(image) for image in images])
+
+
+def iter_frames(pixels: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield a video's frames as `image_from_array` takes them.
+
+    Floats may be 0..255, too: torchvision's `resize(...).float()`, of which qwen-vl-utils makes
+    its videos. The whole video tells: a dark frame may have nothing above 1.
+    """
+    in_bytes = False
+    if _is_float(pixels) and pixels.size:
+        in_bytes = float(pixels.min()) >= 0 and 1 < float(pixels.max()) <= 255
+    yield from (frame.astype(np.float32) / 255 for frame in pixels) if in_bytes else pixels
+
+
+def _is_float(pixels: np.ndarray) -> bool:
+    return pixels.dtype.kind == "f" or pixels.dtype.name == "bfloat16"
 
 
 def _as_uint8(pixels: np.ndarray, param: str | None) -> np.ndarray:
     if pixels.dtype == np.uint8:
         return pixels
-    is_float = pixels.dtype.kind == "f" or pixels.dtype.name == "bfloat16"
+    is_float = _is_float(pixels)
     if not is_float and pixels.dtype.kind not in "iu":
         raise RequestTypeError(
             f"image array has dtype {pixels.dtype}; it must be uint8 (0..255) or float (0..1)",

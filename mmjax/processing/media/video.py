@@ -18,6 +18,7 @@ from mmjax.processing.media.decode import (
     as_numpy,
     image_from_array,
     is_array_like,
+    iter_frames,
     video_as_uint8,
 )
 from mmjax.processing.media.encoded import parse_image
@@ -141,7 +142,7 @@ def _check_values(frames: Any, limits: MediaLimits, param: str) -> None:
     """Refuse values that are no pixels; uint8 needs no look."""
     pixels = as_numpy(frames)
     if pixels.dtype != np.uint8:
-        for frame in pixels:
+        for frame in iter_frames(pixels):
             image_from_array(frame, limits, param=param)
 
 
