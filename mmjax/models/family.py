@@ -291,6 +291,12 @@ class FamilyInfo(BaseProcessingInfo):
         """Return the same of an answer's text, special tokens included."""
         raise NotImplementedError(f"{type(self).__name__} reads no answers")
 
+    def choose_items(
+        self, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, object]
+    ) -> MultiModalDataItems:
+        """Return what of a request's items its kwargs have processed."""
+        return mm_items
+
     # ---- what rows are written with --------------------------------------------------------------
 
     @cached_property
@@ -462,6 +468,11 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
 
     def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
         return False
+
+    def _choose_items(
+        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> MultiModalDataItems:
+        return self.info.choose_items(mm_items, hf_processor_mm_kwargs)
 
     def _tokenize_text(
         self,

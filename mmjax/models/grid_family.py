@@ -17,7 +17,7 @@ from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, item_fields
 from mmjax.models.grid_inputs import GridHostInputs
 from mmjax.processing.chat_turns import write_chatml, write_parts
-from mmjax.processing.image_processors.frames import DEFAULT_FPS, MIN_FPS, Timing
+from mmjax.processing.image_processors.frames import DEFAULT_FPS, MIN_FPS, Timing, check_fps
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.patches import (
     ImagePatcher,
@@ -26,6 +26,7 @@ from mmjax.processing.image_processors.patches import (
 )
 from mmjax.processing.image_processors.pil_classes import load_image_processor, make_image_processor
 from mmjax.processing.image_processors.sampled_videos import SampledVideoPatcher
+from mmjax.processing.items.items import MultiModalDataItems, VideoProcessorItems
 from mmjax.processing.items.parse import ImageSize, MultiModalDataParser
 from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -193,6 +194,27 @@ class GridInfo(FamilyInfo):
             )
 
         return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in self.limits}
+
+    def choose_items(
+        self, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, object]
+    ) -> MultiModalDataItems:
+        """Note how fast videos are where `fps` has a number for each, as qwen-vl-utils gives it."""
+        videos = mm_items.get("video")
+        if not isinstance(videos, VideoProcessorItems):
+            return mm_items
+        speeds = self.scope_kwargs(mm_kwargs, "videos_kwargs").get("fps")
+        if not isinstance(speeds, list | tuple):
+            return mm_items
+        if len(speeds) not in (1, len(videos)):
+            raise RequestValueError(
+                f"`fps` has {len(speeds)} numbers in mm_processor_kwargs, for {len(videos)} "
+                "videos; give one for each, or one",
+                param="mm_processor_kwargs",
+            )
+        checked = [check_fps(fps) for fps in speeds]
+        each = checked * len(videos) if len(checked) == 1 else checked
+        timed = MultiModalDataItems({**mm_items, "video": videos.with_speeds(each)})
+        return timed.with_cancellation(mm_items.cancellation)
 
     def find_largest(
         self, modality: str, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None

@@ -1,17 +1,24 @@
 """Qwen2.5-VL's own beside Qwen2-VL's: the seconds of a video's steps, and HF's processor on it."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.errors import RequestError
+from mmjax.decoders.limits import MediaLimits
+from mmjax.errors import RequestError, RequestValueError
 from mmjax.parity.reference import make_pixels
-from tests.families.qwen2_vl import IMAGE, QWEN2_5_VL, VIDEO, hf_qwen2_5
+from mmjax.processing.media.encoded import EncodedFrames, EncodedImage
+from tests.families.glm4v import GLM4V
+from tests.families.qwen2_5_omni import QWEN2_5_OMNI
+from tests.families.qwen2_vl import IMAGE, QWEN2_5_VL, QWEN2_VL, VIDEO, hf_qwen2_5
+from tests.families.qwen3_vl import QWEN3_VL
 from tests.kit import draw
 
 
@@ -119,3 +126,76 @@ def test_embeddings_of_videos_may_bring_their_seconds(processor: Any):
     given = {**embeds, "second_per_grid_ts": np.array([1.0, np.nan])}
     with pytest.raises(RequestError, match=r"`second_per_grid_ts` is .*; expected 0 to 1000"):
         processor.apply(f"{VIDEO} {VIDEO}", {"video": given})
+
+
+# ---- speeds of frames, as qwen-vl-utils returns them ---------------------------------------------
+
+FRAMES = [np.full((4, 56, 56, 3), value, np.uint8) for value in (10, 200)]
+
+
+def find_seconds(processor: Any, videos: Any, kwargs: Any) -> list[float]:
+    prompt = VIDEO * len(videos)
+    found = []
+    for _ in range(2):  # cold and warm
+        inputs = processor.apply(prompt, {"video": videos}, hf_processor_mm_kwargs=kwargs)
+        items = [item.get_data() for item in inputs.mm_kwargs["video"]]
+        found.append([float(item["second_per_grid_ts"]) for item in items])
+    assert found[0] == found[1]
+    return found[0]
+
+
+def encoded(frames: np.ndarray) -> EncodedFrames:
+    files = []
+    for frame in frames:
+        file = BytesIO()
+        Image.fromarray(frame).save(file, "PNG")
+        files.append(EncodedImage(file.getvalue(), MediaLimits()))
+    return EncodedFrames(files, MediaLimits())
+
+
+@pytest.mark.parametrize("form", [lambda frames: frames, encoded], ids=["frames", "files"])
+def test_each_video_is_as_fast_as_fps_says(processor: Any, form: Any):
+    """Also where the cache has the other one: an item is named after its own speed."""
+    one, other = map(form, FRAMES)
+    for kwargs in ({}, {"do_sample_frames": False}):
+        for videos in ([one, other], [other, one], [one, one]):
+            asked = {**kwargs, "fps": [2.0, 4.0]}
+            assert find_seconds(processor, videos, asked) == [1.0, 0.5]
+        assert find_seconds(processor, [one, other], {**kwargs, "fps": 1}) == [2.0, 2.0]
+        assert find_seconds(processor, [one, other], {"videos_kwargs": {"fps": [1]}}) == [2.0, 2.0]
+
+
+def test_what_metadata_say_stands(processor: Any):
+    known = [(FRAMES[0], {"fps": 8.0}), (FRAMES[1], {"total_num_frames": 8})]
+    assert find_seconds(processor, known, {"fps": [2.0, 4.0]}) == [0.25, 0.5]
+    assert find_seconds(processor, known, {"fps": 2}) == [0.25, 1.0]
+
+
+@pytest.mark.parametrize("family", [QWEN2_VL, QWEN2_5_VL, QWEN2_5_OMNI, QWEN3_VL, GLM4V])
+def test_kwargs_of_qwen_vl_utils_are_taken(family: Any):
+    """Its `process_vision_info` returns them, also for pictures alone."""
+    own = family.make_processor(mm_processor_kwargs={"do_sample_frames": False, "fps": [2.0]})
+    info = own.info
+    video, image = (info.find_placeholder_str(modality, 1) for modality in ("video", "image"))
+    for asked in ({}, {"do_sample_frames": False, "fps": [2.0]}):
+        inputs = own.apply(video, {"video": FRAMES[:1]}, hf_processor_mm_kwargs=asked)
+        assert inputs.mm_placeholders["video"]
+    empty = {"do_sample_frames": False, "fps": []}
+    assert own.apply(image, {"image": draw(90, 60)}, hf_processor_mm_kwargs=empty)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"fps": [1.0, 2.0, 3.0]}, "`fps` has 3 numbers .* for 2 videos"),
+        ({"fps": []}, "`fps` has 0 numbers"),
+        ({"fps": ["fast"]}, "`fps` is 'fast'"),
+        ({"fps": 0}, "`fps` is 0 .*positive"),
+        ({"fps": 1e-9}, "`fps` is 1e-09 .*from 0.001 on"),
+        ({"do_sample_frames": True, "fps": 1}, "`do_sample_frames` is True.*`media_io_kwargs`"),
+        ({"do_sample_frames": 1}, "`do_sample_frames` is 1"),
+    ],
+)
+def test_other_speeds_are_refused(processor: Any, kwargs: Any, message: str):
+    with pytest.raises(RequestValueError, match=message):
+        processor.apply(VIDEO * 2, {"video": FRAMES}, hf_processor_mm_kwargs=kwargs)

@@ -16,7 +16,7 @@ from mmjax.models.family import FamilyProcessor, item_fields, make_factories
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
 from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen25OmniHostInputs
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
-from mmjax.processing.image_processors.frames import split_pairs
+from mmjax.processing.image_processors.frames import read_speed, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.patches import TimedVideoPatcher
 from mmjax.processing.items.items import (
@@ -108,8 +108,9 @@ class OmniVideoPatcher(TimedVideoPatcher):
         `sound_features` float32[frames, bins], and `num_sound_frames` int64[videos], of which a
         silent video has none.
         """
+        fps = read_speed(kwargs) or FRAMES_PER_SECOND
         timed = [
-            (frames, {"fps": FRAMES_PER_SECOND} if metadata.get("fps") is None else metadata)
+            (frames, {"fps": fps} if metadata.get("fps") is None else metadata)
             for frames, metadata in split_pairs(videos)
         ]
         outputs = super().__call__(timed, **kwargs)
@@ -306,6 +307,7 @@ class Qwen25OmniProcessor(FamilyProcessor[Qwen25OmniProcessingInfo]):
         self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> MultiModalDataItems:
         """Have the files of videos heard, if it is asked."""
+        mm_items = super()._choose_items(mm_items, hf_processor_mm_kwargs)
         videos = mm_items.get("video")
         is_heard = self.info.hears_videos(hf_processor_mm_kwargs)
         if not is_heard or not isinstance(videos, VideoProcessorItems):

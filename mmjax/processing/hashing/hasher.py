@@ -161,7 +161,8 @@ class MultiModalHasher:
             # The header says all: an image whose tensors are cached is never decoded.
             cls._write_file(stream, obj.original_bytes, obj.io_config)
         elif isinstance(obj, EncodedFrames):
-            cls._write_item(stream, "frames", obj.frames)
+            known = obj.frames if obj.fps is None else (obj.frames, obj.fps)
+            cls._write_item(stream, "frames", known)
         elif isinstance(obj, Mapping):
             cls._write_mapping(stream, obj)
         elif isinstance(obj, Image.Image):

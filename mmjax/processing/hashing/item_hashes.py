@@ -357,7 +357,8 @@ class ItemHasher:
             return self._hasher.digest_bytes(item.original_bytes) + b"audio"
         if isinstance(item, EncodedFrames):
             digests = [self._digest_encoded(frame) or b"" for frame in item.frames]
-            return self._hasher.digest_bytes(b"".join(digests)) + b"frames"
+            speed = b"" if item.fps is None else repr(item.fps).encode()
+            return self._hasher.digest_bytes(b"".join(digests)) + b"frames" + speed
         return None
 
     def _digest_decoded(self, entry: _Entry) -> bytes:

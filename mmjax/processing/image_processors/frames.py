@@ -117,15 +117,11 @@ class FrameSampling:
     def asked(self, kwargs: Mapping[str, Any]) -> Self:
         """Return this with what a request sets; `RequestValueError` for what nobody can see."""
         given = {k: kwargs[k] for k in self.requested if kwargs.get(k) is not None}
+        if given.get("do_sample_frames") is False and isinstance(given.get("fps"), list | tuple):
+            del given["fps"]  # of frames that were sampled already: in the videos' metadata
         numbers = given.keys() - {"do_sample_frames"}
         for name in sorted(numbers):
-            value = given[name]
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and 0 < value <= _MAX_ASKED):
-                raise _refuse(
-                    f"`{name}` is {_cut(value)}",
-                    f"it must be a positive number, of at most {_MAX_ASKED:.0f}",
-                )
+            check_positive(name, given[name])
         if len(numbers) > 1:
             raise _refuse("`fps` and `num_frames` are both given", "give one of them")
         if "fps" in given and "num_frames" in self.requested:
@@ -164,6 +160,40 @@ class EvenSampling(FrameSampling):
     def choose(self, timing: Timing) -> np.ndarray:
         count = self.count(timing)
         return np.arange(count) * timing.total // count
+
+
+def check_positive(name: str, value: Any, least: float = 0.0) -> float:
+    """Return a number of a request; `RequestValueError` for what is none, or out of range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 < value <= _MAX_ASKED and value >= least):
+        raise _refuse(
+            f"`{name}` is {_cut(value)}",
+            f"it must be a positive number, {f'from {least} on and ' * (least > 0)}of at most "
+            f"{_MAX_ASKED:.0f}",
+        )
+    return float(value)
+
+
+def read_speed(kwargs: Mapping[str, Any]) -> float | None:
+    """Return how many frames a second a request says of videos whose frames are all seen.
+
+    By `fps`, as qwen-vl-utils returns it. None: nothing, or one for each video (a list), which
+    stands in the videos' metadata.
+    """
+    sampled = kwargs.get("do_sample_frames")
+    if sampled is not None and sampled is not False:
+        raise _refuse(
+            f"`do_sample_frames` is {_cut(sampled)}",
+            "this model sees all frames that it is given: leave it out, and sample those of files "
+            "by `media_io_kwargs`",
+        )
+    fps = kwargs.get("fps")
+    return None if fps is None or isinstance(fps, list | tuple) else check_fps(fps)
+
+
+def check_fps(fps: Any) -> float:
+    """Return a number of frames a second; `RequestValueError` for what is none."""
+    return check_positive("fps", fps, MIN_FPS)
 
 
 def _refuse(found: str, expected: str) -> RequestValueError:

@@ -7,14 +7,14 @@ A patch is `temporal_patch_size` frames deep. Within a frame, patches stand in b
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError
 from mmjax.processing.image_processors.affine import keep_bytes
-from mmjax.processing.image_processors.frames import read_timing, split_pairs
+from mmjax.processing.image_processors.frames import read_speed, read_timing, split_pairs
 from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.items.items import ImageSize
 from mmjax.rounding import cdiv
@@ -168,6 +168,8 @@ class VideoPatcher(ImagePatcher):
     """Frames, each cut as an image is, then gathered into patches that span several frames."""
 
     max_video_tokens = 128_000
+    timing: ClassVar[frozenset[str]] = frozenset({"do_sample_frames", "fps"})
+    """Names that say what the frames are, which are all seen."""
 
     def __init__(
         self,
@@ -184,14 +186,16 @@ class VideoPatcher(ImagePatcher):
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
-        return super().valid_kwargs | {"cap_pixels_per_frame"}
+        return super().valid_kwargs | self.timing | {"cap_pixels_per_frame"}
 
     def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> dict[str, Any]:
         """Return `pixel_values_videos` uint8[patches, values], `video_grid_thw` int64[videos, 3].
 
         A video is uint8[frames, height, width, 3].
         """
-        cut = [self._cut(video, kwargs) for video in videos]
+        read_speed(kwargs)
+        rest = {key: value for key, value in kwargs.items() if key not in self.timing}
+        cut = [self._cut(video, rest) for video in videos]
         return {
             "pixel_values_videos": np.concatenate([video.patches for video in cut]),
             "video_grid_thw": np.array([video.grid for video in cut], dtype=np.int64),
@@ -273,7 +277,9 @@ class TimedVideoPatcher(VideoPatcher):
 
         A video is its frames, or a pair of them and its metadata.
         """
-        pairs = split_pairs(videos)
+        pairs, fps = split_pairs(videos), read_speed(kwargs)
+        if fps is not None:
+            pairs = [(x, {"fps": fps} if one.get("fps") is None else one) for x, one in pairs]
         timings = [read_timing(len(frames), metadata) for frames, metadata in pairs]
         outputs = super().__call__([frames for frames, _ in pairs], **kwargs)
         depth = self.hf.temporal_patch_size

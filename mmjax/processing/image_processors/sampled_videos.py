@@ -6,7 +6,7 @@ As HF's `Qwen3VLVideoProcessor`, which needs torchvision, and `Qwen3VLProcessor`
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -25,6 +25,7 @@ class SampledVideoPatcher(VideoPatcher):
     """`size` is of all frames together: a frame's pixels, times the number of frames."""
 
     max_video_tokens = 768  # of one frame
+    timing: ClassVar = frozenset[str]()
     sampling: FrameSampling = FrameSampling(fps=2, min_frames=4, max_frames=768)
     """Of a checkpoint that says nothing."""
 

@@ -20,6 +20,9 @@ from mmjax.processing.media.encoded import EncodedAudio, EncodedFrames, EncodedI
 
 ItemsT = TypeVar("ItemsT", bound="ModalityDataItems")
 
+_PLACES = frozenset({"total_num_frames", "frames_indices"})
+"""Metadata that say nothing of frames whose own speed is given."""
+
 
 class ImageSize(NamedTuple):
     width: int
@@ -183,6 +186,26 @@ class VideoProcessorItems(ProcessorBatchItems):
         heard = copy(self)
         heard.sound_rate = rate
         return heard
+
+    def with_speeds(self, speeds: Sequence[float]) -> "VideoProcessorItems":
+        """Return the same items, of so many given frames a second where nobody else says it.
+
+        `speeds`: one for each item. A file says its own.
+        """
+        timed = copy(self)
+        timed.data, timed.metadata = list(self.data), list(self.metadata)
+        for index, fps in enumerate(speeds):
+            item, known = self.data[index], self.metadata[index] or {}
+            if isinstance(item, EncodedFrames):
+                timed.data[index] = item.with_fps(fps)
+            elif item is None or isinstance(item, EncodedVideo) or known.get("fps") is not None:
+                continue
+            else:
+                kept = {key: value for key, value in known.items() if key not in _PLACES}
+                metadata = timed.metadata[index] = {**kept, "fps": fps}
+                frames = item[0] if _is_pair(item) else item
+                timed.data[index] = (frames, metadata) if self._has_pairs else frames
+        return timed
 
     def get_item_for_hash(self, index: int) -> Any:
         """Return the item; with its metadata where encoded bytes alone would not say the frames."""

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -349,9 +350,17 @@ class EncodedFrames:
         self.frames = tuple(frames)
         self.limits = limits
         self.param = param
+        self.fps: float | None = None
+        """Frames a second, where the request says so."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.frames)} frames)"
+
+    def with_fps(self, fps: float) -> "EncodedFrames":
+        """Return the same video of so many frames a second."""
+        timed = copy(self)
+        timed.fps = fps
+        return timed
 
     @property
     def num_bytes_to_decode(self) -> int:
@@ -359,7 +368,7 @@ class EncodedFrames:
         return sum(frame.num_bytes_to_decode for frame in self.frames)
 
     def decode(self) -> DecodedVideo:
-        """Return the frames; how fast they are, nobody says."""
+        """Return the frames; how fast they are, the request alone may say."""
         sizes = {frame.read_header()[:2] for frame in self.frames}
         if len(sizes) == 1:
             (size,) = sizes
@@ -367,7 +376,8 @@ class EncodedFrames:
             images = map_in_threads(lambda frame: frame.decode().media, self.frames)
             sizes = {image.size for image in images}  # some may be turned
             if len(sizes) == 1:
-                return DecodedVideo(np.stack([np.asarray(image) for image in images]), None)
+                metadata = None if self.fps is None else {"fps": self.fps}
+                return DecodedVideo(np.stack([np.asarray(image) for image in images]), metadata)
         shown = ", ".join(f"{width}x{height}" for width, height in sorted(sizes)[:3])
         raise RequestValueError(
             f"`{self.param}`: the frames have several sizes, {shown}; scale them to one",
