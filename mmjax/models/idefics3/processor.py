@@ -56,8 +56,8 @@ class TileCutter:
 
     valid_kwargs: ClassVar = frozenset(
         {
-            *("do_image_splitting", "size", "resample", "do_rescale", "rescale_factor"),
-            *("do_normalize", "image_mean", "image_std"),
+            *("do_image_splitting", "size", "max_image_size", "resample", "do_rescale"),
+            *("rescale_factor", "do_normalize", "image_mean", "image_std"),
         }
     )
 
@@ -76,6 +76,7 @@ class TileCutter:
         Rows and columns are 0 of an image that is not split.
         """
         self.find_longest(kwargs)
+        self._check_tile(kwargs.get("max_image_size"))
         fixed = {"do_resize": True, "do_pad": False, "return_row_col_info": True}
         made = [self.hf([image], **{**kwargs, **fixed}) for image in images]
         return {
@@ -85,6 +86,17 @@ class TileCutter:
             ),
             "image_affine": made[0]["image_affine"],
         }
+
+    def _check_tile(self, given: Any) -> None:
+        """Refuse `max_image_size` but the tower's own, as vLLM's example for SmolVLM has it."""
+        own = dict(self.hf.max_image_size)
+        if given is not None and given != {key: side for key, side in own.items() if side}:
+            raise RequestValueError(
+                f"`max_image_size` is {str(given)[:100]} in mm_processor_kwargs, but the tower "
+                f"takes tiles of {own['longest_edge']} pixels a side; leave it out, and give "
+                "`size` for fewer tiles",
+                param="mm_processor_kwargs",
+            )
 
     def find_longest(self, kwargs: Mapping[str, Any]) -> int:
         """Return the longest side to which these kwargs scale; `RequestValueError` for no side."""
