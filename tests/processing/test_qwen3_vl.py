@@ -160,6 +160,15 @@ def test_frames_that_were_sampled_are_all_seen(patcher: Any):
     np.testing.assert_allclose(kept["timestamps"][:2], [0.05, 0.25])
 
 
+def test_metadata_may_say_that_frames_were_sampled(patcher: Any):
+    """As those of vLLM's `VideoAsset`, whose `total_num_frames` is that of the frames given."""
+    video = draw_video(16, 40, 40)
+    known = {"total_num_frames": 16, "fps": 30.0, "frames_indices": list(range(16))}
+    for is_whole, wanted in ((False, 8), (True, 2)):
+        metadata = {**known, "do_sample_frames": is_whole}
+        assert patcher([(video, metadata)])["video_grid_thw"][0, 0] == wanted
+
+
 def test_a_capped_video_shares_its_pixels_among_its_frames(patcher: Any):
     for count in (4, 9, 16):
         video = draw_video(count, 400, 300)

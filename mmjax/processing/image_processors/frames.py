@@ -131,10 +131,12 @@ class FrameSampling:
     def select(self, frames: np.ndarray, metadata: Mapping[str, Any]) -> tuple[np.ndarray, Timing]:
         """Return the frames that are seen, and when.
 
-        Frames that were sampled already, of more by the metadata, are all seen.
+        Frames that were sampled already are all seen: of more by the metadata, or where these say
+        so themselves, as those of vLLM's `VideoAsset` (`do_sample_frames`).
         """
         timing = read_timing(len(frames), metadata)
-        if not self.do_sample_frames or timing.total != len(frames):
+        is_sampled = timing.total != len(frames) or metadata.get("do_sample_frames") is False
+        if is_sampled or not self.do_sample_frames:
             return frames, timing
         places = self.choose(timing)
         return frames[places], timing._replace(places=places)
