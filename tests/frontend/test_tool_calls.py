@@ -4,6 +4,7 @@ import ast
 import json
 import random
 import string
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -99,6 +100,8 @@ SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("gemma4", '<|tool_call>call:f{a:<|"|>b}<tool_call|>',
      '<|tool_call>call:f{a:<|"|>b}<tool_call|>', []),
     ("pythonic", "[f(a=1), g()]", "", [F, G]),
+    ("pythonic", "[ g () , f (a=1)]", "", [G, F]),
+    ("lfm2", "<|tool_call_start|>[g(), f(a=1)]<|tool_call_end|>", "", [G, F]),
     ("pythonic", "```tool_code\nf(a=1)\n```", "", [F]),
     ("pythonic", '[f(a="x,)]", b=[1, {"c": None}])]', "",
      [("f", '{"a": "x,)]", "b": [1, {"c": null}]}')]),
@@ -119,6 +122,10 @@ def read(
         size = len(text) if seed is None else chooser.choice([1, 1, 2, 3, 7])
         pieces.append(text[place : place + size])
         place += size
+    return read_pieces(parser, pieces)
+
+
+def read_pieces(parser: CallParser, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     shown, calls = "", []
     for delta in [*map(parser.push, pieces), parser.finish()]:
         shown += delta.text
@@ -136,6 +143,16 @@ def test_formats(
     name: str, said: str, text: str, calls: list[tuple[str, str]], seed: int | None
 ) -> None:
     assert read(TOOL_CALL_FORMATS[name].make(FUNCTIONS), said, seed) == (text, calls)
+
+
+@pytest.mark.parametrize(("name", "said", "text", "calls"), SAID)
+def test_a_piece_may_end_anywhere(
+    name: str, said: str, text: str, calls: list[tuple[str, str]]
+) -> None:
+    for end in range(len(said) + 1):
+        pieces = [said[:end], said[end:]]
+        read = read_pieces(TOOL_CALL_FORMATS[name].make(FUNCTIONS), pieces)
+        assert read == (text, calls), pieces
 
 
 @pytest.mark.parametrize(

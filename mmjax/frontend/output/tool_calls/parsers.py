@@ -238,7 +238,7 @@ class PythonCallParser(CallParser):
         begun = text[place:].lstrip(SPACES + "[")
         name, bracket, _ = begun.partition("(")
         is_open = not bracket and len(text) <= MAX_HELD_CHARS
-        if is_open and any(known.startswith(name) for known in self._tool_names):
+        if is_open and self._begins_a_name(name):
             self._held = text
             return len(text)
         if bracket and name.strip(SPACES) in self._tool_names:
@@ -249,6 +249,14 @@ class PythonCallParser(CallParser):
         self._delta.add_text(text)
         return len(text)
 
+    def _begins_a_name(self, text: str) -> bool:
+        """Whether a tool's name, also a whole one, may begin with a text: its bracket may follow.
+
+        As the name does before its bracket, the text may end with spaces.
+        """
+        begun = text.rstrip(SPACES)
+        return any(known.startswith(begun) for known in self._tool_names)
+
     def _read_name(self, text: str, place: int) -> int:
         rest = text[place:]
         begun = rest.lstrip(SPACES + "[],;")
@@ -257,9 +265,9 @@ class PythonCallParser(CallParser):
             self._name, self._read = name.strip(SPACES), self._read_arguments
             self._scanner, self._arguments, self._num_chars = call_scanner(), [], 0
             return len(text) - len(begun) + len(name) + 1
-        beginnings = (*self._tool_names, self._mark)
         is_open = not bracket and len(rest) <= MAX_HELD_CHARS
-        if is_open and any(one != name and one.startswith(name) for one in beginnings):
+        may_be_mark = name != self._mark and self._mark.startswith(name)
+        if is_open and (may_be_mark or self._begins_a_name(name)):
             self._held = begun
             return len(text)
         self._read = self._read_rest
