@@ -26,6 +26,17 @@ OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
         ({"anyOf": "string"}, "7", 7),
         ({}, "7", 7),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "False", False),
+        ({"type": ["integer", "null"]}, "None", None),
+        (OPTIONAL, "None", None),
+        (OPTIONAL, "False", "False"),
+        (OPTIONAL, "'so'", "'so'"),
+        ({"type": "string"}, "True", "True"),
+        ({"type": "array"}, "['a', {'b': True}]", ["a", {"b": True}]),
+        ({"type": "array"}, "['a'", "['a'"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({}, "[1] and [2]", "[1] and [2]"),
     ],
 )
 def test_a_text_stays_one_where_it_is_one_of_several_types(

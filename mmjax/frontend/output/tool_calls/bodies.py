@@ -12,7 +12,7 @@ from typing import Any
 from mmjax.frontend.output.reasoning import find_overlap
 from mmjax.frontend.output.tool_calls.deltas import SPACES, CallParser
 from mmjax.frontend.output.tool_calls.json_scanner import MAX_NAME_CHARS
-from mmjax.frontend.output.tool_calls.python_literals import LiteralReader
+from mmjax.frontend.output.tool_calls.python_literals import LiteralReader, parse_literal
 
 _MAX_BODY_CHARS = 2**18
 
@@ -126,7 +126,7 @@ def _read_value(text: str, schema: Any) -> Any:
     if types == {"string"}:
         return text
     try:
-        value = json.loads(text)
+        value = _load(text)
     except ValueError:
         return text
     if "string" not in types or value is None or isinstance(value, str):
@@ -135,6 +135,24 @@ def _read_value(text: str, schema: Any) -> Any:
     kind = _TYPES[type(value)]
     is_wanted = kind in types or (kind == "integer" and "number" in types)
     return value if is_wanted else text
+
+
+def _load(text: str) -> Any:
+    """Read a value as JSON, or as Python's `True`, `None`, list or dictionary; else ValueError.
+
+    Qwen3.5's chat template shows the model its own calls with Python's words.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except ValueError:
+        value = parse_literal(text)
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        raise ValueError("a text or a number that is no JSON")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _find_types(schema: Any) -> frozenset[str]:

@@ -18,12 +18,24 @@ def parse_arguments(text: str) -> dict[str, Any]:
     return LiteralReader(text).arguments()
 
 
+def parse_literal(text: str) -> Any:
+    """Return what one literal stands for; ValueError for anything else."""
+    return LiteralReader(text).literal()
+
+
 class LiteralReader:
     """Reads literals from a text's beginning on."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._place = 0
+
+    def literal(self) -> Any:
+        """Return the value that the text is."""
+        found = self._value(0)
+        if self._peek():
+            raise ValueError("text behind a value")
+        return found
 
     def arguments(self) -> dict[str, Any]:
         """Return what `name=literal` and commas say, to the end of the text."""
