@@ -1,7 +1,7 @@
 """Schemas of functions with references in them, for calls that are asked for."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import llguidance
@@ -42,27 +42,38 @@ def test_references_lead_to_the_functions_own_definitions(
     assert response.status_code == 200, response.text
 
 
-@pytest.fixture
-def is_allowed() -> Callable[[Any], bool]:
-    """Return whether an answer may be these calls, of two functions."""
-    functions = {"find": {"parameters": NESTED}, "grow": {"parameters": TREE}}
-    tools = ToolUse(functions=functions, choice="required", is_parallel=True, format=None)
+def matches(functions: Any, choice: str, answer: Any) -> bool:
+    """Return whether an answer may come where a call is asked for."""
+    tools = ToolUse(functions=functions, choice=choice, is_parallel=True, format=None)
     structure = tools.sampling_params(SamplingParams()).structured_outputs
     assert structure is not None
     assert structure.json is not None
     grammar = llguidance.LLMatcher.grammar_from_json_schema(structure.json)
-    tokenizer = llguidance.LLTokenizer("byte")
-
-    def check(calls: Any) -> bool:
-        matcher = llguidance.LLMatcher(tokenizer, grammar)
-        text = json.dumps(calls, separators=(",", ":")).encode()
-        return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
-
-    return check
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
+    text = json.dumps(answer, separators=(",", ":")).encode()
+    return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
 
 
-def test_what_they_say_holds(is_allowed: Callable[[Any], bool]) -> None:
+def test_what_they_say_holds() -> None:
+    is_allowed = partial(
+        matches, {"find": {"parameters": NESTED}, "grow": {"parameters": TREE}}, "required"
+    )
     assert is_allowed([{"name": "find", "parameters": {"place": {"city": "Oslo"}}}])
     assert not is_allowed([{"name": "find", "parameters": {"place": 3}}])
     assert is_allowed([{"name": "grow", "parameters": {"child": {"age": 3}}}])
     assert not is_allowed([{"name": "grow", "parameters": {"child": {"age": {"city": "Oslo"}}}}])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"properties": {"a": {"type": "string"}}}, {"$defs": {"P": PLACE}, "$ref": "#/$defs/P"}],
+    ids=str,
+)
+def test_arguments_are_an_object_also_where_no_type_says_so(parameters: Any) -> None:
+    functions = {"f": {"parameters": parameters}}
+    arguments = {"city": "Oslo"}
+    assert matches(functions, "f", arguments)
+    assert matches(functions, "required", [{"name": "f", "parameters": arguments}])
+    for other in (7, "a", ["a"], None):
+        assert not matches(functions, "f", other)
+        assert not matches(functions, "required", [{"name": "f", "parameters": other}])

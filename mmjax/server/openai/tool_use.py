@@ -90,14 +90,15 @@ class ToolUse:
 
     def _schema(self) -> Mapping[str, Any]:
         if self.choice != "required":
-            return self.functions[self.choice]["parameters"]
+            return _of_object(self.functions[self.choice]["parameters"])
         calls = [
             {
                 "type": "object",
                 "properties": {
                     "name": {"type": "string", "enum": [name]},
                     "parameters": _moved(
-                        function["parameters"], f"#/items/anyOf/{index}/properties/parameters"
+                        _of_object(function["parameters"]),
+                        f"#/items/anyOf/{index}/properties/parameters",
                     ),
                 },
                 "required": ["name", "parameters"],
@@ -107,6 +108,11 @@ class ToolUse:
         ]
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
         return schema if self.is_parallel else {**schema, "maxItems": 1}
+
+
+def _of_object(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of arguments, which are an object, also where `{}` or no type is given."""
+    return {"type": "object", **parameters}
 
 
 def _moved(schema: Any, place: str) -> Any:
