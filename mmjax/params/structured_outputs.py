@@ -58,7 +58,9 @@ def _make_lark(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return f"start: /{regex_to_lark(params.regex)}/"
     if params.grammar is not None:
-        return grammar_from("grammar", params.grammar)
+        # llguidance knows Lark's syntax by a line "start:", which may be "?start:" there.
+        is_lark = "::=" not in params.grammar
+        return grammar_from("lark" if is_lark else "grammar", params.grammar)
     if params.choice is not None:
         return grammar_from("choice", json.dumps(params.choice))
     return f"start: %json {json.dumps(_read_schema(params))}"

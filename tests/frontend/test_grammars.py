@@ -73,6 +73,7 @@ def test_CVE_2025_48942_what_kills_the_process_is_refused(
         {"choice": ['"', "\\", "a|b", "/x/", "\n", "é✓", "\x01"]},
         {"grammar": 'root ::= "a" | "b" root'},
         {"grammar": 'start: A+\nA: "x"'},
+        {"grammar": '?start: select\n?select: "SELECT " NAME\nNAME: /[a-z]+/'},
     ],
     ids=str,
 )
