@@ -27,6 +27,18 @@ _ANY_TOKENS = '%llguidance {"no_forcing": true}'
 tokenizer would make of it: a mask that no other engine has, and that says nothing of the text."""
 
 
+FORMATS = frozenset(
+    "date date-time duration email hostname ipv4 ipv6 time uri uuid".split(),
+)
+"""What llguidance enforces; any other format is a remark, as JSON Schema has it."""
+_NAMED_SCHEMAS = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+"""Keywords whose values are schemas by name: no name in there is a keyword."""
+_DATA = frozenset({"const", "default", "enum", "example", "examples"})
+"""Keywords whose values are no schemas."""
+
+
 class ReadGrammar(msgspec.Struct):
     """A grammar, or what is wrong with it."""
 
@@ -83,6 +95,7 @@ def shorten(error: str) -> str:
 def _read_schema(params: StructuredOutputsParams) -> dict[str, Any]:
     assert params.json is None or isinstance(params.json, str), "a dict becomes its text"
     schema = {"type": "object"} if params.json is None else json.loads(params.json)
+    schema = _drop_what_says_nothing(schema)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
@@ -90,6 +103,41 @@ def _read_schema(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.disable_additional_properties:
         schema = _close_objects(schema)
     return schema | {"x-guidance": _find_options(schema, params)}
+
+
+def _drop_what_says_nothing(schema: Any) -> Any:
+    """Return the schema without what llguidance refuses though it forbids nothing.
+
+    Pydantic writes formats of its own (`password`, `binary`, `path`), OpenAPI `int32` and `double`;
+    zod `propertyNames` of every record, and `{"not": {}}`, which nothing is, for `undefined`.
+    """
+    if isinstance(schema, list):
+        return [_drop_what_says_nothing(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("not") in ({}, True):
+        return False
+    kept: dict[str, Any] = {}
+    for name, part in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(part, dict):
+            kept[name] = {key: _drop_what_says_nothing(one) for key, one in part.items()}
+        elif name in _DATA:
+            kept[name] = part
+        elif not _says_nothing(name, part):
+            kept[name] = _drop_what_says_nothing(part)
+    return kept
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    match name:
+        case "format":
+            return isinstance(value, str) and value not in FORMATS
+        case "uniqueItems":
+            return value is False
+        case "propertyNames":
+            return value in ({}, True, {"type": "string"})
+        case _:
+            return False
 
 
 def _find_options(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:

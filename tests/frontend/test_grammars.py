@@ -1,15 +1,18 @@
 """Grammars are read in a process of their own: what is wrong with one is a 400 that names it."""
 
+import json
 import random
 import string
 from collections.abc import Iterator
 from typing import Any
 
+import llguidance
 import pytest
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.grammars import GrammarReader
 from mmjax.params.sampling_params import StructuredOutputsParams
+from mmjax.params.structured_outputs import FORMATS
 
 NUM_BAD = 60
 NUM_BAD_SLOW = 1000
@@ -88,6 +91,54 @@ def test_objects_are_closed_where_it_is_asked(reader: GrammarReader) -> None:
     closed = reader.read(StructuredOutputsParams(json=schema, disable_additional_properties=True))
     assert closed.count('"additionalProperties": false') == 2
     assert "additionalProperties" not in reader.read(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"format": "password"},
+        {"format": "int64"},
+        {"uniqueItems": False},
+        {"propertyNames": {"type": "string"}},
+        {"anyOf": [{"not": {}}, {"type": "string"}]},
+        {"$defs": {"P": {"format": "path"}}, "$ref": "#/properties/format/$defs/P"},
+        {"items": [{"format": "binary"}]},
+    ],
+    ids=str,
+)
+def test_what_forbids_nothing_is_no_reason_to_refuse(
+    reader: GrammarReader, written: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"format": written, "not": {}}}
+    assert reader.read(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_formats_that_are_known_hold(reader: GrammarReader, name: str) -> None:
+    text = reader.read(StructuredOutputsParams(json={"type": "string", "format": name}))
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), text)
+    assert matcher.try_consume_tokens(list(b'"(')) == 1
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"uniqueItems": True},
+        {"not": {"type": "string"}},
+        {"propertyNames": {"pattern": "^a"}},
+        {"if": {}, "then": {"minLength": 1}},
+    ],
+    ids=str,
+)
+def test_what_would_not_hold_is_refused(reader: GrammarReader, written: dict[str, Any]) -> None:
+    with pytest.raises(RequestValueError, match="Unimplemented keys"):
+        reader.read(StructuredOutputsParams(json={"properties": {"a": written}}))
+
+
+def test_data_of_a_schema_stays(reader: GrammarReader) -> None:
+    data = {"format": "path", "uniqueItems": False, "not": {}}
+    text = reader.read(StructuredOutputsParams(json={"const": data, "enum": [data]}))
+    assert text.count(json.dumps(data)) == 2
 
 
 def test_a_schema_may_say_itself_that_json_has_no_white_space(reader: GrammarReader) -> None:
