@@ -83,6 +83,12 @@ SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "<tool_call>\n<function=f>no<parameter=a>1</parameter></function></tool_call>", []),
     ("lfm2", "<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>", "", [F, G]),
     ("lfm2", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>I ask.", "I ask.", [F]),
+    ("lfm2", "I ask.\n<|tool_call_start|>[f(a=1)]<|tool_call_end|>", "I ask.", [F]),
+    ("lfm2", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>\n<|tool_call_start|>[g()]"
+     "<|tool_call_end|>a <|", "a <|", [F, G]),
+    ("lfm2", "so: <|tool_call_start|>[see](here)", "so: <|tool_call_start|>[see](here)", []),
+    ("lfm2", "so: <|tool_call_start|>[f(a", "so: <|tool_call_start|>[f(a", []),
+    ("lfm2", "so: <|tool_call_start|>[f", "so: <|tool_call_start|>[f", []),
     ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>",
      "<|tool_call_start|>[f(1)]<|tool_call_end|>", []),
     ("lfm2", "[f(a=1)]", "[f(a=1)]", []),

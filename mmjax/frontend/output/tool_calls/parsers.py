@@ -193,7 +193,8 @@ class JsonCallParser(CallParser):
 class PythonCallParser(CallParser):
     """The whole answer is a list of calls as Python writes them: `[f(a=1), g(b="x")]`.
 
-    Also within a fence: "```tool_code". A call comes out when its closing bracket is there.
+    Also within a fence: "```tool_code". A call comes out when its closing bracket is there. With
+    marks of their own such lists may stand anywhere in an answer.
     """
 
     def __init__(
@@ -201,13 +202,17 @@ class PythonCallParser(CallParser):
         *,
         tool_names: Collection[str],
         starts: Sequence[str] = ("```tool_code", "```python", "<|python_start|>", "["),
+        start: str = "",
         end: str = _FENCE,
     ) -> None:
-        """`starts`: what calls begin with, one of them; `end`: what may close them."""
+        """`starts`: what an answer of calls begins with, one of them; `end`: what may close them.
+
+        `start`: in place of `starts`, the mark before each list.
+        """
         super().__init__()
         self._tool_names = tool_names
-        self._starts, self._mark = starts, end
-        self._read = self._read_beginning
+        self._starts, self._start, self._mark = starts, start, end
+        self._read = self._read_text if start else self._read_beginning
         self._opening = ""
         """What was read before the first name."""
         self._name = ""
@@ -219,8 +224,20 @@ class PythonCallParser(CallParser):
     def _end(self) -> None:
         if self._scanner is not None:
             self._delta.add_text(self._unread())
-        elif not self._num_calls:
+        elif not self._num_calls or (self._read == self._read_text and self._held.strip(SPACES)):
             self._delta.add_text(self._held)
+
+    def _read_text(self, text: str, place: int) -> int:
+        found = self._find_mark(text, place, self._start)
+        if found is None:
+            return len(text)
+        self._read = self._read_marked
+        return place + len(text[place:found].rstrip(SPACES))
+
+    def _read_marked(self, text: str, place: int) -> int:
+        """Read on from the spaces before a mark: text, too, if no call comes of it."""
+        rest = text[place:]
+        return place + self._read_first_name(rest, rest.index(self._start) + len(self._start))
 
     def _read_beginning(self, text: str, place: int) -> int:
         begun = text[place:].lstrip(SPACES)
@@ -270,6 +287,9 @@ class PythonCallParser(CallParser):
         if is_open and (may_be_mark or self._begins_a_name(name)):
             self._held = begun
             return len(text)
+        if self._start and begun.startswith(self._mark):
+            self._read = self._read_text
+            return len(text) - len(begun) + len(self._mark)
         self._read = self._read_rest
         self._delta.add_text(begun.removeprefix(self._mark))
         return len(text)
@@ -345,7 +365,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     ),
     "lfm2": ToolCallFormat(
         make=lambda functions: PythonCallParser(
-            tool_names=functions.keys(), starts=("<|tool_call_start|>",), end="<|tool_call_end|>"
+            tool_names=functions.keys(), start="<|tool_call_start|>", end="<|tool_call_end|>"
         ),
         keeps_special_tokens=True,
     ),
