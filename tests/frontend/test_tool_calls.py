@@ -281,6 +281,21 @@ def test_python_literals_are_read_as_json_too(arguments: dict[str, object]) -> N
     assert json.dumps(parse_arguments(text)) == json.dumps(arguments)
 
 
+@pytest.mark.parametrize("quote", ["'", '"'])
+@pytest.mark.parametrize(
+    "text", [r"\d+\.\w", r"\xe9\u00e9\U0001F600", "a\\\nb", r"\'\"\\\n\t\v\a"], ids=str
+)
+@pytest.mark.filterwarnings("ignore:.*invalid escape sequence")
+def test_a_backslash_means_what_it_does_in_python(text: str, quote: str) -> None:
+    said = f"{quote}{text}{quote}"
+    assert parse_arguments(f"s={said}") == {"s": ast.literal_eval(said)}
+
+
+@pytest.mark.parametrize("text", [r"C:\Users\x", r"\u12", r"\UFFFFFFFF", r"\x+1"])
+def test_a_backslash_that_python_refuses_stands_for_itself(text: str) -> None:
+    assert parse_arguments(f"s='{text}', a=1") == {"s": text, "a": 1}
+
+
 @given(st.text(alphabet="fa=1,()[]{}'\"\\:-+. \nNone", max_size=40))
 def test_any_text_is_arguments_or_an_error(text: str) -> None:
     with suppress(ValueError):

@@ -3,12 +3,21 @@
 By hand: `ast` may exhaust the stack of the process over what a model wrote.
 """
 
+import sys
+from string import hexdigits
 from typing import Any
 
 from mmjax.frontend.output.tool_calls.deltas import SPACES
 
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0"}
+_ESCAPES = {
+    **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"},
+    **{mark: mark for mark in "\\'\"/"},
+    "\n": "",
+}
+"""Python's and JSON's; behind any other character a backslash stands for itself, as in Python."""
+_CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
+"""Hexadecimal digits of a character's number behind the backslash and this letter."""
 _MAX_DEPTH = 32
 _MAX_NUMBER_CHARS = 40
 
@@ -106,10 +115,11 @@ class LiteralReader:
             if character == "\\":
                 place += 1
                 escaped = self._text[place : place + 1]
-                character = _ESCAPES.get(escaped, escaped)
-                if escaped == "u":
-                    character = chr(int(self._text[place + 1 : place + 5], 16))
-                    place += 4
+                character = _ESCAPES.get(escaped, f"\\{escaped}")
+                digits = self._text[place + 1 : place + 1 + _CODE_DIGITS.get(escaped, 0)]
+                if _is_code(digits, escaped):
+                    character = chr(int(digits, 16))
+                    place += len(digits)
             characters.append(character)
             place += 1
         self._place = place
@@ -144,6 +154,12 @@ class LiteralReader:
         if self._peek() != mark:
             raise ValueError(f"no {mark}")
         self._place += 1
+
+
+def _is_code(digits: str, letter: str) -> bool:
+    """Return whether digits behind a backslash and a letter are a character's number."""
+    is_whole = len(digits) == _CODE_DIGITS.get(letter)
+    return is_whole and set(digits) <= set(hexdigits) and int(digits, 16) <= sys.maxunicode
 
 
 def _is_word(character: str) -> bool:
