@@ -7,6 +7,7 @@ stack), or take minutes: the API server reads one in a worker process first
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ _NAMED_SCHEMAS = frozenset(
 """Keywords whose values are schemas by name: no name in there is a keyword."""
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})
 """Keywords whose values are no schemas."""
+_REMARKS = frozenset({"$comment", "description", "title"})
 
 
 class ReadGrammar(msgspec.Struct):
@@ -95,7 +97,7 @@ def shorten(error: str) -> str:
 def _read_schema(params: StructuredOutputsParams) -> dict[str, Any]:
     assert params.json is None or isinstance(params.json, str), "a dict becomes its text"
     schema = {"type": "object"} if params.json is None else json.loads(params.json)
-    schema = _drop_what_says_nothing(schema)
+    schema = _change_schemas(schema, _drop_what_says_nothing)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
@@ -105,27 +107,42 @@ def _read_schema(params: StructuredOutputsParams) -> dict[str, Any]:
     return schema | {"x-guidance": _find_options(schema, params)}
 
 
-def _drop_what_says_nothing(schema: Any) -> Any:
-    """Return the schema without what llguidance refuses though it forbids nothing.
+def drop_remarks(schema: Any) -> Any:
+    """Return the schema without its texts for readers, which may be most of its length."""
+    return _change_schemas(
+        schema,
+        lambda given: {
+            name: value
+            for name, value in given.items()
+            if name not in _REMARKS or not isinstance(value, str)
+        },
+    )
+
+
+def _drop_what_says_nothing(given: dict[str, Any]) -> dict[str, Any] | bool:
+    """Return one schema without what llguidance refuses though it forbids nothing.
 
     Pydantic writes formats of its own (`password`, `binary`, `path`), OpenAPI `int32` and `double`;
     zod `propertyNames` of every record, and `{"not": {}}`, which nothing is, for `undefined`.
     """
+    if given.get("not") in ({}, True):
+        return False
+    return {name: value for name, value in given.items() if not _says_nothing(name, value)}
+
+
+def _change_schemas(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return the schema with `change` of each that is in it, inner ones first, and of itself."""
     if isinstance(schema, list):
-        return [_drop_what_says_nothing(part) for part in schema]
+        return [_change_schemas(part, change) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    if schema.get("not") in ({}, True):
-        return False
-    kept: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name, part in schema.items():
         if name in _NAMED_SCHEMAS and isinstance(part, dict):
-            kept[name] = {key: _drop_what_says_nothing(one) for key, one in part.items()}
-        elif name in _DATA:
-            kept[name] = part
-        elif not _says_nothing(name, part):
-            kept[name] = _drop_what_says_nothing(part)
-    return kept
+            changed[name] = {key: _change_schemas(one, change) for key, one in part.items()}
+        else:
+            changed[name] = part if name in _DATA else _change_schemas(part, change)
+    return change(changed)
 
 
 def _says_nothing(name: str, value: Any) -> bool:

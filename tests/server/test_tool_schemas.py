@@ -7,7 +7,8 @@ from typing import Any
 import llguidance
 import pytest
 
-from mmjax.params.sampling_params import SamplingParams
+from mmjax.frontend.prompt.chat_tools import MAX_TOOLS
+from mmjax.params.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams
 from mmjax.server.openai.tool_use import ToolUse
 from tests.server.conftest import TOOLS_TEMPLATE, MakeServer
 
@@ -77,3 +78,32 @@ def test_arguments_are_an_object_also_where_no_type_says_so(parameters: Any) -> 
     for other in (7, "a", ["a"], None):
         assert not matches(functions, "f", other)
         assert not matches(functions, "required", [{"name": "f", "parameters": other}])
+
+
+def test_descriptions_of_many_functions_are_no_part_of_what_must_match() -> None:
+    number = {"type": "integer", "title": "N", "description": "how many " * 60}
+    parameters = {"properties": {"description": number}, "required": ["description"]}
+    functions = {f"f{index}": {"parameters": parameters} for index in range(MAX_TOOLS)}
+    assert len(json.dumps(functions)) > MAX_GRAMMAR_CHARS
+    calls = [{"name": "f7", "parameters": {"description": 3}}]
+    assert matches(functions, "required", calls)
+    assert not matches(functions, "required", [{"name": "f7", "parameters": {}}])
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "array", "uniqueItems": True}, "Unimplemented keys"),
+        ({"enum": ["a" * MAX_GRAMMAR_CHARS]}, "characters"),
+    ],
+)
+def test_a_schema_that_is_refused_is_one_of_tools(
+    make_server: MakeServer, schema: Any, reason: str
+) -> None:
+    server = make_server(is_roomy=True, chat_template=TOOLS_TEMPLATE)
+    tools = [tool("f", {"type": "object", "properties": {"a": schema}})]
+    response = server.chat(tools=tools, tool_choice="required")
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], "`tools`" in error["message"]) == ("tools", True), error
+    assert reason in error["message"]

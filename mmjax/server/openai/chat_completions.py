@@ -134,7 +134,8 @@ class ChatService:
         tools = self._tool_use(body)
         params, form = self._sampling(body, tools)
         prompt = await self._prompt_source(request, body)
-        with errors_of_format(body.response_format is not None):
+        is_enforced = tools is not None and tools.format is None
+        with errors_of_format(body.response_format is not None, has_calls=is_enforced):
             streams = await self._generation.submit(
                 request, body, request_id, [prompt], params, continues_prompt=False
             )

@@ -50,9 +50,15 @@ def _read_format(response_format: Mapping[str, Any]) -> StructuredOutputsParams 
         return StructuredOutputsParams(json=described["schema"])
 
 
-def errors_of_format(has_format: bool, /) -> AbstractContextManager[None]:
-    """Rename the field of errors from `structured_outputs`, if the body said it otherwise."""
-    return renamed({"structured_outputs": _SCHEMA} if has_format else {}, is_whole=True)
+def errors_of_format(
+    has_format: bool, /, *, has_calls: bool = False
+) -> AbstractContextManager[None]:
+    """Rename the field of errors from `structured_outputs`, if the body said it otherwise.
+
+    `has_calls`: it did by tools, of which one must be called.
+    """
+    name = "tools" if has_calls else _SCHEMA
+    return renamed({"structured_outputs": name} if has_format or has_calls else {}, is_whole=True)
 
 
 @contextmanager

@@ -24,7 +24,9 @@ from mmjax.frontend.output.tool_calls.parsers import (
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import read_tools
 from mmjax.params.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.params.structured_outputs import drop_remarks
 from mmjax.server.openai.continuation import new_hex
+from mmjax.server.openai.structure import errors_of_format
 
 _MARKS: Mapping[str, str] = {
     "<arg_key>": "glm45",
@@ -73,7 +75,8 @@ class ToolUse:
                 "tool_choice",
                 "asks for a call, and a structure of the answer is given too; leave one out",
             )
-        wanted = StructuredOutputsParams(json=json.dumps(self._schema()))
+        with errors_of_format(False, has_calls=True):
+            wanted = StructuredOutputsParams(json=json.dumps(self._schema()))
         return msgspec.structs.replace(params, structured_outputs=wanted)
 
     def new_call_id(self) -> str:
@@ -111,8 +114,11 @@ class ToolUse:
 
 
 def _of_object(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of arguments, which are an object, also where `{}` or no type is given."""
-    return {"type": "object", **parameters}
+    """Return the schema of arguments, which are an object, also where `{}` or no type is given.
+
+    Without descriptions, which the prompt has: many functions' are too long for a schema.
+    """
+    return {"type": "object", **drop_remarks(parameters)}
 
 
 def _moved(schema: Any, place: str) -> Any:
