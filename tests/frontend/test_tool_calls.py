@@ -41,6 +41,7 @@ SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "a < b <tool", "a < b <tool", []),
     ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
     ("hermes", "<tool_call>nothing", "<tool_call>nothing", []),
+    ("hermes", "the <tool_call> mark\n<tool_call>", "the <tool_call> mark\n<tool_call>", []),
     ("hermes", " spaced \n", " spaced \n", []),
     ("internlm", 'ok<|action_start|><|plugin|>\n{"name":"f","parameters":{"a": 1}}<|action_end|>',
      "ok", [F]),

@@ -105,7 +105,9 @@ class JsonCallParser(CallParser):
         found = self._find_mark(text, place, self._start)
         if found is None:
             return len(text)
-        self._opening, self._is_opening = self._start, True
+        before = text[place:found]
+        spaces = before[len(before.rstrip(SPACES)) :]
+        self._opening, self._is_opening = spaces + self._start, True
         self._read = self._read_calls
         return found + len(self._start)
 
