@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,12 @@ from mmjax.engine.scheduling.queues import Deadlines
 from mmjax.engine.scheduling.request import Request
 from mmjax.engine.scheduling.request_maker import RequestMaker
 from mmjax.engine.start import start_engine
-from mmjax.errors import ConfigError, RequestError, RequestValueError
+from mmjax.errors import (
+    ConfigError,
+    MMJaxError,
+    RequestError,
+    RequestValueError,
+)
 from mmjax.layers.module import Params
 from mmjax.models.registry import MULTIMODAL_REGISTRY
 from mmjax.system.host_memory import resident_by_cause
@@ -184,6 +189,12 @@ class EngineCore:
             *(message.request_id, request.num_prompt_tokens, len(features)),
         )
         self._deadlines.set(message.request_id, message.deadline)
+
+    def take_items(self, message: EngineCoreRequest) -> None:
+        """Take in the items that a request brings to the receiver cache, and not the request."""
+        # What is missing is reported for the next request that needs it.
+        with suppress(MMJaxError):
+            resolve_features(message.mm_features, self._receiver_cache)
 
     def expire(self, now: float | None = None) -> list[str]:
         """Abort the requests whose deadline has passed; return their ids."""

@@ -8,7 +8,7 @@ afterwards.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,11 +84,22 @@ class EngineControl:
         """Keep a message about requests for later, and return True; False: take it now."""
         if not (self._queue or self.is_halted):
             return False
-        self._held.append(message)
         if isinstance(message, AbortRequests):
-            # Of what is in work; one that is held is aborted in its turn.
+            # What nobody waits for is not kept: clients may come and go for as long as it takes.
             self._core.abort(message.request_ids)
+            self._drop(set(message.request_ids))
+        else:
+            self._held.append(message)
         return True
+
+    def _drop(self, request_ids: Collection[str]) -> None:
+        """Hold requests no longer, but for the items that P0 counts on P1 to have."""
+        held, self._held = self._held, deque()
+        for message in held:
+            if isinstance(message, EngineCoreRequest) and message.request_id in request_ids:
+                self._core.take_items(message)
+            else:
+                self._held.append(message)
 
     def apply(self) -> Iterator[Message | Remainder]:
         """Apply what can be applied now; yield the messages that are no longer held."""

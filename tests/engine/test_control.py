@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mmjax.engine.core import EngineCore
+from mmjax.engine.process import EngineControl
 from mmjax.layers.module import flatten_params
 from mmjax.transport.channel import IpcDirectory
 from mmjax.transport.messages import (
@@ -85,6 +86,20 @@ def test_a_pause_holds_requests_and_a_resume_serves_them(frontend: Frontend, cor
     assert not changed(frontend, "resume").is_paused
     assert collect(frontend, "held")[0] == answer_of(START, KEYS[0], ())
     assert not core.has_unfinished()
+
+
+def test_nothing_is_kept_of_a_held_request_that_was_given_up_but_its_picture(core: EngineCore):
+    control = EngineControl(core, lambda deltas: None, lambda reply: None)
+    control.add(ControlEngine(number=1, action="pause"))
+    assert [*control.apply()] == []
+    kept, bare = ask("kept", KEYS[0]), ask("bare", KEYS[1])
+    for feature in bare.mm_features:
+        feature.data = None  # as P0 sends it behind the request that brings its picture
+    for message in (ask("a", KEYS[1]), kept, bare, AbortRequests(request_ids=["a", "elsewhere"])):
+        assert control.hold(message)
+    control.add(ControlEngine(number=2, action="resume"))
+    assert [*control.apply()] == [kept, bare]
+    assert answer(core, bare) == answer_of(START, KEYS[1], ())
 
 
 @pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
