@@ -55,6 +55,8 @@ _MAX_BEHIND = 4
 """Items that an item's worker may wait for more than another one, which is then asked."""
 _MAX_FAILURES = 3
 """Workers that may be lost with an item, or refuse it, before its request fails."""
+_MAX_ASKED = 3
+"""How often an item that is not answered is asked for in its time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,10 +83,15 @@ class _Link:
         self.is_welcome = False
         self.heard_at = self.hello_at = self.open_at = 0.0
         self.jobs: dict[int, _Job] = {}
-        self.late: set[int] = set()
-        """Numbers of what was asked of another worker since."""
+        self.late: dict[int, _Job] = {}
+        """What it has not answered in time, and still may, by number."""
         self.refusal = ""
         """Why it is not used."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes an item: one that is late is still with it."""
+        return self.is_welcome and len(self.jobs) + len(self.late) < MAX_OUTSTANDING
 
     def close(self) -> None:
         if self.socket is not None:
@@ -275,22 +282,34 @@ class EncoderWorkers:
             return
         if not link.is_welcome:
             raise WireError("it answers before it has said whose it is")
-        job = link.jobs.get(message.number)
+        is_late = message.number in link.late
+        asked = link.late if is_late else link.jobs
+        job = asked.get(message.number)
         if job is None:
-            if message.number not in link.late:
-                raise WireError(f"nobody has asked for answer {message.number}")
-            link.late.discard(message.number)
-        elif isinstance(message, NotEncoded):
+            raise WireError(f"nobody has asked for answer {message.number}")
+        if isinstance(message, NotEncoded):
             logger.warning("%s refuses an item: %s", link.address, message.reason[:200])
-            del link.jobs[message.number]
-            self._retry(job, link)
+            del asked[message.number]
+            if not is_late:
+                self._retry(job, link)
+        elif job.rows.done():
+            del asked[message.number]
         else:
             self._check(job, message)
-            del link.jobs[message.number]
-            self._counts["items"] += 1
-            self._counts["bytes"] += message.rows.nbytes
-            self._wait_s += time.monotonic() - job.asked_at
-            job.rows.set_result(message.rows)
+            del asked[message.number]
+            self._finish(job, message.rows)
+
+    def _finish(self, job: _Job, rows: np.ndarray) -> None:
+        """Give a job its rows; whoever else was asked for them may answer, and need not."""
+        self._counts["items"] += 1
+        self._counts["bytes"] += rows.nbytes
+        self._wait_s += time.monotonic() - job.asked_at
+        job.rows.set_result(rows)
+        if job.tried:
+            self._queue = deque(one for one in self._queue if one is not job)
+            for link in self._links:
+                others = [number for number, one in link.jobs.items() if one is job]
+                link.late |= {number: link.jobs.pop(number) for number in others}
 
     def _check(self, job: _Job, answer: EncodedItem) -> None:
         rows, expected = answer.rows, (job.num_rows, self._width)
@@ -351,10 +370,11 @@ class EncoderWorkers:
         """Give up what waits for too long, and ask others for what one does not answer."""
         for link in self._links:
             for number, job in list(link.jobs.items()):
-                if now - job.sent_at > self._timeout_s / _MAX_FAILURES:
-                    del link.jobs[number]
-                    link.late.add(number)
-                    self._retry(job, link)
+                if now - job.sent_at > self._timeout_s / _MAX_ASKED:
+                    link.late[number] = link.jobs.pop(number)
+                    job.tried.add(link.address)
+                    self._counts["retries"] += 1
+                    self._queue.appendleft(job)
         is_alone = self._has_own and not any(link.is_welcome for link in self._links)
         for job in list(self._queue):
             if is_alone and now - job.asked_at > _PATIENCE_S:
@@ -380,7 +400,7 @@ class EncoderWorkers:
         """Ask for what waits, each item of one worker."""
         while self._queue:
             job = self._queue[0]
-            free = [o for o in self._links if o.is_welcome and len(o.jobs) < MAX_OUTSTANDING]
+            free = [link for link in self._links if link.has_room]
             links = [link for link in free if link.address not in job.tried] or free
             if not links:
                 return

@@ -269,6 +269,33 @@ def test_a_slow_answer_that_comes_after_another_one_s_is_no_lie(address: str):
         assert workers.stats()["encoder_workers_refused"] == 0
 
 
+def test_what_a_slow_worker_has_in_the_items_time_is_taken(address: str):
+    def dawdle(ask: EncodeItem) -> list[list[Buffer]]:
+        time.sleep(0.3)
+        return [pack(honest(ask))]
+
+    with serving(Worker(dawdle), address), closing(asking(address, timeout_s=5.4)) as workers:
+        wait_for(lambda: workers.stats()["encoder_workers_alive"] == 1)
+        # The last comes after 3.6 s, behind those before it; it is asked for again after 1.8.
+        coming = [workers.fetch(make_item(seed)) for seed in range(12)]
+        assert [first_of(rows) for rows in coming] == [3 * seed for seed in range(12)]
+        assert workers.stats()["encoder_workers_items"] == 12
+
+
+def test_a_worker_is_asked_for_no_more_than_it_takes_of_what_it_is_late_with(
+    address: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(encoder_workers, "MAX_OUTSTANDING", 4)
+    monkeypatch.setattr(encoder_workers, "_SILENT_S", 20.0)
+    busy = Worker(lambda ask: [])
+    with serving(busy, address), closing(asking(address, timeout_s=1.5)) as workers:
+        wait_for(lambda: workers.stats()["encoder_workers_alive"] == 1)
+        coming = [workers.fetch(make_item(seed)) for seed in range(4)]
+        errors = [str(rows.exception(timeout=20)) for rows in coming]
+        assert all(f"within 1.5 s: {address} (busy)" in error for error in errors)
+        assert len(busy.asked) == 4
+
+
 def test_an_engine_with_an_encoder_has_it_encode_where_no_worker_answers(address: str):
     with closing(asking(address, has_own=True)) as workers:
         assert workers.fetch(make_item()).result(timeout=20) is None
