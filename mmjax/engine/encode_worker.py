@@ -6,7 +6,7 @@ One thread has the socket; the other computes, whatever waits in one go, each it
 import queue
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,20 +127,29 @@ class EncodeWorker:
                 self._give(wanted.pop(key), rows)
         self.num_found += sum(len(wanted[key]) - 1 for key in items)
         while items:
-            group = self._take_group(items)
-            try:
-                encoded = self._parts.runner.encode_apart(group)
-            except Exception:
-                # The engine must not wait for it; what else waits goes on.
-                logger.exception("%d items could not be encoded", len(group))
-                self._parts.runner.reset()
-                for key in group:
-                    self._refuse(wanted[key], "internal error in the worker")
-                continue
-            for key, rows in encoded.items():
-                self._keep(key, rows)
-                self._give(wanted[key], rows.view(self._dtype))
-            self.num_encoded += len(encoded)
+            self._encode(self._take_group(items), wanted)
+
+    def _encode(
+        self, group: dict[bytes, EncoderItem], wanted: Mapping[bytes, Sequence[_Asked]]
+    ) -> None:
+        """Encode items in one go, and answer; where that fails one by one, to find which does."""
+        try:
+            encoded = self._parts.runner.encode_apart(group)
+        except Exception:
+            # The engine must not wait for it; what else waits goes on.
+            logger.exception("%d items could not be encoded", len(group))
+            self._parts.runner.reset()
+            if len(group) > 1:
+                for key, item in group.items():
+                    self._encode({key: item}, wanted)
+            else:
+                (key,) = group
+                self._refuse(wanted[key], "internal error in the worker")
+            return
+        for key, rows in encoded.items():
+            self._keep(key, rows)
+            self._give(wanted[key], rows.view(self._dtype))
+        self.num_encoded += len(encoded)
 
     @property
     def _dtype(self) -> np.dtype:

@@ -18,7 +18,7 @@ import zmq
 from mmjax.cache.stored_rows import make_row_key
 from mmjax.config.engine_config import EngineConfig, LoRAConfig, ParallelConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.encode_worker import EncodeWorker
+from mmjax.engine.encode_worker import EncodeWorker, _Asked
 from mmjax.engine.start import start_encoder
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.layers.module import flatten_params
@@ -394,6 +394,26 @@ def test_encoder_worker_lies_in_frames_of_engines_reach_nobody(worker: EncodeWor
             answer = call(*pack(make_ask(number=number)), before=one)
             assert isinstance(answer, EncodedItem)
             assert answer.number == number
+
+
+def test_an_item_that_cannot_be_encoded_is_refused_alone(
+    worker: EncodeWorker, monkeypatch: pytest.MonkeyPatch
+):
+    good, bad = make_ask(identifier="good"), make_ask(identifier="bad")
+    runner, told = worker._parts.runner, dict[bytes, Any]()
+    encode = runner.encode_apart
+
+    def encode_others(items: Any) -> Any:
+        if any(item.identifier == bad.key.hex() for item in items.values()):
+            raise MemoryError
+        return encode(items)
+
+    monkeypatch.setattr(runner, "encode_apart", encode_others)
+    monkeypatch.setattr(worker, "_send", lambda peer, frames: told.update({peer: frames}))
+    # As the thread that computes, which has nothing to do meanwhile.
+    worker._answer([_Asked(b"good", good), _Asked(b"bad", bad)])
+    assert isinstance(unpack_to_engine([*told[b"good"]]), EncodedItem)
+    assert isinstance(unpack_to_engine([*told[b"bad"]]), NotEncoded)
 
 
 def with_workers(config: EngineConfig, *addresses: str, **more: Any) -> EngineConfig:
