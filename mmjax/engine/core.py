@@ -556,8 +556,15 @@ class EngineCore:
         if before is None or not self._scheduler.has_unfinished():
             self._open_outputs.clear()
             return []
-        with self._counter.watching():
-            return self._read(before)
+        try:
+            with self._counter.watching():
+                return self._read(before)
+        except Exception as error:
+            self._note_failure(error)
+        except BaseException:
+            self._has_failed = True
+            raise
+        return []
 
     def abort_all(self) -> list[RequestOutputDelta]:
         """Abort all requests, and return what tells so."""

@@ -388,6 +388,36 @@ def test_a_step_that_fails_and_is_given_up_leaves_nothing_to_be_found(
     assert [tokens_of(news[request.request_id]) for request in batch] == expected
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_cannot_be_read_before_a_change_is_computed_again(
+    core: EngineCore,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    """What it has sampled is unknown, and must not be taken for the tokens of the next."""
+
+    def fail(in_flight: Any) -> Any:
+        raise error
+
+    batch = requests("drained")
+    for request in batch:
+        core.add_request(request)
+    core.step()
+    monkeypatch.setattr(core._runner, "read", fail)
+    if error is RuntimeError:
+        assert core.drain() == []
+    else:
+        with pytest.raises(error):
+            core.drain()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="interrupted" if error is not RuntimeError else None):
+        core.step()
+    assert core.recover() == []
+    news = drain(core)
+    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+
+
 def test_recovery_gives_its_memory_back_before_it_takes_new(
     core: EngineCore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
