@@ -52,6 +52,21 @@ def test_it_is_built_of_what_is_here(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_all_that_the_wheel_is_built_of_is_copied(file: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {
+        *wheel["packages"],
+        *wheel["force-include"],
+        *(hook["path"] for hook in wheel["hooks"].values()),
+        *project["project"]["license-files"],
+        project["project"]["readme"],
+    }
+    rows = [shlex.split(row) for row in values(file, "COPY") if not row.startswith("--from=")]
+    assert needed <= {source for *sources, _ in rows for source in sources}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_it_runs_as_nobody_special_and_is_watched(file: Path) -> None:
     (user,) = values(file, "USER")
     assert int(user) > 0
