@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from mmjax.config.engine_config import ModelConfig, MultiModalConfig
-from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.errors import (
+    ContextLengthError,
+    RequestError,
+    RequestTypeError,
+    RequestValueError,
+)
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_model_config
@@ -163,6 +168,19 @@ def test_what_is_refused_names_the_field(
     assert caught.value.param is not None
     if param is not None:
         assert caught.value.param == param
+
+
+def test_media_are_blamed_for_a_prompts_length_where_there_are_any(
+    input_processor: InputProcessor,
+) -> None:
+    with pytest.raises(ContextLengthError) as caught:
+        process(input_processor, [5] * 128)
+    assert str(caught.value) == (
+        "the prompt has 128 tokens, but max_model_len is 128, the answer included; shorten it"
+    )
+    prompt = {"prompt": f"{IMAGE_START} " + "red " * 200, "multi_modal_data": {"image": draw(8, 8)}}
+    with pytest.raises(ContextLengthError, match=r"\(its images included\).*fewer images$"):
+        process(input_processor, prompt)
 
 
 def test_the_longest_prompt_leaves_one_token(input_processor: InputProcessor) -> None:

@@ -43,6 +43,9 @@ from mmjax.transport.messages import EngineCoreRequest
 MAX_CHARS_PER_TOKEN = 128
 """Longer texts cannot fit, and are refused before tokenization."""
 
+_MEDIA: Mapping[str, str] = {"image": "images", "video": "videos", "audio": "clips of sound"}
+"""Modality -> its items, as errors call them."""
+
 
 class InputProcessor:
     """Processes prompts to messages for P1; `RequestError` names a wrong field. Thread-safe."""
@@ -410,21 +413,27 @@ class InputProcessor:
 
     def _check_prompts(self, prepared: PreparedInputs) -> None:
         longest = self.model_config.max_model_len
-        self._check_prompt(prepared.prompt_token_ids, "prompt", longest)
+        media = [_MEDIA.get(name, name) for name, held in prepared.mm_hashes.items() if held]
+        # Where there is an encoder's prompt, its items are in that one.
+        has_encoder = prepared.encoder_prompt_token_ids is not None
+        _check_prompt(prepared.prompt_token_ids, "prompt", longest, () if has_encoder else media)
         if prepared.encoder_prompt_token_ids is not None:
             own = self.info.max_encoder_len
             longest = longest if own is None else own + 1
-            self._check_prompt(prepared.encoder_prompt_token_ids, "encoder prompt", longest)
+            _check_prompt(prepared.encoder_prompt_token_ids, "encoder prompt", longest, media)
 
-    def _check_prompt(self, token_ids: Sequence[int], name: str, longest: int) -> None:
-        if not token_ids:
-            raise RequestValueError(f"the {name} is empty; give at least one token", param="prompt")
-        if len(token_ids) >= longest:
-            raise ContextLengthError(
-                f"the {name} has {len(token_ids)} tokens (its images included), but max_model_len "
-                f"is {longest}, the answer included; shorten it, or use fewer images",
-                param="prompt",
-            )
+
+def _check_prompt(token_ids: Sequence[int], name: str, longest: int, media: Sequence[str]) -> None:
+    if not token_ids:
+        raise RequestValueError(f"the {name} is empty; give at least one token", param="prompt")
+    if len(token_ids) >= longest:
+        kinds = " and ".join(media)
+        raise ContextLengthError(
+            f"the {name} has {len(token_ids)} tokens{f' (its {kinds} included)' if kinds else ''}, "
+            f"but max_model_len is {longest}, the answer included; shorten it"
+            + (f", or use fewer {kinds}" if kinds else ""),
+            param="prompt",
+        )
 
 
 def _check_ids(token_ids: Iterable[int], size: int, name: str) -> None:
