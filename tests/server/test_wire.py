@@ -144,6 +144,16 @@ def test_a_400_is_logged_with_reason_and_id_and_without_content(wire: Wire) -> N
     assert "secret" not in log
 
 
+def test_a_line_names_the_flag_that_would_allow_a_request(wire: Wire) -> None:
+    body = {"messages": MESSAGES, "chat_template": "secret-5", "mm_processor_kwargs": {"a": 1}}
+    wire.ask("POST", CHAT, body, **{"X-Request-Id": "f-1"})
+    wire.ask("POST", "/sleep", {}, **{"X-Request-Id": "f-2"})
+    log = wire.log_after("f-2")
+    assert re.search(r"400 for .*start the server with `--trust-request-[a-z-]+`.*f-1\)", log)
+    assert re.search(r"404 for .*start it with `--allow-engine-control`.*f-2\)", log)
+    assert "secret" not in log
+
+
 def test_log_injection_lines_are_short_whatever_a_client_sends(wire: Wire) -> None:
     wire.ask("GET", "/version", **{"X-Request-Id": "b-1"})
     before = len(wire.log_after("b-1"))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
+from mmjax.config.engine_config import serve_settings
 from mmjax.errors import (
     BodyTimeoutError,
     RequestCancelledError,
@@ -221,8 +223,20 @@ def _methods_at(request: Request) -> list[str]:
 
 
 def _without_values(message: str) -> str:
-    """Return a message without its quoted parts, which may be values that the client sent."""
-    return _printable(_QUOTED.sub("`...`", message[: 2 * _MAX_LOGGED_CHARS]))
+    """Return a message without its quoted parts, which may be values that the client sent.
+
+    Names of flags stay: they are mmjax's own, and what the operator has to give.
+    """
+    return _printable(_QUOTED.sub(_hide, message[: 2 * _MAX_LOGGED_CHARS]))
+
+
+def _hide(quoted: re.Match[str]) -> str:
+    return quoted[0] if quoted[0].strip("`") in _list_flags() else "`...`"
+
+
+@cache
+def _list_flags() -> frozenset[str]:
+    return frozenset(one.flag for one in serve_settings().values())
 
 
 def _printable(text: str) -> str:
