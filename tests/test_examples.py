@@ -1,5 +1,6 @@
 """The examples run as they stand, with the model that comes with mmjax, and are right."""
 
+import json
 import os
 import re
 import subprocess
@@ -111,6 +112,25 @@ def stdout_of(notebook: Any) -> str:
         for output in cell.outputs
         if output.output_type == "stream" and output.name == "stdout"
     )
+
+
+@pytest.mark.parametrize("place", [".", "examples"])
+def test_the_notebook_installs_from_its_checkout(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No registry has mmjax: a cell that installed it by its name would get nothing."""
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    source = "".join(cells[1]["source"])
+    assert "%pip install" in source
+    run = re.sub(r"%pip install -q (.*)", r"installed.append(f'\1')", source)
+    monkeypatch.chdir(EXAMPLES.parent / place)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    installed: list[str] = []
+    exec(compile(run, "cell", "exec"), {"installed": installed})
+    assert installed == [f'"{EXAMPLES.parent}[serve]" pandas']
+    monkeypatch.chdir("/")
+    with pytest.raises(SystemExit, match="no checkout"):
+        exec(compile(run, "cell", "exec"), {"installed": installed})
 
 
 def test_the_notebook():
