@@ -1,8 +1,10 @@
 """`mmjax chat`: talk to a running server, or to a model in this process."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from mmjax.cli.api_client import ApiClient
@@ -14,7 +16,7 @@ _HELP = (
     "/image FILE, /audio FILE: send it with the next question; /new: forget all; "
     "/quit or Ctrl-D: leave"
 )
-
+_HUB_ID = re.compile(r"tiny_scenes|[\w.-]+/[\w.-]+", re.ASCII)
 
 Answer = Callable[[Sequence[dict[str, Any]]], Iterator[str]]
 """Yields the parts of the next message's text."""
@@ -160,4 +162,18 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.url is not None and options.model is not None:
         parser.error("--model is for a model in this process; a server of --url has its own")
+    if options.text and _names_a_model(options.text[0]):
+        name = options.text[0]
+        parser.error(
+            f"`{name}` stands where the question begins, and looks like a model; give "
+            f"`--model {name}` to load it into this process, or `--url` of the server that serves "
+            "it, and a question in quotes"
+        )
     return options
+
+
+def _names_a_model(word: str) -> bool:
+    """Whether an argument, which is no question of several words in quotes, names a checkpoint."""
+    if _HUB_ID.fullmatch(word):
+        return True
+    return not re.search(r"\s", word) and (Path(word).expanduser() / "config.json").is_file()

@@ -208,6 +208,34 @@ def test_chat_refuses_its_arguments_before_a_model_is_loaded(
     assert words in written
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["Qwen/Qwen3-VL-2B-Instruct", "What is it?"],
+        ["Qwen/Qwen3-VL-2B-Instruct"],
+        ["tiny_scenes", "What is it?"],
+        ["DIRECTORY", "What is it?"],
+    ],
+)
+def test_chat_takes_no_models_name_as_the_question(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = [str(tmp_path) if word == "DIRECTORY" else word for word in words]
+    with pytest.raises(SystemExit) as caught:
+        main(["chat", *words])
+    assert caught.value.code == 2
+    assert f"give `--model {words[0]}`" in capsys.readouterr().err
+
+
+def test_chat_takes_a_question_with_a_slash(
+    ask: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask("chat", "yes/no: is it red?") == 0
+    assert ask("chat", "Is", "it", "red/blue") == 0
+    assert capsys.readouterr().out
+
+
 def test_chat_names_a_servers_adapter(
     ask: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
