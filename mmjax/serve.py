@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import math
 import os
 import socket
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serv
             return _follow(_read_configuration(flags))
         _check_certificate(server_config)
         with contextlib.closing(_listen(server_config)) as listener:
+            _warn_if_open(server_config, listener)
             return _serve(flags, server_config, listener, shutdown)
     except MMJaxError as error:
         print(f"mmjax.serve: {error}", file=sys.stderr)
@@ -123,6 +125,19 @@ def _listen_at(path: Path) -> socket.socket:
             f"cannot listen at {path} ({error.strerror or error}); give another `--uds`"
         ) from error
     return listener
+
+
+def _warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
+    """Warn where other machines may reach the server, and no request needs a key."""
+    if config.uds is not None or config.api_keys:
+        return
+    address = ipaddress.ip_address(listener.getsockname()[0])
+    if not address.is_loopback:
+        logger.warning(
+            "listening at %s without an API key: whoever reaches the port may use the server; give "
+            "`--api-key` or MMJAX_API_KEY, or let no other machine reach it",
+            address,
+        )
 
 
 def _serve(

@@ -13,7 +13,7 @@ import pytest
 
 from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import ConfigError
-from mmjax.serve import _check_certificate, _listen
+from mmjax.serve import _check_certificate, _listen, _warn_if_open
 from tests.test_serve import Served
 
 
@@ -122,3 +122,22 @@ def test_a_certificate_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
             certificate.write_text(text)
         with pytest.raises(ConfigError, match="give PEM files that belong together"):
             _check_certificate(ServerConfig(ssl_certfile=certificate, ssl_keyfile=certificate))
+
+
+@pytest.mark.parametrize(
+    ("host", "api_keys", "warns"),
+    [
+        ("0.0.0.0", (), True),
+        ("0.0.0.0", ("a key",), False),
+        ("127.0.0.1", (), False),
+        ("localhost", (), False),
+    ],
+)
+def test_a_port_that_others_may_reach_without_a_key_is_warned_of(
+    host: str, api_keys: tuple[str, ...], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ServerConfig(host=host, port=0, api_keys=api_keys)
+    with contextlib.closing(_listen(config)) as listener:
+        _warn_if_open(config, listener)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warns
+    assert ("listening at 0.0.0.0 without an API key" in caplog.text) == warns
