@@ -19,7 +19,7 @@ from typing import Any
 
 from mmjax.config.engine_config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
-from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
+from mmjax.server.flags import check_alone, parse_flags, to_engine_config, to_server_config
 from mmjax.server.shutdown import Interrupted, Shutdown, leave
 from mmjax.server.start import ended_on_error, make_app, start_engine
 from mmjax.system.allocator import return_large_blocks
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serv
             shutdown.uninstall()
             return _follow(_read_configuration(flags))
         _check_certificate(server_config)
+        check_alone(flags)
         with contextlib.closing(_listen(server_config)) as listener:
             _warn_if_open(server_config, listener)
             return _serve(flags, server_config, listener, shutdown)

@@ -372,6 +372,11 @@ def _is_own_file(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
+def check_directory(directory: Path) -> None:
+    """Raise ConfigError unless a directory can be a cache's; it is made where there is none."""
+    os.close(_open_private(directory))
+
+
 def _open_private(directory: Path) -> int:
     """Return a descriptor of a directory to which nobody else may write."""
     try:

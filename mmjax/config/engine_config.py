@@ -505,10 +505,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.cache.encoder_workers and self.lora.enable_tower_connector_lora:
+        check_together(self.cache, self.scheduler, self.parallel, self.lora, self.precompile)
+        schedule, max_model_len = self.scheduler, self.model.max_model_len
+        if not schedule.enable_chunked_prefill and schedule.max_num_batched_tokens < max_model_len:
             raise ConfigError(
-                "`enable_tower_connector_lora` and `encoder_workers` are both set, but workers "
-                "have no adapters; leave one of them out"
+                f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below "
+                f"`max_model_len` ({max_model_len}), and without chunked prefill a step holds a "
+                f"whole prompt: give `--max-num-batched-tokens {max_model_len}`, lower "
+                "`--max-model-len`, or leave `--no-enable-chunked-prefill` out"
             )
         taken = [name for name, _ in self.lora.modules if name in self.model.public_names]
         if taken:
@@ -520,6 +524,53 @@ class EngineConfig:
     def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":
         """Return a copy with other media settings."""
         return replace(self, model=replace(self.model, mm=mm))
+
+
+def check_together(
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+    lora: LoRAConfig,
+    precompile: Precompile | None,
+) -> None:
+    """Raise ConfigError for settings of several groups that exclude each other, of any model."""
+    num_processes = parallel.num_processes
+    if cache.encoder_workers and lora.enable_tower_connector_lora:
+        raise ConfigError(
+            "`enable_tower_connector_lora` and `encoder_workers` are both set, but workers "
+            "have no adapters; leave one of them out"
+        )
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"`max_num_batched_tokens` is {scheduler.max_num_batched_tokens}, below `max_num_seqs` "
+            f"({scheduler.max_num_seqs}); every running request gets a token a step: raise the "
+            "first or lower the second"
+        )
+    if precompile == "smallest" and num_processes > 1:
+        raise ConfigError(
+            f"`precompile` is 'smallest' with {num_processes} processes; they make the same calls, "
+            "and so need the same programs: give `--precompile all` or none"
+        )
+    if cache.encoder_cache_dir is not None and num_processes > 1:
+        raise ConfigError(
+            f"`encoder_cache_dir` is set with {num_processes} processes, of which none has all of "
+            "an encoder's weights to name its outputs by; leave it out"
+        )
+    if cache.encoder_workers and num_processes > 1:
+        raise ConfigError(
+            f"`encoder_workers` is set with {num_processes} processes, of which only the first "
+            "would have their outputs; leave it out"
+        )
+    reason = None
+    if not cache.enable_prefix_caching:
+        reason = "`enable_prefix_caching` is off"
+    elif num_processes > 1:
+        reason = f"each of {num_processes} processes has a part of every block"
+    if cache.kv_offload_gb and reason is not None:
+        raise ConfigError(
+            f"`kv_offload_gb` is {cache.kv_offload_gb}, but {reason}: no evicted block could be "
+            "found again; leave `--kv-offload-gb` out"
+        )
 
 
 SETTING_CLASSES: dict[str, type] = {

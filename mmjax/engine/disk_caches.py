@@ -11,7 +11,7 @@ import numpy as np
 from blake3 import blake3
 from jaxtyping import Array
 
-from mmjax.cache.disk_store import DiskStore
+from mmjax.cache.disk_store import DiskStore, check_directory
 from mmjax.cache.fingerprint import (
     describe_cpu,
     describe_libraries,
@@ -132,22 +132,23 @@ def digest_leaves(leaves: Iterable[tuple[str, Array]]) -> str:
 def check_offload(
     config: EngineConfig, *, shares_blocks: bool = True, has_states: bool = False
 ) -> None:
-    """Raise ConfigError where no block is found by its hash, or no process has all of it."""
+    """Raise ConfigError where the model's blocks cannot be found again, or cannot be used."""
     if has_states and config.cache.kv_offload_dir is not None:
         raise ConfigError(
             f"`kv_offload_dir` is {str(config.cache.kv_offload_dir)!r}, but the model has "
             "recurrent layers, without whose states no later process can use a block; leave "
             "`--kv-offload-dir` out"
         )
-    num_processes, reason = config.parallel.num_processes, None
-    if not config.cache.enable_prefix_caching:
-        reason = "`enable_prefix_caching` is off"
-    elif not shares_blocks:
-        reason = "the model is an encoder-decoder, whose requests share no blocks"
-    elif num_processes > 1:
-        reason = f"each of {num_processes} processes has a part of every block"
-    if config.cache.kv_offload_gb and reason is not None:
+    if config.cache.kv_offload_gb and not shares_blocks:
         raise ConfigError(
-            f"`kv_offload_gb` is {config.cache.kv_offload_gb}, but {reason}: no evicted block "
-            "could be found again; leave `--kv-offload-gb` out"
+            f"`kv_offload_gb` is {config.cache.kv_offload_gb}, but the model is an "
+            "encoder-decoder, whose requests share no blocks: no evicted block could be found "
+            "again; leave `--kv-offload-gb` out"
         )
+
+
+def check_directories(config: EngineConfig) -> None:
+    """Raise ConfigError for a directory that cannot be a cache's, before weights are loaded."""
+    for directory in (config.cache.kv_offload_dir, config.cache.encoder_cache_dir):
+        if directory is not None:
+            check_directory(directory)

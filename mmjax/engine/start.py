@@ -30,7 +30,7 @@ from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.threads import DeviceThreads, open_devices
 from mmjax.engine.disk_caches import (
     EncoderIdentity,
-    check_offload,
+    check_directories,
     describe_encoder,
     digest_leaves,
     open_block_store,
@@ -144,7 +144,7 @@ def start_engine(
 
     Keywords replace the registry's class, the checkpoints' weights, and the first devices.
     """
-    _check_config(config)
+    check_directories(config)
     enable_persistent_cache(config.compilation_cache_dir)
     # Before any other use of JAX, which opens the devices.
     join_processes(config)
@@ -308,7 +308,7 @@ def start_encoder(
     config: EngineConfig, *, model_class: Any = None, params: Params | None = None
 ) -> EncoderParts:
     """Load what encodes items, and nothing else; compile its programs. Keywords as above."""
-    _check_config(config)
+    check_directories(config)
     enable_persistent_cache(config.compilation_cache_dir)
     open_devices()
     model = describe_model(config, model_class, None)
@@ -643,37 +643,3 @@ def _make_scheduler(
         else AwaitedRows(workers.fetch, max_requests=2 * schedule.max_num_seqs),
     )
     return limits, scheduler
-
-
-def _check_config(config: EngineConfig) -> None:
-    schedule = config.scheduler
-    check_offload(config)
-    if schedule.max_num_batched_tokens < schedule.max_num_seqs:
-        raise ConfigError(
-            f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "
-            f"({schedule.max_num_seqs}); every running request gets a token a step: raise the "
-            "first or lower the second"
-        )
-    if config.precompile == "smallest" and config.parallel.num_processes > 1:
-        raise ConfigError(
-            f"`precompile` is 'smallest' with {config.parallel.num_processes} processes; they make "
-            "the same calls, and so need the same programs: give `--precompile all` or none"
-        )
-    if config.cache.encoder_cache_dir is not None and config.parallel.num_processes > 1:
-        raise ConfigError(
-            f"`encoder_cache_dir` is set with {config.parallel.num_processes} processes, of which "
-            "none has all of an encoder's weights to name its outputs by; leave it out"
-        )
-    if config.cache.encoder_workers and config.parallel.num_processes > 1:
-        raise ConfigError(
-            f"`encoder_workers` is set with {config.parallel.num_processes} processes, of which "
-            "only the first would have their outputs; leave it out"
-        )
-    max_model_len = config.model.max_model_len
-    if not schedule.enable_chunked_prefill and schedule.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_model_len` "
-            f"({max_model_len}), and without chunked prefill a step holds a whole prompt: give "
-            f"`--max-num-batched-tokens {max_model_len}`, lower `--max-model-len`, or leave "
-            "`--no-enable-chunked-prefill` out"
-        )

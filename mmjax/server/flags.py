@@ -15,6 +15,7 @@ from mmjax.config.engine_config import (
     SETTING_CLASSES,
     EngineConfig,
     ServerConfig,
+    check_together,
     group_fields,
     serve_settings,
 )
@@ -163,6 +164,26 @@ def _read_checkpoint(given: Mapping[str, Given]) -> dict[str, Any]:
         "served_model_name": config.public_name,
         "generation_config": dict(defaults.sampling),
     }
+
+
+def check_alone(flags: argparse.Namespace) -> None:
+    """Raise ConfigError for settings of the engine that are wrong whatever the checkpoint is.
+
+    For a server that starts its engine process before it reads the checkpoint.
+    """
+
+    def make(group: str) -> Any:
+        return SETTING_CLASSES[group](**group_fields(group, vars(flags)))
+
+    media, cache = make("multimodal"), make("cache")
+    check_together(cache, make("scheduler"), make("parallel"), make("lora"), flags.precompile)
+    directories = (cache.kv_offload_dir, cache.encoder_cache_dir, media.mm_processor_cache_dir)
+    if any(directories):
+        # Imported here: what opens them is slow.
+        from mmjax.cache.disk_store import check_directory
+
+        for directory in filter(None, directories):
+            check_directory(directory)
 
 
 def to_engine_config(flags: argparse.Namespace) -> EngineConfig:

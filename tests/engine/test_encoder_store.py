@@ -220,6 +220,15 @@ def test_several_processes_are_refused(tmp_path: Path):
         EngineCore(replace(config, parallel=parallel), params=tiny_params()[1])
 
 
+def test_a_directory_that_cannot_be_one_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mmjax.engine.start.join_processes", pytest.fail)
+    config = engine_config(encoder_cache_dir=Path("/dev/null/x"))
+    with pytest.raises(ConfigError, match="cannot be a cache's directory"):
+        EngineCore(config, params=tiny_params()[1])
+
+
 def test_bfloat16_rows_are_kept_bit_for_bit(tmp_path: Path):
     """On the CPU the pool holds them as integers."""
     config = engine_config(**SIZES, encoder_cache_dir=tmp_path)

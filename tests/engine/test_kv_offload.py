@@ -23,7 +23,6 @@ from tests.engine.tiny import (
     engine_config,
     message,
     tiny_engine,
-    tiny_params,
     tokens_of,
 )
 from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
@@ -265,11 +264,8 @@ def test_refused_where_it_would_be_of_no_use() -> None:
 
 
 def test_refused_over_several_processes() -> None:
-    config = replace(
-        engine_config(kv_offload_gb=0.01),
-        parallel=ParallelConfig(
-            tensor_parallel_size=2, num_processes=2, coordinator_address="localhost:1"
-        ),
+    parallel = ParallelConfig(
+        tensor_parallel_size=2, num_processes=2, coordinator_address="localhost:1"
     )
     with pytest.raises(ConfigError, match="each of 2 processes has a part of every block"):
-        EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=tiny_params()[1])
+        replace(engine_config(kv_offload_gb=0.01), parallel=parallel)

@@ -192,14 +192,11 @@ def test_what_no_call_needs_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_processes_that_call_together_start_together() -> None:
     config = engine_config(precompile="smallest")
-    config = replace(
-        config,
-        parallel=ParallelConfig(
-            tensor_parallel_size=2, num_processes=2, coordinator_address="127.0.0.1:1"
-        ),
+    parallel = ParallelConfig(
+        tensor_parallel_size=2, num_processes=2, coordinator_address="127.0.0.1:1"
     )
     with pytest.raises(ConfigError, match="`precompile` is 'smallest' with 2 processes"):
-        EngineCore(config)
+        replace(config, parallel=parallel)
 
 
 @pytest.mark.slow  # a start without a compile cache, in a process of its own

@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from mmjax.errors import CheckpointError, ConfigError
 from mmjax.llm.arguments import parse_keywords
 from mmjax.server.flags import (
     _build_parser,
+    check_alone,
     dump_config,
     parse_flags,
     parse_mapping,
@@ -526,3 +529,31 @@ def test_the_environment_counts_less_than_a_flag(monkeypatch: pytest.MonkeyPatch
 def test_halves_are_refused(argv: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         to_server_config(parse_flags(argv))
+
+
+# ---- what needs no checkpoint --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ("--max-num-seqs 8 --max-num-batched-tokens 4", "below `max_num_seqs`"),
+        ("--kv-offload-gb 1 --no-enable-prefix-caching", "`enable_prefix_caching` is off"),
+        ("--kv-offload-dir /tmp/x", "`kv_offload_gb` is 0"),
+        ("--max-loras 2", "without `enable_lora`"),
+        ("--encoder-cache-dir /dev/null/x", "cannot be a cache's directory"),
+        ("--kv-offload-gb 1 --kv-offload-dir /dev/null/x", "cannot be a cache's directory"),
+    ],
+)
+def test_what_is_wrong_of_any_checkpoint_is_refused_without_one(argv: str, reason: str) -> None:
+    flags = parse_flags(["/no/such/model", *argv.split()])
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        check_alone(flags)
+
+
+def test_such_a_flag_ends_a_server_before_its_engine_process_is_started() -> None:
+    argv = ["--port", "0", "--max-num-seqs", "8", "--max-num-batched-tokens", "4"]
+    command = [sys.executable, "-m", "mmjax.serve", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("mmjax.serve: `max_num_batched_tokens` is 4, below")
