@@ -83,14 +83,19 @@ def test_a_vector_for_each_prompt(tiny_gemma3: Path) -> None:
     with open_llm(tiny_gemma3, runner="pooling") as llm:
         outputs = llm.embed(TEXTS, use_tqdm=False)
     expected = [output.outputs.embedding for output in outputs]
-    with serving(tiny_gemma3, "--runner", "pooling", "--api-key", "secret") as client:
+    flags = ("--runner", "pooling", "--api-key", "secret", "--max-num-queued-reqs", "12")
+    with serving(tiny_gemma3, *flags) as client:
         assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 401
         client.headers["Authorization"] = "Bearer secret"
         address = f"{client.base_url}/v1"
         with OpenAI(base_url=address, api_key="secret", max_retries=0) as official:
             # By default it asks for base64.
             found = official.embeddings.create(model="tiny", input=TEXTS)
+            # As the texts of an index are sent: more than the server holds at once.
+            many = official.embeddings.create(model="tiny", input=TEXTS * 40)
         assert [one.embedding for one in found.data] == expected
+        assert [one.embedding for one in many.data] == expected * 40
+        assert [one.index for one in many.data] == list(range(80))
         ids = outputs[1].prompt_token_ids
         assert found.usage.prompt_tokens == len(outputs[0].prompt_token_ids) + len(ids)
         whole = post(client, "/v1/embeddings", input=[ids])
@@ -102,6 +107,7 @@ def test_a_vector_for_each_prompt(tiny_gemma3: Path) -> None:
         for body, reason in (
             ({"input": "a", "dimensions": 8}, "was not trained to have its vectors cut"),
             ({"input": []}, "is empty"),
+            ({"input": ["a"] * 2049}, "at most 2048"),
             ({}, "give one, and not both"),
             ({"input": "a", "messages": MESSAGES}, "give one, and not both"),
             ({"input": "a " * 300}, "max_model_len"),

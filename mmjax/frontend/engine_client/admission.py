@@ -22,7 +22,8 @@ class Capacity:
     """Counts unfinished requests, from before their processing on."""
 
     def __init__(self, max_num_seqs: int, max_num_queued_tokens: int | None = None) -> None:
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
+        """How many sequences there may be."""
         self._max_num_queued_tokens = max_num_queued_tokens
         self.num_requests = 0
         self.num_seqs = 0
@@ -34,12 +35,12 @@ class Capacity:
     def check_size(self, num_prompts: int, n: int) -> None:
         """Raise for a request that would not fit even alone."""
         limit = (
-            f"this server takes {self._max_num_seqs} sequences at once (`--max-num-seqs` and "
+            f"this server takes {self.max_num_seqs} sequences at once (`--max-num-seqs` and "
             "`--max-num-queued-reqs`)"
         )
-        if n > self._max_num_seqs:
+        if n > self.max_num_seqs:
             raise RequestValueError(f"`n` is {n}, but {limit}; lower it", param="n")
-        if num_prompts * n > self._max_num_seqs:
+        if num_prompts * n > self.max_num_seqs:
             raise RequestValueError(
                 f"`prompt` holds {num_prompts} prompts with `n`={n} answers each, but {limit}; "
                 "send fewer together",
@@ -48,9 +49,9 @@ class Capacity:
 
     def check_room(self, num_seqs: int = 1) -> None:
         """Raise CapacityError without room for so many sequences more."""
-        if self.num_seqs + num_seqs > self._max_num_seqs:
+        if self.num_seqs + num_seqs > self.max_num_seqs:
             raise CapacityError(
-                f"the server holds {self.num_seqs} sequences and takes {self._max_num_seqs}; "
+                f"the server holds {self.num_seqs} sequences and takes {self.max_num_seqs}; "
                 "try again in a moment"
             )
 

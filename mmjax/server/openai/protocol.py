@@ -66,7 +66,7 @@ def tag_of(value: Any) -> str | None:
     return "<object>" if isinstance(value, dict) else None
 
 
-def _prompt_tag(value: Any) -> str | None:
+def prompt_tag(value: Any) -> str | None:
     """Return the form of a prompt, by its first element."""
     match value:
         case [int(), *_]:
@@ -112,7 +112,7 @@ Prompt = Annotated[
         list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists of token ids>")
     ],
     Discriminator(
-        _prompt_tag,
+        prompt_tag,
         custom_error_type="prompt",
         custom_error_message="input should be a text or a list of token ids, or a list of these",
     ),

@@ -11,14 +11,31 @@ from mmjax.server.openai.protocol import (
     ChatMessage,
     Content,
     GenerationRequest,
-    Prompt,
     PromptRequest,
     Strict,
     Text,
+    TokenIds,
+    prompt_tag,
     tag_of,
 )
 
+MAX_INPUTS = 2048
+"""As many as OpenAI takes: clients send a thousand texts of an index at once."""
 MAX_DOCUMENTS = 1024
+
+Input = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[TokenIds, Tag("<token ids>")]
+    | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("<list>")]
+    | Annotated[
+        list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("<lists of token ids>")
+    ],
+    Discriminator(
+        prompt_tag,
+        custom_error_type="prompt",
+        custom_error_message="input should be a text or a list of token ids, or a list of these",
+    ),
+]
 
 
 class ContentParam(Strict):
@@ -70,7 +87,7 @@ class VectorRequest(PromptRequest):
 class EmbeddingRequest(VectorRequest):
     """POST /v1/embeddings."""
 
-    input: Prompt | None = None
+    input: Input | None = None
     messages: (
         Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
         | None

@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.output.pooled import score_vectors, vectors_of
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.pooling import check_runner, find_task, pooling_request
 from mmjax.frontend.requests.prompts import PromptDict
-from mmjax.frontend.requests.request import PromptSource
 from mmjax.server.openai.continuation import created_at
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService, new_ids, with_extras
@@ -31,6 +31,9 @@ from mmjax.server.openai.vectors.protocol import (
     VectorRequest,
 )
 
+_PROMPTS_AT_ONCE = 256
+"""Of one request: an index's thousand texts leave room for the requests of others."""
+
 
 class VectorService:
     """Serves them, where the engine's `runner` is pooling."""
@@ -41,6 +44,7 @@ class VectorService:
         self._model_config = client.input_processor.model_config
         self._chat = chat
         self._generation = generation
+        self._at_once = min(_PROMPTS_AT_ONCE, client.capacity.max_num_seqs)
 
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
         """Serve POST /v1/embeddings."""
@@ -112,14 +116,23 @@ class VectorService:
         generation = body.to_generation()
         self._generation.check(request, generation)
         request_id, answer_id = new_ids(prefix, generation)
-        sources: list[PromptSource] = [partial(self._make_prompt, one, generation) for one in given]
         params = pooling_request(body.to_pooling())
-        streams = await self._generation.submit(
-            request, generation, request_id, sources, params, continues_prompt=False
-        )
-        found: dict[int, RequestOutput] = {}
-        await collect(request, streams, found.__setitem__)
-        outputs = [found[number] for number in range(len(streams))]
+        outputs: list[RequestOutput] = []
+        streams: list[RequestStream] = []
+        for start in range(0, len(given), self._at_once):
+            part = given[start : start + self._at_once]
+            added = await self._generation.submit(
+                request,
+                generation,
+                f"{request_id}-{start}" if start else request_id,
+                [partial(self._make_prompt, one, generation) for one in part],
+                params,
+                continues_prompt=False,
+            )
+            found: dict[int, RequestOutput] = {}
+            await collect(request, added, found.__setitem__)
+            outputs += [found[number] for number in range(len(added))]
+            streams += added
         return answer_id, outputs, media_headers(streams)
 
     def _make_prompt(self, given: Any, generation: GenerationRequest) -> PromptDict:
