@@ -40,7 +40,11 @@ def write_lines(num_lines: int, **fields: Any) -> bytes:
 
 
 def upload(client: openai.OpenAI, data: bytes) -> Any:
-    return client.files.create(file=("../../lines.jsonl", io.BytesIO(data)), purpose="batch")
+    return client.files.create(
+        file=("../../lines.jsonl", io.BytesIO(data)),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
 
 
 def create(client: openai.OpenAI, data: bytes, **fields: Any) -> Any:
@@ -231,6 +235,10 @@ def test_what_is_refused(make_server: MakeServer, tmp_path: Path) -> None:
         client.batches.create(input_file_id="../lock", endpoint=CHAT, completion_window="24h")
     for path in ("/v1/files/lock", "/v1/files/..%2flock/content", "/v1/batches/x"):
         assert server.http.get(path).status_code == 404
+    for name in ("expires[anchor]", "expires_after[", "[a]", "purpose[a]"):
+        form = {"purpose": "batch", name: "x"}
+        refused = server.http.post("/v1/files", data=form, files={"file": b"{}"})
+        assert refused.status_code == 400, name
     file = upload(client, b"x" * 3000)
     for changes in ({"endpoint": "/v1/embeddings"}, {"completion_window": "1h"}, {"more": 1}):
         body = {"input_file_id": file.id, "endpoint": CHAT, **changes}

@@ -315,7 +315,9 @@ def test_a_follow_up_knows_what_was_said(server: Server, stream: bool) -> None:
 def test_it_can_be_read_again_and_deleted(server: Server) -> None:
     client = server.openai()
     made = client.responses.create(model="tiny", input="a red circle")
-    again = client.responses.retrieve(made.id)
+    again = client.responses.retrieve(
+        made.id, include=["message.output_text.logprobs"], include_obfuscation=False
+    )
     assert again.output_text == made.output_text == PROMPT
     (item,) = client.responses.input_items.list(made.id).data
     assert text_of(item) == "a red circle"
@@ -336,7 +338,8 @@ def test_input_items_come_in_pages(server: Server) -> None:
     pages = client.responses.input_items.list(made.id, order="asc", limit=2)
     assert pages.has_more
     assert [text_of(item) for item in pages] == ["a", "b", "c"]
-    newest = client.responses.input_items.list(made.id)
+    asked = ["message.input_image.image_url", "message.output_text.logprobs"]
+    newest = client.responses.input_items.list(made.id, include=asked)  # type: ignore[arg-type]
     assert [text_of(item) for item in newest] == ["c", "b", "a"]
     for query in ("limit=0", "limit=a", "order=up", "after=x", "colour=red"):
         response = server.http.get(f"/v1/responses/{made.id}/input_items?{query}")

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from mmjax.server.batches.lines import Url
 from mmjax.server.openai.protocol import Object, Strict
-from mmjax.server.openai.responses_api.protocol import ItemsQuery, Metadata
+from mmjax.server.openai.responses_api.protocol import Metadata, PageQuery
 
 BatchStatus = Literal[
     "validating",
@@ -102,9 +102,11 @@ class UploadFile(Strict):
 
     purpose: Literal["batch"]
     file: Any = None
+    expires_after: Annotated[Object | None, Field(exclude=True)] = None
+    """No effect, as `output_expires_after` of batches."""
 
 
-class ListQuery(ItemsQuery):
+class ListQuery(PageQuery):
     """The query of the lists."""
 
     purpose: Annotated[str, Field(max_length=64)] | None = None

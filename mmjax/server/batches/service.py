@@ -6,8 +6,8 @@ Read a form as it comes, its file to the disk: at no time is it in memory.
 import asyncio
 import os
 import time
-from collections.abc import Callable
-from typing import BinaryIO
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -219,7 +219,7 @@ class BatchService:
                 async with self._uploads:
                     await self._reader.receive_each(request, feed)
                 form.finish()
-                validated(UploadFile, form.fields)
+                validated(UploadFile, _nested(form.fields))
                 self._store.check_room(form.num_bytes)
                 file.flush()
                 await asyncio.to_thread(os.fsync, file.fileno())
@@ -315,6 +315,18 @@ class BatchService:
 def body_limit(config: ServerConfig) -> int:
     """Return the size of an upload's body."""
     return config.max_batch_file_bytes + _FORM_BYTES
+
+
+def _nested(fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return a form's fields with objects in place of their members, `name[member]`."""
+    nested: dict[str, Any] = {}
+    for name, value in fields.items():
+        outer, _, rest = name.partition("[")
+        if outer and rest.endswith("]") and isinstance(nested.get(outer, {}), dict):
+            nested.setdefault(outer, {})[rest[:-1]] = value
+        else:
+            nested[name] = value
+    return nested
 
 
 def _owner(request: Request) -> str:

@@ -74,12 +74,26 @@ class Reasoning(Strict):
     context: Label | None = None
 
 
-class ItemsQuery(Strict):
-    """The query of GET /v1/responses/{id}/input_items."""
+class ResponseQuery(Strict):
+    """The query of GET /v1/responses/{id}, without effect: all that there is is always shown."""
+
+    include: list[Includable] | None = None
+    include_obfuscation: Literal["true", "false"] | None = None
+
+
+class PageQuery(Strict):
+    """The query of a list."""
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
+
+
+class ItemsQuery(PageQuery):
+    """The query of GET /v1/responses/{id}/input_items."""
+
+    include: list[Includable] | None = None
+    """No effect, as of the response's own."""
 
 
 class ResponsesRequest(Strict):

@@ -25,7 +25,7 @@ from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService
-from mmjax.server.openai.protocol import ChatCompletionRequest, Strict
+from mmjax.server.openai.protocol import ChatCompletionRequest
 from mmjax.server.openai.request_body import API_KEY_STATE, ModelT, validated
 from mmjax.server.openai.responses_api.conversation import (
     Conversation,
@@ -34,7 +34,11 @@ from mmjax.server.openai.responses_api.conversation import (
     to_chat_tool_choice,
     to_chat_tools,
 )
-from mmjax.server.openai.responses_api.protocol import ItemsQuery, ResponsesRequest
+from mmjax.server.openai.responses_api.protocol import (
+    ItemsQuery,
+    ResponseQuery,
+    ResponsesRequest,
+)
 from mmjax.server.openai.responses_api.response import (
     Event,
     FunctionCallItem,
@@ -194,7 +198,7 @@ class ResponsesService:
 
     def response(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}."""
-        _read_query(request, Strict)
+        _read_query(request, ResponseQuery)
         return json_response(self._store.get(response_id, _owner(request)).response)
 
     def input_items(self, request: Request, response_id: str) -> Response:
@@ -393,4 +397,10 @@ def _owner(request: Request) -> str:
 
 
 def _read_query(request: Request, model: type[ModelT]) -> ModelT:
-    return validated(model, dict(request.query_params))
+    """Return a query as a `model`; OpenAI's client writes a list's name as `include[]`."""
+    query = request.query_params
+    fields: dict[str, Any] = {
+        name: value for name, value in query.items() if name.removesuffix("[]") != "include"
+    }
+    included = [*query.getlist("include"), *query.getlist("include[]")]
+    return validated(model, {**fields, **({"include": included} if included else {})})
