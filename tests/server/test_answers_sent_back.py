@@ -23,6 +23,25 @@ def server(make_server: MakeServer) -> Server:
     return make_server(is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True)
 
 
+def test_a_call_that_is_asked_for_comes_in_place_of_the_structure(server: Server) -> None:
+    """As with OpenAI: agents send the form of their last answer with every question."""
+    form = {"name": "answer", "schema": {"type": "array"}}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    fields: dict[str, Any] = {
+        "tools": [TOOL],
+        "response_format": {"type": "json_schema", "json_schema": form},
+    }
+    for choice in ("required", named):
+        assert server.chat(**fields, tool_choice=choice).status_code == 200
+    assert server.chat(**fields).status_code == 200
+    structures: list[Any] = [
+        one.sampling_params.structured_outputs for one in server.supervisor.engine.added
+    ]
+    *asked, free = (one.json for one in structures)
+    assert all("city" in one for one in asked)
+    assert "city" not in free
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_parsed_call(server: Server, stream: bool) -> None:
     server.will_say(CALL)

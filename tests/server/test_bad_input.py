@@ -103,7 +103,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
         {
             "tools": [{"type": "function", "function": {"name": "a"}}],
             "tool_choice": "required",
-            "response_format": {"type": "json_object"},
+            "structured_outputs": {"json_object": True},
         },
         "tool_choice",
     ),

@@ -161,7 +161,8 @@ class ChatService:
         """Return the parameters, and the format in which the reasoning is read."""
         params = body.sampling_params(self._generation.default_params)
         if tools is not None:
-            params = tools.sampling_params(params)
+            is_structured = body.structured_outputs is not None
+            params = tools.sampling_params(params, is_structured=is_structured)
         # A structure holds from the first token on: such an answer has no reasoning.
         if self._config.reasoning_parser is None or params.structured_outputs is not None:
             return params, None

@@ -65,15 +65,21 @@ class ToolUse:
             return required_call_parser()
         return NamedCallParser(self.choice)
 
-    def sampling_params(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with what the calls need."""
+    def sampling_params(
+        self, params: SamplingParams, *, is_structured: bool = False
+    ) -> SamplingParams:
+        """Return the parameters with what the calls need.
+
+        A call that is asked for has its own schema, in place of what `response_format` says of
+        texts; with `is_structured`, `structured_outputs` asks for something else: refused.
+        """
         if self.format is not None:
             skips = params.skip_special_tokens and not self.format.keeps_special_tokens
             return msgspec.structs.replace(params, skip_special_tokens=skips)
-        if params.structured_outputs is not None:
+        if is_structured:
             raise RequestValueError.about(
                 "tool_choice",
-                "asks for a call, and a structure of the answer is given too; leave one out",
+                "asks for a call, and `structured_outputs` is given too; leave one out",
             )
         with errors_of_format(False, has_calls=True):
             wanted = StructuredOutputsParams(json=json.dumps(self._schema()))
