@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer
+import pytest
+
+from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server
 
 
 def test_null_is_absent(make_server: MakeServer) -> None:
@@ -22,3 +24,22 @@ def test_null_is_absent(make_server: MakeServer) -> None:
     call["custom"] = {}
     response = server.chat(messages=messages, tools=[tool])
     assert response.json()["error"]["param"] == "messages[1].tool_calls[0].custom"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "x": None}]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+    ],
+)
+def test_null_is_absent_of_fields_of_other_servers(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    others = dict.fromkeys(("kv_transfer_params", "vllm_xargs", "guided_json"))
+    response = server.http.post(path, json={**body, **others})
+    assert response.status_code == 200, response.text
+    response = server.http.post(path, json={**body, **others, "vllm_xargs": {}})
+    assert response.json()["error"]["param"] == "vllm_xargs"

@@ -132,25 +132,28 @@ class Strict(BaseModel):
     def _check_names(cls, data: Any) -> Any:
         """Refuse unknown fields with one error for all of them; pydantic makes one for each.
 
-        Clients write null for what they leave to the server.
+        Clients write null for what they leave to the server, also of fields that are another's.
         """
         if not isinstance(data, dict):
             return data
         known = cls.__pydantic_fields__
-        if not data.keys() <= known.keys():
-            raise unknown_fields_error([name for name in data if name not in known], known)
-        return {
+        given = {
             name: value
             for name, value in data.items()
-            if value is not None or known[name].is_required()
+            if value is not None or (name in known and known[name].is_required())
         }
+        if not given.keys() <= known.keys():
+            raise unknown_fields_error([name for name in given if name not in known], known)
+        return given
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         schema = handler(core_schema)
-        fields = handler.resolve_ref_schema(schema).get("properties", {})
+        resolved = handler.resolve_ref_schema(schema)
+        resolved["additionalProperties"] = dict(_NULL)
+        fields = resolved.get("properties", {})
         required = {name for name, field in cls.__pydantic_fields__.items() if field.is_required()}
         for name in fields.keys() - required:
             if _NULL in fields[name].get("anyOf", ()):
