@@ -64,3 +64,23 @@ def test_offsets_are_places_of_the_text_streamed_or_not(server: Server, num_toke
     assert choice["text"] == streamed["text"] == WHOLE
     assert choice["logprobs"]["text_offset"][-4:] == [len(CUT_OFF)] * 4
     assert json.dumps(streamed["logprobs"]) == json.dumps(choice["logprobs"])
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_are_places_behind_a_special_token(
+    server: Server, echo: bool, is_shown: bool
+) -> None:
+    """Of one that the text does not show nothing is counted, but of the prompt's, which it does."""
+    tokenizer: Any = server.engine_client.input_processor.tokenizer
+    mark, prompt = "<start_of_turn>", "<start_of_turn>a"
+    server.supervisor.engine.answer = tokenizer.encode(f"b{mark}c", add_special_tokens=False)
+    body = {"prompt": prompt, "max_tokens": 3, "logprobs": 1, "echo": echo}
+    body["skip_special_tokens"] = not is_shown
+    (choice,) = server.http.post("/v1/completions", json=body).json()["choices"]
+    shown, text = choice["logprobs"], choice["text"]
+    assert text == (prompt if echo else "") + ("b<start_of_turn>c" if is_shown else "bc")
+    assert shown["tokens"][-3:] == ["b", mark, "c"]
+    assert shown["text_offset"][-3:] == [text.rindex("b"), text.rindex("b") + 1, len(text) - 1]
+    (streamed,) = joined(stream(server, "/v1/completions", body)).values()
+    assert streamed["logprobs"]["text_offset"] == shown["text_offset"]

@@ -55,8 +55,11 @@ class CompletionService:
             streams = await self._generation.submit(
                 request, body, request_id, prompts, params, continues_prompt=True
             )
-        tokenizer = self._client.input_processor.tokenizer
-        choices = _TextChoices(body, choice_options(body, body.logprobs, tokenizer), echo)
+        processor = self._client.input_processor
+        options = choice_options(body, body.logprobs, processor.tokenizer)
+        if params.skip_special_tokens:
+            options = options._replace(hidden_ids=processor.special_ids)
+        choices = _TextChoices(body, options, echo)
         show = _show_all if echo is None else echo.apply
         shown = partial(_one_by_one, show=show)
         run = Run(streams=streams, choices=choices.of, show=show, shown=shown)

@@ -1,7 +1,7 @@
 """OpenAI's responses, made from the frontend's outputs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -292,6 +292,8 @@ class ChoiceOptions(NamedTuple):
     """The role that a chat's answers have."""
     tokenizer: Any = None
     """HF's."""
+    hidden_ids: Collection[int] = ()
+    """Special tokens that an answer's text does not show."""
 
     def token_ids(self, output: CompletionOutput) -> list[int] | msgspec.UnsetType:
         """Return the token ids if the request wants them."""
@@ -357,7 +359,9 @@ def text_choice(
     return TextChoice(
         index=index,
         text=output.text,
-        logprobs=text_logprobs(output.logprobs, options, counter),
+        logprobs=text_logprobs(
+            output.logprobs, options, counter, num_generated=len(output.token_ids)
+        ),
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         token_ids=options.token_ids(output),
@@ -389,13 +393,21 @@ def chat_logprobs(logprobs: SampleLogprobs | None, options: ChoiceOptions) -> Ch
 
 
 def text_logprobs(
-    logprobs: SampleLogprobs | None, options: ChoiceOptions, counter: CharacterCounter
+    logprobs: SampleLogprobs | None,
+    options: ChoiceOptions,
+    counter: CharacterCounter,
+    *,
+    num_generated: int,
 ) -> TextLogprobs | None:
-    """Return log-probabilities in completions' form."""
+    """Return log-probabilities in completions' form, of an echoed prompt's tokens and further ones.
+
+    All of a prompt's text is shown, of the answer's no `hidden_ids`.
+    """
     if logprobs is None:
         return None
+    num_echoed = len(logprobs) - num_generated
     shown = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for position in logprobs:
+    for number, position in enumerate(logprobs):
         token_id, entry = next(iter(position.items()))
         shown.tokens.append(_token_name(token_id, entry, options))
         shown.token_logprobs.append(_finite(entry.logprob))
@@ -405,7 +417,8 @@ def text_logprobs(
         }
         shown.top_logprobs.append(None if math.isnan(entry.logprob) else top)
         shown.text_offset.append(max(0, counter.count))
-        counter.add(_bytes_of(token_id, entry, options))
+        if number < num_echoed or token_id not in options.hidden_ids:
+            counter.add(_bytes_of(token_id, entry, options))
     return shown
 
 
