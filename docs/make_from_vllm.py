@@ -95,7 +95,8 @@ def _make_fields() -> Iterator[str]:
         yield f"| `{name}` | {advice} |"
     neutral = {**CompletionRequest.NEUTRAL, **ChatCompletionRequest.NEUTRAL}
     for name, flag in FIELDS_WITH_A_FLAG.items():
-        yield f"| `{name}` | with `{flag}` alone |"
+        but = ", but for what is true or false" if name == "chat_template_kwargs" else ""
+        yield f"| `{name}` | with `{flag}` alone{but} |"
     for name, values in neutral.items():
         if name in FIELDS_WITH_A_FLAG:
             continue

@@ -105,7 +105,7 @@ class ServerConfig:
     trust_request_chat_template: bool = setting(
         False,
         """Whether HTTP clients may send a `chat_template`, which is rendered in a process of its
-        own, and `chat_template_kwargs`.""",
+        own, and `chat_template_kwargs` that are not just true or false.""",
     )
     chat_template_render_timeout_s: float = setting(
         10.0,

@@ -176,3 +176,22 @@ def test_CVE_2026_115918_no_route_takes_a_template_or_its_options_unasked(
                     error = error_of(opened.http.post(path, json=asked))
                     assert error["param"] == f"{name}.{reserved}"
     assert {"/v1/chat/completions", "/v1/responses", "/tokenize"} <= {path for path, _ in found}
+
+
+def test_what_is_true_or_false_needs_no_trust(make_server: MakeServer) -> None:
+    """As Qwen's and GLM's cards ask for it, of every server."""
+    source = (
+        TOOLS_TEMPLATE + "{% if enable_thinking is defined %}on: {{ enable_thinking }}{% endif %}"
+    )
+    server = make_server(chat_template=source)
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert "on: False" in server.chat(**options).json()["choices"][0]["message"]["content"]
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    counts = [
+        server.http.post("/tokenize", json={**body, **more}).json()["count"]
+        for more in ({}, options)
+    ]
+    assert counts[0] < counts[1]
+    for value in (0, 1, "false", [], {"a": False}):
+        refused = server.chat(chat_template_kwargs={"enable_thinking": value})
+        assert error_of(refused)["param"] == "chat_template_kwargs"

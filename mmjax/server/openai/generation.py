@@ -91,7 +91,8 @@ class GenerationService:
                 "out, or start the server with `--scheduling-policy priority`",
             )
         for name in ("chat_template", "chat_template_kwargs"):
-            if getattr(body, name, None) and not self._config.trust_request_chat_template:
+            given = getattr(body, name, None)
+            if given and not (_is_switches(given) or self._config.trust_request_chat_template):
                 raise RequestValueError.about(
                     name,
                     "is not accepted from requests; leave it out, or start the server with "
@@ -262,6 +263,11 @@ def new_ids(prefix: str, body: GenerationRequest) -> tuple[str, str]:
     """Return a new id for the engine, and the answer's, of which the request may say a part."""
     request_id = f"{prefix}-{new_hex()}"
     return request_id, request_id if body.request_id is None else f"{prefix}-{body.request_id}"
+
+
+def _is_switches(given: Any) -> bool:
+    """Return whether these are options that are true or false: none makes a template run long."""
+    return isinstance(given, dict) and all(type(value) is bool for value in given.values())
 
 
 def choice_options(
