@@ -101,6 +101,7 @@ def _make_fields() -> Iterator[str]:
         if name in FIELDS_WITH_A_FLAG:
             continue
         shown = " or ".join(f"`{value}`" for value in values if value is not None)
+        shown += " or `n`" if name == "best_of" else ""
         rest = f"; {shown} is taken, which has no effect" if shown else ""
         yield f"| `{name}` | not there yet{rest} |"
 

@@ -225,6 +225,7 @@ def _post_raw(server: Server, path: str, fields: dict[str, Any]) -> Any:
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "best_of": 3, "n": 2}, "best_of"),
         ({"prompt": "a", "messages": []}, "messages"),
         ({"prompt": [10**6]}, None),
         ({"prompt": "red " * 300}, "prompt"),

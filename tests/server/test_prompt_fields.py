@@ -37,6 +37,11 @@ def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return found
 
 
+def test_the_best_n_of_n_are_all(server: Server) -> None:
+    answer = complete(server, n=2, best_of=2)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_echo_with_logprobs_has_those_of_the_prompt_first(server: Server, n: int) -> None:
     tokenizer: Any = server.engine_client.input_processor.tokenizer

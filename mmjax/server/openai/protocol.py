@@ -263,7 +263,9 @@ class GenerationRequest(PromptRequest):
                 # Its default has no effect.
                 continue
             value = getattr(self, name)
-            if not any(value == item and type(value) is type(item) for item in neutral):
+            # The best `n` of `n` are all of them.
+            held = (*neutral, self.n) if name == "best_of" else neutral
+            if not any(value == item and type(value) is type(item) for item in held):
                 raise RequestValueError.about(name, "is not supported yet; leave it out")
         if self.stream_options is not None and not self.stream:
             raise RequestValueError.about(
