@@ -54,6 +54,7 @@ from mmjax.transport.messages import (
     StepOutput,
     TokenLogprobs,
     UnloadAdapter,
+    Vectors,
 )
 from mmjax.transport.step_record import StepRecord
 
@@ -238,7 +239,13 @@ class EchoEngine:
             finish_reason=reason,
             stop_reason=stop_reason,
             num_cached_tokens=3,
+            vectors=None if params.pooling is None else _echo_vector(request.prompt_token_ids),
         )
+
+
+def _echo_vector(token_ids: Sequence[int]) -> Vectors:
+    """Return one vector, the prompt's token ids."""
+    return Vectors(width=len(token_ids), data=np.array(token_ids, np.float32).tobytes())
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mmjax.frontend.prompt.request_template import (
 )
 from mmjax.server.openai.chat_completions import MAX_WAITING
 from tests.kit import GEMMA3_CHAT_TEMPLATE
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer
+from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, servers
 from tests.server.test_bad_input import error_of
 
 BOMBS = {
@@ -154,18 +155,29 @@ def test_CVE_2026_115911_it_is_refused_unless_it_is_trusted(make_server: MakeSer
 
 
 def test_CVE_2026_115918_no_route_takes_a_template_or_its_options_unasked(
-    make_server: MakeServer,
+    make_server: MakeServer, server_input_processor: InputProcessor
 ) -> None:
-    closed = make_server()
-    opened = make_server(trust_request_chat_template=True)
-    schema = closed.app.openapi()
+    pooling = replace(server_input_processor.model_config, runner="pooling")
+    of_vectors = InputProcessor(pooling)
+    with servers(of_vectors, of_vectors) as make_vector_server:
+        check_templates(make_server, make_vector_server)
+
+
+def check_templates(make_server: MakeServer, make_vector_server: MakeServer) -> None:
+    of_text, of_vectors = (
+        (make(), make(trust_request_chat_template=True))
+        for make in (make_server, make_vector_server)
+    )
+    schema = of_text[0].app.openapi()
     found = set()
     for path, routes in schema["paths"].items():
         body = routes.get("post", {}).get("requestBody", {}).get("content", {})
         reference = body.get("application/json", {}).get("schema", {}).get("$ref", "")
         fields = schema["components"]["schemas"].get(reference.rpartition("/")[2], {})
-        said = {"input": "a"} if "input" in fields.get("properties", {}) else None
-        said = said or {"messages": [{"role": "user", "content": "a"}]}
+        has_messages = "messages" in fields.get("properties", {})
+        messages = {"messages": [{"role": "user", "content": "a"}]}
+        said: dict[str, Any] = messages if has_messages else {"input": "a"}
+        closed, opened = of_vectors if path in ("/v1/embeddings", "/pooling") else of_text
         for name in {"chat_template", "chat_template_kwargs"} & fields.get("properties", {}).keys():
             found.add((path, name))
             value = "{{ 'a' * 10**9 }}" if name == "chat_template" else {"style": "terse"}
@@ -175,7 +187,8 @@ def test_CVE_2026_115918_no_route_takes_a_template_or_its_options_unasked(
                     asked = {**said, name: {reserved: True}}
                     error = error_of(opened.http.post(path, json=asked))
                     assert error["param"] == f"{name}.{reserved}"
-    assert {"/v1/chat/completions", "/v1/responses", "/tokenize"} <= {path for path, _ in found}
+    known = {"/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/pooling", "/tokenize"}
+    assert known <= {path for path, _ in found}
 
 
 def test_what_is_true_or_false_needs_no_trust(make_server: MakeServer) -> None:

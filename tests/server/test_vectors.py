@@ -1,5 +1,6 @@
 """Routes of vectors at a server of text: each says what to start it with. And empty prompts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,69 @@ def test_an_empty_list_of_token_ids_is_refused(tiny_gemma3: Path, given: Any) ->
             response = http.post(path, json={"input": given})
             assert response.status_code == 400, response.text
             assert "empty" in response.json()["error"]["message"]
+
+
+CHAT = [{"role": "user", "content": "a red circle"}]
+BEGUN = [*CHAT, {"role": "assistant", "content": "a blue"}]
+
+
+@pytest.fixture(scope="module")
+def of_vectors(tiny_gemma3: Path) -> Iterator[Server]:
+    """A server of vectors, each of which is its prompt's token ids."""
+    config = load_model_config(str(tiny_gemma3), max_model_len=256, runner="pooling")
+    processor = InputProcessor(config)
+    with servers(processor, processor) as make:
+        yield make(trust_request_chat_template=True)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "<bos><start_of_turn>user\na red circle<end_of_turn>\n"),
+        (
+            {"add_generation_prompt": True},
+            "<bos><start_of_turn>user\na red circle<end_of_turn>\n<start_of_turn>model\n",
+        ),
+        (
+            {"messages": BEGUN, "continue_final_message": True},
+            "<bos><start_of_turn>user\na red circle<end_of_turn>\n<start_of_turn>model\na blue",
+        ),
+        ({"chat_template": "{{ messages[0].content }} now"}, "a red circle now"),
+        (
+            {"chat_template": "{{ messages[0].content }}", "add_special_tokens": True},
+            "<bos>a red circle",
+        ),
+    ],
+)
+def test_messages_have_the_fields_of_vllms_clients(
+    of_vectors: Server, path: str, fields: dict[str, Any], text: str
+) -> None:
+    """No answer is begun unless it is asked for: a vector is of the prompt's last token."""
+    response = of_vectors.http.post(path, json={"messages": CHAT, **fields})
+    assert response.status_code == 200, response.text
+    (one,) = response.json()["data"]
+    tokenizer = of_vectors.engine_client.input_processor.tokenizer
+    vector = one.get("embedding", one.get("data"))
+    assert vector == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_text_may_have_no_special_tokens(of_vectors: Server) -> None:
+    for fields, is_begun in (({}, True), ({"add_special_tokens": False}, False)):
+        response = of_vectors.http.post("/v1/embeddings", json={"input": "a circle", **fields})
+        (one,) = response.json()["data"]
+        bos = of_vectors.engine_client.input_processor.tokenizer.bos_token_id
+        assert (one["embedding"][0] == bos) is is_begun
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True},
+        {"input": "a", "add_generation_prompt": True},
+    ],
+)
+def test_fields_of_messages_are_checked(of_vectors: Server, fields: dict[str, Any]) -> None:
+    response = of_vectors.http.post("/v1/embeddings", json=fields)
+    assert response.status_code == 400
+    assert "add_generation_prompt" in response.text

@@ -133,7 +133,7 @@ class ChatService:
         self._generation.check(request, body)
         tools = self._tool_use(body)
         params, form = self._sampling(body, tools)
-        prompt = await self._prompt_source(request, body)
+        prompt = await self.prompt_source(request, body)
         is_enforced = tools is not None and tools.format is None
         with errors_of_format(body.response_format is not None, has_calls=is_enforced):
             streams = await self._generation.submit(
@@ -186,7 +186,7 @@ class ChatService:
         self._tool_use(body)
         with errors_of_messages():
             explaining = self._client.explain(
-                await self._prompt_source(request, body),
+                await self.prompt_source(request, body),
                 id_domain=self._generation.id_domain(request),
                 is_bounded=is_bounded,
             )
@@ -201,7 +201,7 @@ class ChatService:
             template=self._chat_parser.template,
         )
 
-    async def _prompt_source(self, request: Request, body: ChatCompletionRequest) -> PromptSource:
+    async def prompt_source(self, request: Request, body: ChatCompletionRequest) -> PromptSource:
         """Return what makes the prompt; with a template of the request's own, the prompt."""
         if body.chat_template is None:
             return partial(self._chat_prompt, body, None)

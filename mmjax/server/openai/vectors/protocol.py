@@ -1,6 +1,6 @@
 """What /v1/embeddings, /pooling, /rerank and /score take; names are OpenAI's, Jina's and vLLM's."""
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
 
@@ -8,9 +8,12 @@ from mmjax.errors import RequestValueError
 from mmjax.params.pooling_params import MAX_DIMENSIONS, PoolingParams, PoolingTask
 from mmjax.server.openai.protocol import (
     MAX_MESSAGES,
+    ChatCompletionRequest,
     ChatMessage,
     Content,
     GenerationRequest,
+    Label,
+    Object,
     PromptRequest,
     Strict,
     Text,
@@ -22,6 +25,11 @@ from mmjax.server.openai.protocol import (
 MAX_INPUTS = 2048
 """As many as OpenAI takes: clients send a thousand texts of an index at once."""
 MAX_DOCUMENTS = 1024
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+_FIELDS_OF_MESSAGES = (
+    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+    "media_io_kwargs",
+)
 
 Input = Annotated[
     Annotated[Text, Tag("<text>")]
@@ -73,11 +81,18 @@ class VectorRequest(PromptRequest):
 
     def to_generation(self) -> GenerationRequest:
         """Return what the requests to the engine have of other routes."""
-        names = GenerationRequest.model_fields.keys() & {*type(self).model_fields}
+        return self._to(GenerationRequest)
+
+    def _to(self, model: type[RequestT]) -> RequestT:
+        """Return another route's body with the fields that both have."""
+        names = model.model_fields.keys() & {*type(self).model_fields}
         given = {name: getattr(self, name) for name in names}
-        return GenerationRequest(
-            **{name: value for name, value in given.items() if value is not None}
-        )
+        return model(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def has_special_tokens(self) -> bool:
+        """Whether the tokenizer adds its own to a text."""
+        return True
 
     def to_pooling(self) -> PoolingParams:
         """Return what becomes of each prompt."""
@@ -95,6 +110,30 @@ class EmbeddingRequest(VectorRequest):
     """vLLM's, in place of `input`: one prompt, with pictures."""
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[StrictInt, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
+    add_special_tokens: StrictBool | None = None
+    """By default: of `input` yes, of `messages`, whose template writes them, no."""
+    # Of `messages`, as chat's, but that no answer is begun unless a request asks for it.
+    add_generation_prompt: StrictBool = False
+    continue_final_message: StrictBool = False
+    chat_template: Annotated[str, Field(max_length=1_000_000)] | None = None
+    chat_template_kwargs: Annotated[dict[Label, Any], Field(fail_fast=True)] | None = None
+    media_io_kwargs: Annotated[dict[Label, Object], Field(max_length=64, fail_fast=True)] | None = (
+        None
+    )
+
+    def to_generation(self) -> GenerationRequest:
+        if self.messages is not None:
+            return self._to(ChatCompletionRequest)
+        for name in _FIELDS_OF_MESSAGES:
+            if getattr(self, name):
+                raise RequestValueError.about(
+                    name, "belongs to `messages`; leave it out, or send messages"
+                )
+        return super().to_generation()
+
+    @property
+    def has_special_tokens(self) -> bool:
+        return self.add_special_tokens is not False
 
     def prompts(self) -> list[str | list[int]]:
         """Return those of `input`, one by one; none where there are `messages`."""

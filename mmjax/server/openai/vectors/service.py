@@ -17,10 +17,12 @@ from mmjax.frontend.output.pooled import score_vectors, vectors_of
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.pooling import check_runner, find_task, pooling_request
 from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import PromptSource
+from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.continuation import created_at
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService, new_ids, with_extras
-from mmjax.server.openai.protocol import GenerationRequest
+from mmjax.server.openai.protocol import ChatCompletionRequest, GenerationRequest
 from mmjax.server.openai.streaming import collect, media_headers
 from mmjax.server.openai.vectors.protocol import (
     ContentParam,
@@ -39,8 +41,13 @@ class VectorService:
     """Serves them, where the engine's `runner` is pooling."""
 
     def __init__(
-        self, client: AsyncEngineClient, chat: ChatParser, generation: GenerationService
+        self,
+        client: AsyncEngineClient,
+        chat: ChatParser,
+        chats: ChatService,
+        generation: GenerationService,
     ) -> None:
+        self._chats = chats
         self._model_config = client.input_processor.model_config
         self._chat = chat
         self._generation = generation
@@ -48,7 +55,7 @@ class VectorService:
 
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
         """Serve POST /v1/embeddings."""
-        given = body.prompts() or [body.messages]
+        given = body.prompts()
         answer_id, outputs, headers = await self._run(request, body, "embd", given)
         data = [
             {"object": "embedding", "index": index, "embedding": _encode(body, vectors[0])}
@@ -59,7 +66,7 @@ class VectorService:
 
     async def pooling(self, request: Request, body: PoolingRequest) -> Response:
         """Serve POST /pooling."""
-        given = body.prompts() or [body.messages]
+        given = body.prompts()
         answer_id, outputs, headers = await self._run(request, body, "pool", given)
         is_one = find_task(body.to_pooling(), self._model_config) == "embed"
         data = []
@@ -116,16 +123,20 @@ class VectorService:
         generation = body.to_generation()
         self._generation.check(request, generation)
         request_id, answer_id = new_ids(prefix, generation)
+        sources: list[PromptSource] = [
+            partial(self._make_prompt, one, body, generation) for one in given
+        ]
+        if isinstance(generation, ChatCompletionRequest):
+            sources = [await self._chats.prompt_source(request, generation)]
         params = pooling_request(body.to_pooling())
         outputs: list[RequestOutput] = []
         streams: list[RequestStream] = []
-        for start in range(0, len(given), self._at_once):
-            part = given[start : start + self._at_once]
+        for start in range(0, len(sources), self._at_once):
             added = await self._generation.submit(
                 request,
                 generation,
                 f"{request_id}-{start}" if start else request_id,
-                [partial(self._make_prompt, one, generation) for one in part],
+                sources[start : start + self._at_once],
                 params,
                 continues_prompt=False,
             )
@@ -135,18 +146,17 @@ class VectorService:
             streams += added
         return answer_id, outputs, media_headers(streams)
 
-    def _make_prompt(self, given: Any, generation: GenerationRequest) -> PromptDict:
-        """Return the prompt of a text, of token ids, of parts or of messages; in a thread."""
+    def _make_prompt(
+        self, given: Any, body: VectorRequest, generation: GenerationRequest
+    ) -> PromptDict:
+        """Return the prompt of a text, of token ids or of parts; in a thread."""
         if isinstance(given, str):
-            made: PromptDict = {"prompt": given}
+            made: PromptDict = {"prompt": given, "add_special_tokens": body.has_special_tokens}
         elif isinstance(given, ContentParam):
             message = {"role": "user", "content": given.model_dump()["content"]}
             made = self._chat.parse([message])
-        elif not given or isinstance(given[0], int):
-            made = {"prompt_token_ids": given}
         else:
-            messages = [message.model_dump(exclude_none=True) for message in given]
-            made = self._chat.parse(messages)
+            made = {"prompt_token_ids": given}
         return with_extras(made, generation)
 
     def _head(
