@@ -24,7 +24,13 @@ from mmjax.layers.attention.kv_cache import (
     SlotCache,
     TransposedCache,
 )
-from mmjax.layers.attention.tpu import ragged_attention, ragged_takes, to_arguments
+from mmjax.layers.attention.tpu import (
+    RaggedSizes,
+    choose_sizes,
+    ragged_attention,
+    ragged_takes,
+    to_arguments,
+)
 from tests.layers.ragged import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -258,10 +264,52 @@ def test_a_step_of_nothing_gives_the_kernel_one_row():
 
 def test_what_the_kernel_takes():
     batch, _, _ = draw_case(0)
-    assert ragged_takes(batch.metadata)
-    assert not ragged_takes(batch.metadata._replace(span_end=batch.metadata.token_index + 1))
+    takes = partial(ragged_takes, batch.query, interleave(batch.cache))
+    assert takes(batch.metadata)
+    assert not takes(batch.metadata._replace(span_end=batch.metadata.token_index + 1))
     tables = np.zeros((64, 2049), np.int32)
-    assert not ragged_takes(batch.metadata._replace(block_tables=tables)), "1 MiB of scalars"
+    assert not takes(batch.metadata._replace(block_tables=tables)), "1 MiB of scalars"
+    tables = np.zeros((2048, 16), np.int32)
+    assert not takes(batch.metadata._replace(block_tables=tables)), "as wide as one of 128 blocks"
+
+
+def describe_layer(
+    num_heads: int, num_kv_heads: int, block_size: int, dtype: Any
+) -> tuple[jax.ShapeDtypeStruct, InterleavedCache]:
+    """Return the queries of 2,048 tokens, and the layer's cache."""
+    query = jax.ShapeDtypeStruct((2048, num_heads, 128), dtype)
+    pages = jax.ShapeDtypeStruct((64, block_size, 2 * num_kv_heads, 128), dtype)
+    return query, InterleavedCache(pages, 128)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "block_size", "dtype", "expected"),
+    [
+        (32, 8, 32, jnp.bfloat16, RaggedSizes(16, 32)),
+        (28, 4, 32, jnp.bfloat16, RaggedSizes(16, 32)),
+        (7, 1, 128, jnp.bfloat16, RaggedSizes(4, 32)),
+        (64, 8, 512, jnp.bfloat16, RaggedSizes(1, 32)),
+        (128, 8, 32, jnp.bfloat16, RaggedSizes(16, 16)),
+        (32, 8, 1, jnp.bfloat16, RaggedSizes(128, 32)),
+        (64, 8, 32, jnp.float32, RaggedSizes(16, 32)),
+    ],
+)
+def test_what_the_kernel_computes_at_once_fits_into_a_tpu(
+    num_heads: int, num_kv_heads: int, block_size: int, dtype: Any, expected: RaggedSizes
+):
+    """In 16 MiB: libtpu 0.0.42 compiled each for TPU v5e, and none with the kernel's own sizes."""
+    assert (
+        choose_sizes(*describe_layer(num_heads, num_kv_heads, block_size, dtype), 256) == expected
+    )
+
+
+def test_heads_that_the_kernel_cannot_cut_and_blocks_that_do_not_fit_are_not_taken():
+    batch, _, _ = draw_case(0)
+    metadata = batch.metadata
+    assert ragged_takes(*describe_layer(32, 32, 32, jnp.bfloat16), metadata)
+    assert not ragged_takes(*describe_layer(32, 32, 32, jnp.float32), metadata), "4 heads at once"
+    assert ragged_takes(*describe_layer(32, 8, 512, jnp.bfloat16), metadata)
+    assert not ragged_takes(*describe_layer(32, 8, 1024, jnp.bfloat16), metadata)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +328,16 @@ def test_what_the_kernel_takes():
 def test_the_layout_is_the_platforms(platform: str, num_kv_heads: int, dtype: str, expected: type):
     spec = KVCacheSpec.alike(1, num_kv_heads=num_kv_heads, head_dim=64)
     assert choose_cache_type(platform, spec, jnp.dtype(dtype)) is expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "expected"),
+    [(96, InterleavedCache), (128, InterleavedCache), (256, TransposedCache)],
+)
+def test_heads_wider_than_a_register_are_not_the_tpu_kernels(head_dim: int, expected: type):
+    """Gemma's 256: Mosaic compiles no loads of every other row of them."""
+    spec = KVCacheSpec.alike(1, num_kv_heads=4, head_dim=head_dim)
+    assert choose_cache_type("tpu", spec, jnp.dtype(jnp.bfloat16)) is expected
 
 
 def test_padded_heads_are_counted():

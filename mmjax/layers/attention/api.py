@@ -116,8 +116,9 @@ def attention(
         return _with_bias(query, cache, metadata, distance_bias, **options), cache
     paged = partial(_paged, sinks=sinks, **options)
     # JAX's kernel for TPUs has no sinks.
-    is_interleaved = isinstance(cache, InterleavedCache) and sinks is None
-    if not is_interleaved or not ragged_takes(metadata):
+    if sinks is not None or not isinstance(cache, InterleavedCache):
+        return paged(query, cache, metadata), cache
+    if not ragged_takes(query, cache, metadata):
         return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
     return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=paged), cache

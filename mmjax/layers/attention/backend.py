@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from mmjax.layers.attention.kv_cache import LANES
 from mmjax.layers.gpu.capability import compiles_triton
 
 Backend = Literal["xla", "ragged", "triton", "cudnn"]
@@ -30,7 +31,7 @@ def choose_backend(
     soft_cap: float | None = None,
 ) -> Backend:
     """Return the fastest attention that a platform has for these shapes."""
-    if platform == "tpu" and is_paged and _ragged_takes(num_kv_heads, dtype):
+    if platform == "tpu" and is_paged and _ragged_takes(num_kv_heads, head_dim, dtype):
         return "ragged"
     if platform in _CUDA and is_paged and triton_takes(head_dim, dtype):
         return "triton"
@@ -41,9 +42,12 @@ def choose_backend(
     return "xla"
 
 
-def _ragged_takes(num_kv_heads: int, dtype: Any) -> bool:
-    """Return whether interleaved keys and values fill whole registers of the kernel."""
-    if dtype not in (jnp.float32, jnp.bfloat16):
+def _ragged_takes(num_kv_heads: int, head_dim: int, dtype: Any) -> bool:
+    """Return whether interleaved keys and values fill whole registers of the kernel.
+
+    It reads every other row of them, which Mosaic compiles for rows of one register alone.
+    """
+    if dtype not in (jnp.float32, jnp.bfloat16) or head_dim > LANES:
         return False
     registers, rest = divmod(2 * num_kv_heads * jnp.dtype(dtype).itemsize, 4)
     return rest == 0 and (registers in (1, 2, 4, 8) or registers % 8 == 0)
