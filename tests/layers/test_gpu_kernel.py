@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mmjax.layers.attention import gpu_tiles
+from mmjax.layers.attention import backend, gpu_tiles
 from mmjax.layers.attention.gpu import MAX_SPLITS, choose_num_splits, gpu_attention
 from mmjax.layers.attention.gpu_tiles import choose_sizes, column_parts
 from mmjax.layers.attention.kv_cache import HeadSharding, TransposedCache
@@ -263,3 +264,25 @@ def test_few_programs_share_keys():
     assert choose_num_splits(8, 5) == 5
     assert choose_num_splits(128, 1000) == 4
     assert choose_num_splits(2000, 1000) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "expected"),
+    [
+        ("7.5", 64, "xla"),
+        ("8.0", 128, "cudnn"),
+        ("8.9", 256, "xla"),
+        ("9.0", 256, "cudnn"),
+        ("12.0", 64, "cudnn"),
+    ],
+)
+def test_towers_go_through_cudnn_from_ampere_on(
+    capability: str, head_dim: int, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    """On a T4 cuDNN has no such attention, and refuses the whole program."""
+    monkeypatch.setattr(backend, "find_spec", lambda name: name)
+    gpu = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr("jax.local_devices", lambda: [gpu])
+    monkeypatch.setattr(backend, "_cudnn_max_head_dim", backend._cudnn_max_head_dim.__wrapped__)
+    shape = {"num_kv_heads": 16, "head_dim": head_dim, "dtype": jnp.dtype(jnp.bfloat16)}
+    assert backend.choose_backend("cuda", is_paged=False, **shape) == expected

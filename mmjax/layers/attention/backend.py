@@ -4,11 +4,10 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
 from mmjax.layers.attention.kv_cache import LANES
-from mmjax.layers.gpu.capability import compiles_triton
+from mmjax.layers.gpu.capability import compiles_triton, gpu_attribute
 
 Backend = Literal["xla", "ragged", "triton", "cudnn"]
 """Plain XLA on any platform; the kernels for paged attention on TPU and CUDA; cuDNN for dense."""
@@ -62,8 +61,11 @@ def triton_takes(head_dim: int, dtype: Any) -> bool:
 
 @cache
 def _cudnn_max_head_dim() -> int:
-    """Return cuDNN's maximum head dimension; 0 if JAX has no CUDA."""
+    """Return cuDNN's maximum head dimension; 0 if JAX has no CUDA, or the GPU is before Ampere."""
     if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         return 0
-    capability = getattr(jax.local_devices()[0], "compute_capability", "0.0")
-    return 256 if float(capability) >= 9.0 else 128
+    # Where there is no GPU, JAX lowers for no newer one than this.
+    capability = float(gpu_attribute("compute_capability", 8.0))
+    if capability < 8.0:
+        return 0
+    return 256 if capability >= 9.0 else 128
