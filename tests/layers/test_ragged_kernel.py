@@ -345,3 +345,17 @@ def test_padded_heads_are_counted():
     cache = InterleavedCache.zeros(layer, 5, 16, jnp.float32, None)
     assert cache.pages.shape == (5, 16, 4, 128)
     assert (cache.num_kv_heads, cache.block_size) == (2, 16)
+
+
+@pytest.mark.parametrize("name", ["read_keys", "read_values"])
+def test_whole_rows_of_padded_heads_are_read(name: str):
+    """To cut them where they lie, XLA for TPU copies the whole cache (libtpu 0.0.42)."""
+    layer = KVCacheSpec.alike(1, num_kv_heads=2, head_dim=64).layers[0]
+    cache = InterleavedCache.zeros(layer, 5, 16, jnp.float32, None)
+    jaxpr = jax.make_jaxpr(getattr(cache, name))(np.zeros((3, 2), np.int32)).jaxpr
+    widths = [
+        equation.params["slice_sizes"][-1]
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "gather"
+    ]
+    assert widths == [128]

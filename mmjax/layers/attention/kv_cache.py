@@ -247,7 +247,9 @@ class InterleavedCache:
         return self.pages[ids, :, 0::2].transpose(0, 1, 3, 4, 2)
 
     def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q _value"]:
-        return self.pages[ids, :, 1::2, : self.value_dim].transpose(0, 1, 3, 2, 4)
+        # Cut after they are read: a TPU would copy the whole cache four times to cut it before.
+        values = self.pages[ids, :, 1::2].transpose(0, 1, 3, 2, 4)
+        return values[..., : self.value_dim]
 
 
 @jax.tree_util.register_dataclass
