@@ -1,5 +1,6 @@
 """The configuration of LoRA adapters; `mmjax.config.engine_config` has it among the others."""
 
+import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +15,27 @@ ADAPTER_NAME = r"^[A-Za-z0-9._/-]{1,128}$"
 """Pattern of adapters' names."""
 
 
+_MODULE_KEYS = {"name", "path", "base_model_name"}
+"""Of vLLM's objects; the last has no effect: all adapters are of the one model."""
+
+
+def _read_module(text: str) -> tuple[str, str] | None:
+    """Return the name and the path of one of `lora_modules`; None where it is malformed."""
+    if text.startswith("{"):
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not all(isinstance(given.get(key), str) for key in ("name", "path")):
+            return None
+        if not given.keys() <= _MODULE_KEYS:
+            return None
+        name, path = given["name"], given["path"]
+    else:
+        name, _, path = text.partition("=")
+    return (name, path) if path and re.match(ADAPTER_NAME, name) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
     """Adapters: how many, how large, and where they are from."""
@@ -21,11 +43,13 @@ class LoRAConfig:
     enable_lora: bool = setting(False, "Whether requests may name LoRA adapters (docs/lora.md).")
     lora_modules: tuple[str, ...] = setting(
         (),
-        """Adapters that are loaded at the start, each as NAME=PATH: a directory that PEFT wrote, or
-        a hub id. Requests name one as their `model`.""",
+        """Adapters that are loaded at the start, each as NAME=PATH or as vLLM's JSON object with
+        `name` and `path`: a directory that PEFT wrote, or a hub id. Requests name one as their
+        `model`.""",
         unset="none",
-        is_valid=lambda module: re.match(rf"{ADAPTER_NAME[:-1]}=.", module) is not None,
-        expected="adapters as NAME=PATH, a name of at most 128 letters, digits and `._/-`",
+        is_valid=lambda module: _read_module(module) is not None,
+        expected="adapters as NAME=PATH, or as a JSON object with `name` and `path` (and "
+        "`base_model_name`), a name of at most 128 letters, digits and `._/-`",
         is_for_serve_alone=True,
     )
     max_loras: int = setting(
@@ -85,5 +109,5 @@ class LoRAConfig:
     @property
     def modules(self) -> list[tuple[str, str]]:
         """Name and path of each of `lora_modules`."""
-        parts = (module.partition("=") for module in self.lora_modules)
-        return [(name, path) for name, _, path in parts]
+        read = map(_read_module, self.lora_modules)
+        return [module for module in read if module is not None]

@@ -156,10 +156,20 @@ def test_a_new_engine_has_the_adapters_of_the_last_one(
         ({"lora_dir": Path("/adapters")}, "enable_lora"),
         ({"enable_lora": True, "allow_runtime_lora_updating": True}, "lora_dir"),
         ({"enable_lora": True, "lora_modules": ("a",)}, "NAME=PATH"),
-        ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "own name"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "JSON object"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a", "path": "b"',)}, "JSON object"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a b", "path": "b"}',)}, "JSON object"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a", "path": "b", "x": 1}',)}, "JSON"),
+        ({"enable_lora": True, "lora_modules": ("a=b", '{"name": "a", "path": "c"}')}, "own name"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         LoRAConfig(**settings)
+
+
+def test_modules_have_both_of_vllms_forms() -> None:
+    named = '{"name": "sql/b", "path": "owner/sql=1", "base_model_name": "owner/model"}'
+    lora = LoRAConfig(enable_lora=True, lora_modules=("poet=/a=b", named))
+    assert lora.modules == [("poet", "/a=b"), ("sql/b", "owner/sql=1")]
