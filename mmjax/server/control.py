@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictBool, StrictInt
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +13,7 @@ from mmjax.errors import RequestError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.models.model_source import ADAPTER_FILES
 from mmjax.server.openai.errors import json_response
-from mmjax.server.openai.protocol import Strict
+from mmjax.server.openai.protocol import Label, Strict
 from mmjax.server.openai.request_body import validated
 from mmjax.transport.messages import UpdateMode
 
@@ -142,12 +142,19 @@ class LoadAdapterRequest(Strict):
     lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     """A directory below `--lora-dir`: whole, or as seen from there."""
+    base_model_name: Label | None = None
+    """No effect: all adapters are of the one model. Gateway API's sidecar sends it."""
+    load_inplace: StrictBool = False
 
 
 class UnloadAdapterRequest(Strict):
     """POST /v1/unload_lora_adapter."""
 
     lora_name: AdapterName
+    base_model_name: Label | None = None
+    """As above."""
+    lora_int_id: StrictInt | None = None
+    """vLLM's, without effect: the name says which adapter it is."""
 
 
 class AdapterService:
@@ -159,6 +166,10 @@ class AdapterService:
 
     async def load_lora_adapter(self, _: Request, body: LoadAdapterRequest) -> Response:
         """Serve /v1/load_lora_adapter."""
+        if body.load_inplace:
+            raise RequestValueError.about(
+                "load_inplace", "is not supported; unload the adapter, and load it again"
+            )
         if body.lora_name in self._client.input_processor.model_config.public_names:
             raise RequestValueError.about(
                 "lora_name", "is a name of the model itself; give the adapter another one"

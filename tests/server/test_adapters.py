@@ -75,6 +75,19 @@ def test_an_adapter_is_loaded_and_unloaded(server: Server, lora_dir: Path) -> No
     assert server.supervisor.engine.adapters == {}
 
 
+def test_what_vllms_clients_send_beside_names_is_taken(server: Server) -> None:
+    """Gateway API's sidecar names the base model, which loads adapters where its routers ask."""
+    named = {"lora_name": "poet", "base_model_name": "tiny"}
+    inplace = post(server, "load", **named, lora_path="poet", load_inplace=True)
+    assert inplace.status_code == 400
+    assert inplace.json()["error"]["param"] == "load_inplace"
+    loaded = post(server, "load", **named, lora_path="poet", load_inplace=False)
+    assert loaded.status_code == 200, loaded.text
+    unloaded = post(server, "unload", **named, lora_int_id=1)
+    assert unloaded.status_code == 200, unloaded.text
+    assert names(server) == {"tiny": None, "boxed": "tiny"}
+
+
 def test_a_bad_adapter_is_a_400_that_says_why(server: Server) -> None:
     refused = post(server, "load", lora_name="poet", lora_path=BAD_ADAPTER)
     assert refused.status_code == 400
