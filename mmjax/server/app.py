@@ -277,8 +277,9 @@ def _add_audio_routes(posts: _Posts, service: TranscriptService) -> None:
 def _add_vector_routes(posts: _Posts, service: VectorService) -> None:
     posts.add("/v1/embeddings", EmbeddingRequest, service.embeddings)
     posts.add("/pooling", PoolingRequest, service.pooling)
-    for start in ("", "/v1"):
+    for start in ("", "/v1", "/v2"):
         posts.add(f"{start}/rerank", RerankRequest, service.rerank)
+    for start in ("", "/v1"):
         posts.add(f"{start}/score", ScoreRequest, service.score)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -37,6 +38,8 @@ def test_they_are_refused(server: Server, path: str, body: dict[str, Any]) -> No
         ("/rerank", {"query": "a", "documents": [{"image": "b"}]}, "image"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {"text_1": "a", "documents": "b"}, "give one pair"),
+        ("/score", {"text_1": "a", "text_2": "b", "data_1": "c"}, "give one pair"),
     ],
 )
 def test_a_wrong_field_is_named(
@@ -123,3 +126,29 @@ def test_fields_of_messages_are_checked(of_vectors: Server, fields: dict[str, An
     response = of_vectors.http.post("/v1/embeddings", json=fields)
     assert response.status_code == 400
     assert "add_generation_prompt" in response.text
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")],
+)
+def test_scores_are_asked_for_by_any_of_vllms_names(
+    of_vectors: Server, names: tuple[str, str]
+) -> None:
+    first, second = names
+    body = {first: "a circle", second: ["a circle", "a red"], "encoding_format": "float"}
+    response = of_vectors.http.post("/score", json=body)
+    assert response.status_code == 200, response.text
+    tokenizer = of_vectors.engine_client.input_processor.tokenizer
+    query, other = (np.array(tokenizer.encode(one)) for one in body[second])
+    expected = [float(query @ query), float(query @ other)]
+    assert [one["score"] for one in response.json()["data"]] == expected
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_are_ranked_under_each_path_of_vllms(of_vectors: Server, path: str) -> None:
+    body = {"query": "a circle", "documents": ["a circle"]}
+    response = of_vectors.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    (one,) = response.json()["results"]
+    assert one["document"] == {"text": "a circle"}

@@ -25,6 +25,10 @@ from mmjax.server.openai.protocol import (
 MAX_INPUTS = 2048
 """As many as OpenAI takes: clients send a thousand texts of an index at once."""
 MAX_DOCUMENTS = 1024
+_PAIRS = (
+    *(("text_1", "text_2"), ("queries", "documents"), ("queries", "items")),
+    ("data_1", "data_2"),
+)
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 _FIELDS_OF_MESSAGES = (
     *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
@@ -178,7 +182,28 @@ class RerankRequest(VectorRequest):
 
 
 class ScoreRequest(VectorRequest):
-    """POST /score: one to one, or the first to each of many."""
+    """POST /score: one to one, or the first to each of many, by any pair of vLLM's names."""
 
-    text_1: Side
-    text_2: Side
+    text_1: Side | None = None
+    text_2: Side | None = None
+    queries: Side | None = None
+    documents: Side | None = None
+    items: Side | None = None
+    data_1: Side | None = None
+    data_2: Side | None = None
+    encoding_format: Literal["float"] | None = None
+    """No effect: a score is a number."""
+
+    def sides(self) -> tuple[Any, Any]:
+        """Return both of the pair that is given; RequestValueError for another number of fields."""
+        names = {name for pair in _PAIRS for name in pair}
+        given = {name for name in names if getattr(self, name) is not None}
+        for first, second in _PAIRS:
+            if given == {first, second}:
+                return getattr(self, first), getattr(self, second)
+        raise RequestValueError.about(
+            "text_1",
+            "and `text_2` are what is compared, or one of "
+            + ", ".join(f"`{first}` and `{second}`" for first, second in _PAIRS[1:])
+            + "; give one pair",
+        )

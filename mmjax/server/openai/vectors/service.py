@@ -97,11 +97,11 @@ class VectorService:
 
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         """Serve POST /score."""
-        sides = (body.text_1, body.text_2)
+        sides = body.sides()
         first, second = (list(side) if isinstance(side, list) else [side] for side in sides)
         if len(first) not in (1, len(second)):
-            raise RequestValueError.about(
-                "text_1", f"has {len(first)}, and `text_2` {len(second)}; give one, or as many"
+            raise RequestValueError(
+                f"{len(first)} are compared with {len(second)}; give one, or as many"
             )
         given = [*first, *second]
         answer_id, outputs, headers = await self._run(request, body, "score", given)
