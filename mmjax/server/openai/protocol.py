@@ -49,6 +49,8 @@ TokenIds = Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]
 Labels = Annotated[list[Label], Field(fail_fast=True)]
 Object = Annotated[dict[str, Any], Field(fail_fast=True)]
 Objects = Annotated[list[Object], Field(fail_fast=True)]
+ObjectsByName = Annotated[dict[Label, Object], Field(max_length=64, fail_fast=True)]
+Template = Annotated[str, Field(max_length=1_000_000)]
 
 
 def bounded(name: str, **other: Any) -> Any:
@@ -239,9 +241,7 @@ class GenerationRequest(PromptRequest):
     """Whether logprobs name tokens as `token_id:7`, not by their text."""
     add_special_tokens: StrictBool = False
     response_format: ResponseFormat | None = None
-    media_io_kwargs: Annotated[dict[Label, Object], Field(max_length=64, fail_fast=True)] | None = (
-        None
-    )
+    media_io_kwargs: ObjectsByName | None = None
     # Not supported: only the value without effect is allowed.
     length_penalty: StrictFloat | None = 1.0
     spaces_between_special_tokens: StrictBool = True
@@ -338,7 +338,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[StrictInt, bounded("logprobs")] | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
-    chat_template: Annotated[str, Field(max_length=1_000_000)] | None = None
+    chat_template: Template | None = None
     chat_template_kwargs: Annotated[dict[Label, Any], Field(fail_fast=True)] | None = None
     tools: Objects | None = None
     tool_choice: Any = None

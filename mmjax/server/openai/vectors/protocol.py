@@ -13,9 +13,10 @@ from mmjax.server.openai.protocol import (
     Content,
     GenerationRequest,
     Label,
-    Object,
+    ObjectsByName,
     PromptRequest,
     Strict,
+    Template,
     Text,
     TokenIds,
     prompt_tag,
@@ -119,11 +120,9 @@ class EmbeddingRequest(VectorRequest):
     # Of `messages`, as chat's, but that no answer is begun unless a request asks for it.
     add_generation_prompt: StrictBool = False
     continue_final_message: StrictBool = False
-    chat_template: Annotated[str, Field(max_length=1_000_000)] | None = None
+    chat_template: Template | None = None
     chat_template_kwargs: Annotated[dict[Label, Any], Field(fail_fast=True)] | None = None
-    media_io_kwargs: Annotated[dict[Label, Object], Field(max_length=64, fail_fast=True)] | None = (
-        None
-    )
+    media_io_kwargs: ObjectsByName | None = None
 
     def to_generation(self) -> GenerationRequest:
         if self.messages is not None:
