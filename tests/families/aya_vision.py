@@ -1,14 +1,11 @@
 """Tiny Aya Visions and Command A Visions: tiles of a picture, and the whole, before Cohere's."""
 
-import ast
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
 from transformers import (
     AyaVisionConfig,
     AyaVisionForConditionalGeneration,
@@ -17,41 +14,32 @@ from transformers import (
 )
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
-from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from mmjax.models.aya_vision import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor
+from tests.families.family import Family, call_processor, hf_of
 from tests.families.published import THREE_LAYOUTS, Published
+from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
+from tests.families.without_torchvision import take_image_processor
 from tests.oracle import fill_with_unit_norms
 
 PATCH_TOKEN, TILE_TOKEN = 125, 124
 TEXT: dict[str, Any] = {
+    **DECODER,
     "model_type": "cohere2",
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     # NOTE: HF's class leaves the scale out; tests/models/test_aya_vision.py compares it.
     "logit_scale": 1.0,
-    "pad_token_id": 0,
 }
 VISION: dict[str, Any] = {
+    **TOWER,
     "model_type": "siglip_vision_model",
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
     "image_size": 32,
     "patch_size": 8,
     "vision_use_head": False,
@@ -61,15 +49,12 @@ NUM_TILES = (3, 1, 2)
 
 
 def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    **settings: Any,
+    *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any
 ) -> AyaVisionConfig:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each."""
     config = AyaVisionConfig(
-        text_config={**TEXT, **(text or {})},
-        vision_config={**VISION, **(vision or {})},
+        text_config={**TEXT, **text},
+        vision_config={**VISION, **vision},
         image_token_index=PATCH_TOKEN,
         **{"alignment_intermediate_size": 56, **settings},
     )
@@ -105,7 +90,6 @@ TINY = TinyFamily(
     reference_class=AyaVisionForConditionalGeneration,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(1, TILE_TOKEN),
@@ -144,11 +128,7 @@ def write_files(path: Path) -> Path:
         [*turns, *images], bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>", pad="<PAD>"
     )
     config = tiny_config(
-        text={
-            "vocab_size": round_up(len(tokenizer), 64),
-            "hidden_size": 64,
-            "num_key_value_heads": 4,
-        },
+        text=fit_text(tokenizer, hidden_size=64),
         vision={"image_size": SIDE, "patch_size": 14},
     )
     config.image_token_index = tokenizer.convert_tokens_to_ids(PATCH)
@@ -174,13 +154,9 @@ def write_files(path: Path) -> Path:
 path = made_once(write_files)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    settings: dict[str, Any] = {"img_size": SIDE, "patch_size": 28}
-    return assemble(AyaVisionProcessor, GotOcr2ImageProcessorPil, path(), **settings)
-
-
+hf_processor = hf_of(
+    AyaVisionProcessor, GotOcr2ImageProcessorPil, path, img_size=SIDE, patch_size=28
+)
 TURN = "<|START_OF_TURN_TOKEN|><|{role}_TOKEN|>"
 ASKED, SAID, TOLD = (TURN.format(role=role) for role in ("USER", "CHATBOT", "SYSTEM"))
 AYA_VISION = Family(
@@ -202,12 +178,7 @@ AYA_VISION = Family(
     placeholder=IMAGE,
     lowering_kwargs={"max_patches": 2},
     extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"max_patches": 11}},
-        {"mm_processor_kwargs": {"crop_to_patches": False}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"max_patches": 11}, {"crop_to_patches": False}),
 )
 
 
@@ -215,15 +186,12 @@ AYA_VISION = Family(
 
 
 def tiny_cohere2_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    **settings: Any,
+    *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any
 ) -> Cohere2VisionConfig:
     """Return HF's config, with four embeddings a tile."""
     config = Cohere2VisionConfig(
-        text_config={**TEXT, **(text or {})},
-        vision_config={**VISION, **(vision or {})},
+        text_config={**TEXT, **text},
+        vision_config={**VISION, **vision},
         image_token_id=PATCH_TOKEN,
         **{"alignment_intermediate_size": 56, **settings},
     )
@@ -246,36 +214,6 @@ COHERE2_TINY = replace(
 )
 
 
-@cache
-def load_canvas() -> Any:
-    """Return HF's choice of tiles, out of its file: importing that needs torchvision."""
-    name = "models/cohere2_vision/image_processing_cohere2_vision.py"
-    source = (Path(transformers.__file__).parent / name).read_text(encoding="utf-8")
-    wanted = ("get_all_supported_aspect_ratios", "get_optimal_tiled_canvas")
-    tree = ast.parse(source)
-    tree.body = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name in wanted]
-    assert len(tree.body) == len(wanted)
-    found: dict[str, Any] = {"np": np, "lru_cache": lru_cache}
-    exec(compile(tree, name, "exec"), found)
-    return found["get_optimal_tiled_canvas"]
-
-
-class Cohere2VisionPil(GotOcr2ImageProcessorPil):
-    """HF's `Cohere2VisionImageProcessor` with Pillow: as GotOcr2's, with a canvas of its own."""
-
-    size = {"height": 512, "width": 512}  # noqa: RUF012
-    crop_to_patches = True
-    patch_size = 16
-
-    def crop_image_to_patches(self, *args: Any, **kwargs: Any) -> Any:
-        before = got_ocr2.get_optimal_tiled_canvas
-        got_ocr2.get_optimal_tiled_canvas = load_canvas()
-        try:
-            return super().crop_image_to_patches(*args, **kwargs)
-        finally:
-            got_ocr2.get_optimal_tiled_canvas = before
-
-
 def write_cohere2_files(path: Path) -> Path:
     roles = [f"<|{role}_TOKEN|>" for role in ("USER", "CHATBOT", "SYSTEM")]
     named = {
@@ -291,9 +229,8 @@ def write_cohere2_files(path: Path) -> Path:
         pad="<PAD>",
         named=named,
     )
-    vocab_size = round_up(len(tokenizer), 64)
     config = tiny_cohere2_config(
-        text={"vocab_size": vocab_size, "hidden_size": 64, "num_key_value_heads": 4},
+        text=fit_text(tokenizer, hidden_size=64),
         vision={"image_size": SIDE, "patch_size": 14},
     )
     config.image_token_id = tokenizer.convert_tokens_to_ids(PATCH)
@@ -315,12 +252,6 @@ def write_cohere2_files(path: Path) -> Path:
 cohere2_path = made_once(write_cohere2_files)
 
 
-@cache
-def hf_cohere2_processor() -> Any:
-    """HF's own processor, with Pillow's resizing in place of torchvision's."""
-    return assemble(Cohere2VisionProcessor, Cohere2VisionPil, cohere2_path())
-
-
 COHERE2_VISION = replace(
     AYA_VISION,
     name="cohere2_vision",
@@ -331,7 +262,14 @@ COHERE2_VISION = replace(
     needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
     published=Published(),
     rendered=AYA_VISION.rendered.replace(IMAGE, PATCH),
-    call_hf=partial(call_processor, hf_cohere2_processor),
+    call_hf=partial(
+        call_processor,
+        hf_of(
+            Cohere2VisionProcessor,
+            take_image_processor("cohere2_vision", "Cohere2VisionImageProcessor"),
+            cohere2_path,
+        ),
+    ),
     placeholder=PATCH,
     extra_kwargs=({}, {"max_patches": 3}, {"crop_to_patches": False}),
 )

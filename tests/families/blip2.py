@@ -1,7 +1,7 @@
 """Tiny BLIP-2s: an image's queries stand before the text, and there is at most one image."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,10 @@ from transformers.models.blip_2.processing_blip_2 import Blip2Processor
 from mmjax.models.blip2.model import Blip2ForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import (
-    GOLDEN,
-    edit_golden,
-    golden_path,
-    save_weights,
-)
-from tests.families.family import Family, assemble, call_processor
+from tests.families.directories import edit_golden, golden_path, save_weights
+from tests.families.family import Family, call_processor, hf_of
 from tests.families.published import Published
+from tests.families.sizes import NO_KEYS, TOWER, Keys
 from tests.families.tiny import (
     AFFINE,
     DrawnItem,
@@ -43,10 +39,7 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 VISION: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    **TOWER,
     "image_size": 32,
     "patch_size": 8,
 }
@@ -60,16 +53,16 @@ QFORMER: dict[str, Any] = {
 
 def tiny_config(
     *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    qformer: Mapping[str, Any] | None = None,
+    text: Keys = NO_KEYS,
+    vision: Keys = NO_KEYS,
+    qformer: Keys = NO_KEYS,
     num_queries: int = NUM_QUERIES,
 ) -> Any:
     """Return a config; the arguments are keys that differ from the above."""
     return Blip2Config(
-        text_config=OPTConfig(**{**TEXT, **(text or {})}),
-        vision_config={**VISION, **(vision or {})},
-        qformer_config={**QFORMER, **(qformer or {})},
+        text_config=OPTConfig(**{**TEXT, **text}),
+        vision_config={**VISION, **vision},
+        qformer_config={**QFORMER, **qformer},
         num_query_tokens=num_queries,
         image_token_index=IMAGE_TOKEN,
     )
@@ -97,11 +90,11 @@ class TextAlone(torch.nn.Module):
         self.language_model = reference.language_model
         self.config = reference.config.get_text_config()
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        return self.language_model(input_ids=input_ids)
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        return self.language_model(**inputs)
 
-    def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
-        return self.language_model.generate(input_ids=input_ids, **options)
+    def generate(self, **options: Any) -> Any:
+        return self.language_model.generate(**options)
 
 
 class Blip2Family(TinyFamily):
@@ -130,7 +123,6 @@ TINY = Blip2Family(
     reference_class=HFModel,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(8, IMAGE_TOKEN),
@@ -171,10 +163,8 @@ def tiny_blip2_checkpoint(folder: Path) -> Path:
 # ---- its prompts and directories ----------------------------------------------------------------
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    return assemble(Blip2Processor, BlipImageProcessorPil, GOLDEN / "blip2", num_query_tokens=8)
+path = partial(golden_path, "blip2")
+hf_processor = hf_of(Blip2Processor, BlipImageProcessorPil, path, num_query_tokens=8)
 
 
 def write(folder: Path) -> Path:
@@ -186,7 +176,7 @@ BLIP2 = Family(
     name="blip2",
     architecture="Blip2ForConditionalGeneration",
     tiny=TINY,
-    path=partial(golden_path, "blip2"),
+    path=path,
     write=write,
     needless_files=frozenset({"tokenizer_config.json"}),
     probed=("qformer.encoder.layer.1", "language_projection"),

@@ -1,12 +1,9 @@
 """Tiny BLIP-2s with T5: an image's queries stand before the text in the encoder's prompt."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Blip2Config, GenerationConfig, T5Config
 from transformers import Blip2ForConditionalGeneration as HFModel
@@ -14,24 +11,15 @@ from transformers.models.blip.image_processing_pil_blip import BlipImageProcesso
 from transformers.models.blip_2.processing_blip_2 import Blip2Processor
 
 from mmjax.models.blip2.model import Blip2T5ForConditionalGeneration
-from mmjax.models.host_inputs import PromptItem
 from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
-from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.rounding import round_up
-from tests.families.blip2 import QFORMER, VISION, draw_item
+from tests.families.blip2 import QFORMER, VISION, TextAlone, draw_item
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor
+from tests.families.encdec import EncDecFamily, torch_inputs
+from tests.families.family import Family, call_processor, hf_of
 from tests.families.published import Published
-from tests.families.tiny import (
-    Media,
-    Part,
-    TinyFamily,
-    Variant,
-    Words,
-    draw_words,
-    listed,
-)
+from tests.families.sizes import NO_KEYS, Keys
+from tests.families.tiny import Variant
 from tests.oracle import fill_with_unit_norms
 
 IMAGE_TOKEN, NUM_QUERIES, START = 120, 5, 0
@@ -53,15 +41,12 @@ TEXT: dict[str, Any] = {
 
 
 def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    num_queries: int = NUM_QUERIES,
+    *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, num_queries: int = NUM_QUERIES
 ) -> Any:
     """Return a config; the arguments are keys that differ from the above."""
     config = Blip2Config(
-        text_config=T5Config(**{**TEXT, **(text or {})}),
-        vision_config={**VISION, **(vision or {})},
+        text_config=T5Config(**{**TEXT, **text}),
+        vision_config={**VISION, **vision},
         qformer_config=QFORMER,
         num_query_tokens=num_queries,
         image_token_index=IMAGE_TOKEN,
@@ -70,31 +55,8 @@ def tiny_config(
     return config
 
 
-def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
-    """Return the sample as HF's processor would give it, with the decoder's prompt."""
-    assert sample.encoder_token_ids is not None
-    decoder_ids = torch.tensor(sample.token_ids, dtype=torch.long)[None]
-    inputs = make_reference_inputs(sample.encoder_token_ids, listed(sample))
-    return inputs | {"decoder_input_ids": decoder_ids}
-
-
-class TextAlone(torch.nn.Module):
-    """HF's language model under its name in the whole model, which takes no text without images."""
-
-    def __init__(self, reference: Any) -> None:
-        super().__init__()
-        self.language_model = reference.language_model
-        self.config = reference.config.get_text_config()
-
-    def forward(self, **inputs: torch.Tensor) -> Any:
-        return self.language_model(**inputs)
-
-    def generate(self, **options: Any) -> Any:
-        return self.language_model.generate(**options)
-
-
-class Blip2T5Family(TinyFamily):
-    """The last text, if it is not the only one, is the decoder's."""
+class Blip2T5Family(EncDecFamily):
+    """Text alone is the language model's, which the whole model takes none of without images."""
 
     def make_reference(self, *, config: Any = None, **settings: Any) -> Any:
         """Return HF's model, random, whose `generate` never ends a text."""
@@ -102,24 +64,6 @@ class Blip2T5Family(TinyFamily):
         generation = GenerationConfig(pad_token_id=0, decoder_start_token_id=START)
         model.generation_config = model.language_model.generation_config = generation
         return model
-
-    def draw_sample(self, config: Any, parts: Sequence[Part]) -> Sample:
-        """Return the parts as the prompts of both, the image first in the encoder's."""
-        texts = [draw_words(part, self.word_ids) for part in parts if isinstance(part, Words)]
-        answer = texts.pop() if len(texts) > 1 else []
-        ids: list[int] = []
-        items = []
-        for part in parts:
-            if isinstance(part, Media):
-                drawn = self.draw_item(config, part)
-                place = PlaceholderRange(len(ids), len(drawn.token_ids))
-                items.append(PromptItem(place, drawn.tensors))
-                ids += drawn.token_ids
-        return Sample(
-            token_ids=np.array([START, *answer], np.int32),
-            items=items,
-            encoder_token_ids=np.array([*ids, *chain(*texts)], np.int32),
-        )
 
     def torch_call(self, reference: Any, sample: Sample) -> tuple[Any, dict[str, Any]]:
         """Return the module that takes the sample, and the sample as it takes it."""
@@ -150,9 +94,9 @@ TINY = Blip2T5Family(
     reference_class=HFModel,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
+    start=START,
     word_ids=range(8, IMAGE_TOKEN),
     published_head_dim=64,
     max_embeds={"image": NUM_QUERIES},
@@ -205,12 +149,7 @@ def write_files(path: Path) -> Path:
 path = made_once(write_files)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor."""
-    return assemble(Blip2Processor, BlipImageProcessorPil, path(), num_query_tokens=NUM_QUERIES)
-
-
+hf_processor = hf_of(Blip2Processor, BlipImageProcessorPil, path, num_query_tokens=NUM_QUERIES)
 BLIP2_T5 = Family(
     name="blip2_t5",
     architecture="Blip2T5ForConditionalGeneration",

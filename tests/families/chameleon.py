@@ -1,7 +1,7 @@
 """Tiny Chameleons: images are codes of a vocabulary, and codes are never sampled."""
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,8 @@ from transformers.models.chameleon.image_processing_pil_chameleon import Chamele
 from transformers.models.chameleon.processing_chameleon import ChameleonProcessor
 
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration
-from tests.families.directories import (
-    GOLDEN,
-    edit_golden,
-    golden_path,
-    save_weights,
-)
-from tests.families.family import Family, HFInputs, assemble
+from tests.families.directories import edit_golden, golden_path, save_weights
+from tests.families.family import Family, HFInputs, hf_of
 from tests.families.published import Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 
@@ -87,7 +82,6 @@ TINY = TinyFamily(
     reference_class=HFModel,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     word_ids=range(5, FIRST_CODE),
     published_head_dim=128,
@@ -111,11 +105,8 @@ TINY = TinyFamily(
 # ---- its prompts and directories ----------------------------------------------------------------
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    path = GOLDEN / "chameleon"
-    return assemble(ChameleonProcessor, ChameleonImageProcessorPil, path, image_seq_length=256)
+path = partial(golden_path, "chameleon")
+hf_processor = hf_of(ChameleonProcessor, ChameleonImageProcessorPil, path, image_seq_length=256)
 
 
 def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
@@ -134,7 +125,7 @@ CHAMELEON = Family(
     name="chameleon",
     architecture="ChameleonForConditionalGeneration",
     tiny=TINY,
-    path=partial(golden_path, "chameleon"),
+    path=path,
     write=write,
     published=Published(
         make_config=partial(ChameleonConfig, vocabulary_map=vocabulary_map(8192, 4), vq_config={}),

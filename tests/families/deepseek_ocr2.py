@@ -1,7 +1,6 @@
 """Tiny DeepSeek-OCR 2s: a view of the whole and tiles, each of as many patches as published."""
 
-from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor
+from tests.families.family import Family, call_processor, hf_of
 from tests.families.published import MODULE, Published
+from tests.families.sizes import NO_KEYS, TOWER, Keys
 from tests.families.tiny import (
     AFFINE,
     DrawnItem,
@@ -67,28 +67,23 @@ SAM: dict[str, Any] = {
 SMALL_SAM: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 1}
 """Of what engines serve: scores of 4,096 patches take most of the time."""
 ENCODER: dict[str, Any] = {
+    **TOWER,
     "vocab_size": 1,
-    "hidden_size": 24,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 
 
 def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    sam: Mapping[str, Any] | None = None,
-    encoder: Mapping[str, Any] | None = None,
+    *, text: Keys = NO_KEYS, sam: Keys = NO_KEYS, encoder: Keys = NO_KEYS
 ) -> DeepseekOcr2Config:
     """Return HF's config, with patches of two pixels a side."""
     config = DeepseekOcr2Config(
-        text_config={**TEXT, **(text or {})},
+        text_config={**TEXT, **text},
         vision_config={
-            "sam_config": {**SAM, **(sam or {})},
-            "encoder_config": {**ENCODER, **(encoder or {})},
+            "sam_config": {**SAM, **sam},
+            "encoder_config": {**ENCODER, **encoder},
         },
         image_token_id=IMAGE_TOKEN,
     )
@@ -218,12 +213,7 @@ def write_files(path: Path) -> Path:
 path = made_once(write_files)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor."""
-    return assemble(DeepseekOcr2Processor, DeepseekOcr2ImageProcessorPil, path(), patch_size=PATCH)
-
-
+hf_processor = hf_of(DeepseekOcr2Processor, DeepseekOcr2ImageProcessorPil, path, patch_size=PATCH)
 DEEPSEEK_OCR2 = Family(
     name="deepseek_ocr2",
     architecture="DeepseekOcr2ForConditionalGeneration",
@@ -239,11 +229,7 @@ DEEPSEEK_OCR2 = Family(
     call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
     extra_kwargs=({}, FEWER, {"min_patches": 3, "max_patches": 4}),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"max_patches": 5}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"max_patches": 5},),
     lowering_kwargs=FEWER,
     tensors={"pixel_values": 1e-6, "num_local_patches": 0.0},
     published=Published(layouts={"module": MODULE}),

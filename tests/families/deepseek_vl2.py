@@ -125,11 +125,7 @@ DEEPSEEK_VL2 = Family(
     max_images=2,  # of more, tests/models/test_deepseek_vl2.py: none is held by a cache
     # No `lowering_kwargs`: `cropping` is a switch, above which a request can ask for nothing.
     extra_kwargs=({}, {"cropping": False}),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"cropping": False}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"cropping": False},),
     tensors={"pixel_values": 1e-6, "images_spatial_crop": 0.0},
     takes_size=takes_size,
     words=(*Family.words, "<|User|>", "<|ref|>a<|/ref|>", "<|grounding|>"),

@@ -19,11 +19,7 @@ from transformers import AutoConfig
 
 from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.models.model_source import load_model_config
-from mmjax.models.registry import (
-    MULTIMODAL_REGISTRY,
-    create_processor,
-    get_processor_factories,
-)
+from mmjax.models.registry import MULTIMODAL_REGISTRY, create_processor, get_processor_factories
 from mmjax.processing import BaseMultiModalProcessor
 from mmjax.processing.prepared import ProcessorCache
 from tests.kit import WORDS

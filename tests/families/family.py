@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,8 +101,8 @@ class Family:
     max_images: int = 8
     extra_kwargs: tuple[dict[str, Any], ...] = ({},)
     """Processor kwargs under which the laws must hold too."""
-    mm_configs: tuple[dict[str, Any], ...] = ({}, {"trust_request_mm_kwargs": True})
-    """Operators' settings under which the dummy inputs have the declared maximum."""
+    operator_kwargs: tuple[Mapping[str, Any], ...] = ()
+    """An operator's processor kwargs under which the dummy inputs have the declared maximum."""
     lowering_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """An operator's kwargs under which an item has fewer embeddings; empty where none can."""
     tensors: Mapping[str, float] = field(default_factory=lambda: {"pixel_values": 1e-6})
@@ -144,6 +144,12 @@ class Family:
     def checkpoint(self) -> Path:
         """A directory that `write` wrote, once in a process; it must not be changed."""
         return made_once(self.write)()
+
+    @property
+    def mm_configs(self) -> list[dict[str, Any]]:
+        """Operators' settings under which the dummy inputs have the declared maximum."""
+        own = [{"mm_processor_kwargs": kwargs} for kwargs in self.operator_kwargs]
+        return [{}, *own, {"trust_request_mm_kwargs": True}]
 
     @property
     def is_hf_asked(self) -> bool:
@@ -203,6 +209,22 @@ def assemble(
     if has_videos:
         parts["video_processor"] = video_processor or VideoProcessorMixin()
     return WithoutTorchvision(**parts, **settings)
+
+
+def hf_of(
+    processor_class: Any, image_processor_class: Any, path: Callable[[], Path], **settings: Any
+) -> Callable[..., Any]:
+    """Return what makes, once, HF's own processor of a directory: `assemble`, apart from ours.
+
+    It may be given HF's video processor, where the class takes one (`has_videos=True`).
+    """
+
+    @cache
+    def load(video_processor: Any = None) -> Any:
+        parts = (processor_class, image_processor_class, path())
+        return assemble(*parts, video_processor=video_processor, **settings)
+
+    return load
 
 
 def call_with_videos(

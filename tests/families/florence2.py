@@ -1,14 +1,10 @@
 """Tiny Florence-2s: image and text in an encoder's prompt, tokens to go on from in a decoder's."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Florence2Config, GenerationConfig
 from transformers import Florence2ForConditionalGeneration as HFModel
@@ -17,30 +13,12 @@ from transformers.models.florence2.processing_florence2 import Florence2Processo
 
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration
-from mmjax.models.host_inputs import PromptItem
-from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
-from mmjax.processing.tensors.inputs import PlaceholderRange
-from tests.families.directories import (
-    GOLDEN,
-    edit_golden,
-    golden_path,
-    save_weights,
-)
-from tests.families.family import Family, assemble, call_processor
+from tests.families.directories import edit_golden, golden_path, save_weights
+from tests.families.encdec import EncDecFamily, torch_inputs
+from tests.families.family import Family, call_processor, hf_of
 from tests.families.published import Published
-from tests.families.tiny import (
-    AFFINE,
-    DrawnItem,
-    Media,
-    Part,
-    TinyFamily,
-    Variant,
-    Words,
-    draw_bytes,
-    draw_words,
-    listed,
-)
+from tests.families.sizes import NO_KEYS, Keys
+from tests.families.tiny import AFFINE, DrawnItem, Media, Variant, draw_bytes
 
 IMAGE_TOKEN, START = 95, 2
 VISION: dict[str, Any] = {
@@ -73,16 +51,11 @@ TEXT: dict[str, Any] = {
 }
 
 
-def tiny_config(
-    *,
-    vision: Mapping[str, Any] | None = None,
-    text: Mapping[str, Any] | None = None,
-    is_tied: bool = True,
-) -> Any:
+def tiny_config(*, vision: Keys = NO_KEYS, text: Keys = NO_KEYS, is_tied: bool = True) -> Any:
     """Return a config of two stages, two blocks each way; an image is 9 patches."""
     return Florence2Config(
-        vision_config={**VISION, **(vision or {})},
-        text_config={**TEXT, **(text or {})},
+        vision_config={**VISION, **vision},
+        text_config={**TEXT, **text},
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=is_tied,
     )
@@ -117,17 +90,8 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     return DrawnItem(tensors, [IMAGE_TOKEN] * Florence2HostInputs(config).num_image_rows)
 
 
-def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
-    """Return the sample as HF's processor would give it, with the decoder's prompt."""
-    assert sample.encoder_token_ids is not None
-    decoder_ids = torch.tensor(sample.token_ids, dtype=torch.long)[None]
-    inputs = make_reference_inputs(sample.encoder_token_ids, listed(sample))
-    return inputs | {"decoder_input_ids": decoder_ids}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Florence2Family(TinyFamily):
-    """An encoder-decoder: the last text, if it is not the only one, is the decoder's."""
+class Florence2Family(EncDecFamily):
+    """Answers may be loud."""
 
     def make_reference(self, *, config: Any = None, is_loud: bool = False, **settings: Any) -> Any:
         """Return HF's model, random, whose `generate` never ends a text."""
@@ -135,24 +99,6 @@ class Florence2Family(TinyFamily):
         fill(model, is_loud=is_loud)
         model.generation_config = GenerationConfig(pad_token_id=1, decoder_start_token_id=START)
         return model
-
-    def draw_sample(self, config: Any, parts: Sequence[Part]) -> Sample:
-        """Return the parts as the prompts of both, the image first in the encoder's."""
-        texts = [draw_words(part, self.word_ids) for part in parts if isinstance(part, Words)]
-        answer = texts.pop() if len(texts) > 1 else []
-        ids: list[int] = []
-        items = []
-        for part in parts:
-            if isinstance(part, Media):
-                drawn = self.draw_item(config, part)
-                place = PlaceholderRange(len(ids), len(drawn.token_ids))
-                items.append(PromptItem(place, drawn.tensors))
-                ids += drawn.token_ids
-        return Sample(
-            token_ids=np.array([START, *answer], np.int32),
-            items=items,
-            encoder_token_ids=np.array([*ids, *chain(*texts)], np.int32),
-        )
 
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
@@ -173,6 +119,7 @@ TINY = Florence2Family(
     served=LOUD,
     draw_item=draw_item,
     torch_inputs=torch_inputs,
+    start=START,
     word_ids=range(4, 90),
     published_head_dim=64,
     max_embeds={"image": 64},
@@ -224,11 +171,8 @@ TINY = Florence2Family(
 # ---- its prompts and directories ----------------------------------------------------------------
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    path = GOLDEN / "florence2"
-    return assemble(Florence2Processor, CLIPImageProcessorPil, path, num_additional_image_tokens=1)
+path = partial(golden_path, "florence2")
+hf_processor = hf_of(Florence2Processor, CLIPImageProcessorPil, path, num_additional_image_tokens=1)
 
 
 def write(folder: Path) -> Path:
@@ -247,7 +191,7 @@ FLORENCE2 = Family(
     name="florence2",
     architecture="Florence2ForConditionalGeneration",
     tiny=TINY,
-    path=partial(golden_path, "florence2"),
+    path=path,
     write=write,
     needless_files=frozenset({"tokenizer_config.json"}),
     llm_settings={"max_num_seqs": 2, "max_num_batched_tokens": 64},  # it declares its length

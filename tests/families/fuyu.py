@@ -1,7 +1,7 @@
 """Tiny Fuyus: no tower; a newline behind each row of patches."""
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,8 @@ from transformers.models.fuyu.processing_fuyu import FuyuProcessor
 from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import (
-    GOLDEN,
-    edit_golden,
-    golden_path,
-    save_weights,
-)
-from tests.families.family import Family, HFInputs, assemble
+from tests.families.directories import edit_golden, golden_path, save_weights
+from tests.families.family import Family, HFInputs, hf_of
 from tests.families.published import MODULE, Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 
@@ -90,7 +85,6 @@ TINY = TinyFamily(
     reference_class=HFModel,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(2, 120),
@@ -115,10 +109,8 @@ class TorchPatches(FuyuImageProcessorPil):
         return torch.from_numpy(super().patchify_image(np.asarray(image), patch_size))[None]
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    return assemble(FuyuProcessor, TorchPatches, GOLDEN / "fuyu")
+path = partial(golden_path, "fuyu")
+hf_processor = hf_of(FuyuProcessor, TorchPatches, path)
 
 
 def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
@@ -142,7 +134,7 @@ FUYU = Family(
     name="fuyu",
     architecture="FuyuForCausalLM",
     tiny=TINY,
-    path=partial(golden_path, "fuyu"),
+    path=path,
     write=write,
     needless_files=frozenset({"tokenizer_config.json"}),
     published=Published(

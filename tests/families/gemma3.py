@@ -1,7 +1,6 @@
 """Tiny Gemma 3s: images of one crop and of several, attention in both directions inside them."""
 
-from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 from tests.families.directories import made_once
-from tests.families.family import Family, assemble, call_processor
+from tests.families.family import Family, call_processor, hf_of
 from tests.families.published import THREE_LAYOUTS, Published
+from tests.families.sizes import NO_KEYS, Keys, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.kit import (
     fill_by_name,
@@ -45,16 +45,12 @@ NUM_CROPS = (1, 2, 1, 3)
 
 
 def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    tokens_per_image: int = 4,
-    is_tied: bool = True,
+    *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, tokens_per_image: int = 4, is_tied: bool = True
 ) -> Gemma3Config:
     """Return a config of width 32, two sliding layers and a global one."""
     config = tiny_gemma3_config(
         gemma_tokenizer(),
-        text={**SHORT, **(text or {})},
+        text={**SHORT, **text},
         vision=vision,
         tokens_per_image=tokens_per_image,
     )
@@ -91,14 +87,8 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "query_pre_attn_scalar": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 2),
-    }
-    return {"text": text}
+    sizes = (width, head_dim, num_heads)
+    return resize_text(*sizes, queries_per_key=2, query_pre_attn_scalar=head_dim)
 
 
 TINY = TinyFamily(
@@ -107,7 +97,6 @@ TINY = TinyFamily(
     reference_class=HFModel,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     fill=fill,
@@ -169,13 +158,7 @@ def make_processor(
     return create_processor(model_config(path, **mm), cache=processor_cache)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    num_tokens = AutoConfig.from_pretrained(directory()).mm_tokens_per_image
-    return assemble(
-        Gemma3Processor, Gemma3ImageProcessorPil, directory(), image_seq_length=num_tokens
-    )
+hf_processor = hf_of(Gemma3Processor, Gemma3ImageProcessorPil, directory, image_seq_length=4)
 
 
 def write(folder: Path) -> Path:
@@ -207,5 +190,5 @@ GEMMA3 = Family(
     placeholder="<start_of_image>",
     extra_kwargs=({}, CROPS),
     lowering_kwargs={"pan_and_scan_max_num_crops": 2},
-    mm_configs=({}, {"mm_processor_kwargs": CROPS}, {"trust_request_mm_kwargs": True}),
+    operator_kwargs=(CROPS,),
 )

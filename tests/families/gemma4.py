@@ -3,21 +3,16 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import (
-    Gemma4Config,
-    Gemma4UnifiedConfig,
-)
+from transformers import Gemma4Config, Gemma4UnifiedConfig
 from transformers import Gemma4ForConditionalGeneration as HFModel
-from transformers import (
-    Gemma4UnifiedForConditionalGeneration as HFUnifiedModel,
-)
+from transformers import Gemma4UnifiedForConditionalGeneration as HFUnifiedModel
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
@@ -35,8 +30,9 @@ from mmjax.models.gemma4.processor import as_batch
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, HFInputs, assemble, call_processor
+from tests.families.family import Family, HFInputs, call_processor, hf_of
 from tests.families.hf_videos import HFVideos
+from tests.families.sizes import NO_KEYS, TOWER, Keys, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.kit import fill_by_name
 
@@ -84,10 +80,8 @@ ALL: dict[str, Any] = {
 }
 """What makes the small ones have everything but experts."""
 VISION: dict[str, Any] = {
+    **TOWER,
     "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "patch_size": 4,
@@ -123,22 +117,20 @@ NUM_CLIP_FRAMES = (23, 7, 1, 12, 18)
 def tiny_config(
     kind: str = "gemma4",
     *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    audio: Mapping[str, Any] | None = None,
+    text: Keys = NO_KEYS,
+    vision: Keys = NO_KEYS,
+    audio: Keys = NO_KEYS,
     hears: bool = True,
     is_tied: bool = True,
 ) -> Any:
     """Return HF's config of either kind, of width 32."""
     is_unified = kind == "gemma4_unified"
     own_text = {name: value for name, value in TEXT.items() if "per_layer_input" not in name}
-    text_config = {**(own_text if is_unified else TEXT), **(text or {})}
+    text_config = {**(own_text if is_unified else TEXT), **text}
     config = (Gemma4UnifiedConfig if is_unified else Gemma4Config)(
         text_config={**text_config, "tie_word_embeddings": is_tied},
-        vision_config={**(UNIFIED_VISION if is_unified else VISION), **(vision or {})},
-        audio_config={**(UNIFIED_AUDIO if is_unified else AUDIO), **(audio or {})}
-        if hears
-        else None,
+        vision_config={**(UNIFIED_VISION if is_unified else VISION), **vision},
+        audio_config={**(UNIFIED_AUDIO if is_unified else AUDIO), **audio} if hears else None,
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         audio_token_id=AUDIO_TOKEN,
@@ -270,14 +262,8 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "global_head_dim": 2 * head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 2),
-    }
-    return {"text": text}
+    sizes = (width, head_dim, num_heads)
+    return resize_text(*sizes, queries_per_key=2, global_head_dim=2 * head_dim)
 
 
 CLIPPED = {"use_clipped_linears": True, "standardize": True}
@@ -381,17 +367,13 @@ def write_files(path: Path, kind: str = "gemma4") -> Path:
 directory = made_once(write_files)
 
 
-@cache
-def hf_processor(video_processor: Any = None) -> Any:
-    """HF's own processor, built apart from ours; the video side is a stub unless it is given."""
-    return assemble(
-        Gemma4Processor,
-        Gemma4ImageProcessorPil,
-        directory(),
-        video_processor=video_processor,
-        has_videos=True,
-        feature_extractor=Gemma4AudioFeatureExtractor(**MEL),
-    )
+hf_processor = hf_of(
+    Gemma4Processor,
+    Gemma4ImageProcessorPil,
+    directory,
+    has_videos=True,
+    feature_extractor=Gemma4AudioFeatureExtractor(**MEL),
+)
 
 
 def call_with_clips(
@@ -451,12 +433,7 @@ GEMMA4 = Family(
     video_kwargs=({}, {"num_frames": 2}, {"do_sample_frames": False}),
     extra_kwargs=({}, {"max_soft_tokens": 70}),
     lowering_kwargs={"max_soft_tokens": 70},
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"max_soft_tokens": 70}},
-        {"mm_processor_kwargs": {"images_kwargs": {"max_soft_tokens": 280}}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"max_soft_tokens": 70}, {"images_kwargs": {"max_soft_tokens": 280}}),
     tensors={"pixel_values": 1e-6, "image_position_ids": 0.0},
     colours_last=True,
 )
@@ -507,18 +484,13 @@ write_unified = partial(write_files, kind="gemma4_unified")
 unified_directory = made_once(write_unified)
 
 
-@cache
-def hf_unified() -> Any:
-    """HF's own processor, with such squares; it processes no videos."""
-    return assemble(
-        Gemma4UnifiedProcessor,
-        SquaresPil,
-        unified_directory(),
-        has_videos=True,
-        feature_extractor=Gemma4UnifiedAudioFeatureExtractor(**SAMPLES),
-    )
-
-
+hf_unified = hf_of(
+    Gemma4UnifiedProcessor,
+    SquaresPil,
+    unified_directory,
+    has_videos=True,
+    feature_extractor=Gemma4UnifiedAudioFeatureExtractor(**SAMPLES),
+)
 GEMMA4_UNIFIED = replace(
     GEMMA4,
     name="gemma4_unified",

@@ -25,7 +25,6 @@ from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from mmjax.models.glm4v import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, assemble, call_processor
 from tests.families.hf_videos import make_grid_videos
@@ -39,6 +38,7 @@ from tests.families.qwen2_vl import (
     VISION_START,
     draw_grid,
 )
+from tests.families.sizes import NO_KEYS, Keys, fit_text
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant, joined
 from tests.oracle import fill_with_unit_norms
 
@@ -66,11 +66,7 @@ CLASSES: dict[str, tuple[Any, Any, Any]] = {
 
 
 def tiny_config(
-    kind: str = "glm4v",
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    is_tied: bool = False,
+    kind: str = "glm4v", *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = False
 ) -> Any:
     """Return HF's config of a kind, with 25 learned positions where it has such."""
     part = "glm4v" if kind == "glm46v" else kind
@@ -84,9 +80,9 @@ def tiny_config(
             **rope,
             **tied,
             **experts,
-            **(text or {}),
+            **text,
         },
-        vision_config={"model_type": f"{part}_vision", **VISION, **(vision or {})},
+        vision_config={"model_type": f"{part}_vision", **VISION, **vision},
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         **{f"{name}_token_id": token_id for name, token_id in MARKS.items()},
@@ -254,7 +250,7 @@ def write_files(kind: str, path: Path) -> Path:
     tokenizer = make_tokenizer([*SPECIAL.values(), *ROLES], eos="<|endoftext|>")
     config = tiny_config(
         kind,
-        text={"vocab_size": round_up(len(tokenizer), 64), "num_key_value_heads": 4},
+        text=fit_text(tokenizer),
         vision={"image_size": 70, "patch_size": 14},
     )
     for name, token in SPECIAL.items():
@@ -314,12 +310,7 @@ GLM4V = Family(
     load_hf_videos=partial(hf_processor, "glm4v", with_videos=True),
     has_pixel_counts=True,
     extra_kwargs=({}, SMALLER),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": SMALLER},
-        {"mm_processor_kwargs": {"max_pixels": 60_000}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=(SMALLER, {"max_pixels": 60_000}),
     lowering_kwargs={"max_pixels": 60_000},
     tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
     takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),

@@ -1,8 +1,8 @@
 """Tiny Idefics3s and SmolVLMs: tiles of a picture and the whole of it, frames of a video."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,21 @@ from transformers.models.smolvlm import processing_smolvlm
 from mmjax.models.idefics3 import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor
+from tests.families.family import Family, assemble, call_processor, hf_of
 from tests.families.hf_videos import HFVideos, take_functions
+from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.oracle import fill_with_unit_norms
 
 IMAGE_TOKEN, FAKE = 95, 94
 TEXT: dict[str, Any] = {
+    **DECODER,
     "model_type": "llama",
     "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
 }
 VISION: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    **TOWER,
     "image_size": 16,
     "patch_size": 4,
 }
@@ -56,15 +47,15 @@ GRIDS = ((0, 0), (1, 2), (2, 2))
 def tiny_config(
     *,
     config_class: Any = Idefics3Config,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
+    text: Keys = NO_KEYS,
+    vision: Keys = NO_KEYS,
     scale_factor: int = 2,
     is_tied: bool = False,
 ) -> Any:
     """Return HF's config, with four embeddings a tile."""
     config = config_class(
-        text_config={**TEXT, **(text or {})},
-        vision_config={**VISION, **(vision or {})},
+        text_config={**TEXT, **text},
+        vision_config={**VISION, **vision},
         image_token_id=IMAGE_TOKEN,
         scale_factor=scale_factor,
         tie_word_embeddings=is_tied,
@@ -100,25 +91,13 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
     return make_reference_inputs(sample.token_ids, data)
 
 
-def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
-    """Return keywords of `tiny_config` for another decoder."""
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 2),
-    }
-    return {"text": text}
-
-
 fill = partial(fill_with_unit_norms, sharpness=1.4)
 TINY = TinyFamily(
     name="idefics3",
     model_class=ours.Idefics3ForConditionalGeneration,
     reference_class=Idefics3ForConditionalGeneration,
     make_config=tiny_config,
-    resize=resize,
-    served={},
+    resize=partial(resize_text, queries_per_key=2),
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(5, 90),
@@ -158,11 +137,7 @@ def write_files(path: Path, *, config_class: Any = Idefics3Config) -> Path:
     tokenizer = make_tokenizer(["<|im_start|>", *tokens], eos="<|im_end|>")
     config = tiny_config(
         config_class=config_class,
-        text={
-            "vocab_size": round_up(len(tokenizer), 64),
-            "head_dim": 16,
-            "num_key_value_heads": 4,
-        },
+        text=fit_text(tokenizer, head_dim=16),
         vision={"image_size": SIDE, "patch_size": 8},
     )
     config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
@@ -189,10 +164,8 @@ write_smolvlm = partial(write_files, config_class=SmolVLMConfig)
 path, smolvlm_path = made_once(write_files), made_once(write_smolvlm)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor of images, which SmolVLM's equals but for videos."""
-    return assemble(Idefics3Processor, Idefics3ImageProcessorPil, path(), image_seq_len=4)
+hf_processor = hf_of(Idefics3Processor, Idefics3ImageProcessorPil, path, image_seq_len=4)
+"""Of images, which SmolVLM's equals but for videos."""
 
 
 def cut_frames(videos: HFVideos, seen: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -241,12 +214,7 @@ _SHARED: dict[str, Any] = {
     "call_hf": partial(call_processor, hf_processor),
     "placeholder": IMAGE,
     "extra_kwargs": ({}, WHOLE, SMALLER),
-    "mm_configs": (
-        {},
-        {"mm_processor_kwargs": SMALLER},
-        {"mm_processor_kwargs": WHOLE},
-        {"trust_request_mm_kwargs": True},
-    ),
+    "operator_kwargs": (SMALLER, WHOLE),
     "lowering_kwargs": WHOLE,
 }
 IDEFICS3 = Family(

@@ -33,39 +33,23 @@ from tests.families.directories import (
     save_weights,
     with_weights,
 )
-from tests.families.family import CHATML, Family, HFInputs, assemble, call_processor
+from tests.families.family import CHATML, Family, HFInputs, call_processor, hf_of
 from tests.families.hf_videos import HFVideos
 from tests.families.published import MODULE, Published
-from tests.families.tiny import (
-    AFFINE,
-    DrawnItem,
-    Media,
-    TinyFamily,
-    Variant,
-    draw_bytes,
-    resize_text,
-)
+from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, resize_text
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.models.original_internvl import original_config, to_original
 from tests.oracle import fill_with_unit_norms
 
 SIDE, CONTEXT, START, END = 32, 125, 126, 127
 VISION: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    **TOWER,
     "image_size": SIDE,
     "patch_size": 8,
 }
 TEXT: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **DECODER,
     "max_position_embeddings": 512,
-    "pad_token_id": 0,
 }
 QWEN3_MOE: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True},
@@ -93,16 +77,11 @@ NUM_TILES = {"image": (3, 1, 2), "video": (5, 4, 2)}
 NAMES = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
-def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Any:
+def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any) -> Any:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each, before Qwen2's decoder."""
     return InternVLConfig(
-        text_config={"model_type": "qwen2", **TEXT, **(text or {})},
-        vision_config={**VISION, **(vision or {})},
+        text_config={"model_type": "qwen2", **TEXT, **text},
+        vision_config={**VISION, **vision},
         image_token_id=CONTEXT,
         **{"image_seq_length": 4, "tie_word_embeddings": False, **settings},
     )
@@ -220,11 +199,10 @@ IMAGE, VIDEO = "<IMG_CONTEXT>", "<video>"
 make_processor = partial(golden_processor, "internvl")
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours; it processes no videos."""
-    parts = (InternVLProcessor, GotOcr2ImageProcessorPil, PATH)
-    return assemble(*parts, has_videos=True, image_seq_length=4)
+path = partial(golden_path, "internvl")
+hf_processor = hf_of(
+    InternVLProcessor, GotOcr2ImageProcessorPil, path, has_videos=True, image_seq_length=4
+)
 
 
 def load_hf_videos() -> Any:
@@ -236,8 +214,7 @@ def load_hf_videos() -> Any:
 
     images = GotOcr2ImageProcessorPil.from_pretrained(PATH)
     videos = HFVideos(images, None, cut, normalized=(OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
-    parts = (InternVLProcessor, GotOcr2ImageProcessorPil, PATH)
-    hf = assemble(*parts, video_processor=videos, has_videos=True, image_seq_length=4)
+    hf = hf_processor(videos)
     # It takes no arrays of numpy from a processor of videos.
     return lambda **inputs: hf(**{**inputs, "return_tensors": "pt"})
 
@@ -252,7 +229,7 @@ INTERNVL = Family(
     name="internvl",
     architecture="InternVLForConditionalGeneration",
     tiny=TINY,
-    path=partial(golden_path, "internvl"),
+    path=path,
     write=write,
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
@@ -277,12 +254,7 @@ INTERNVL = Family(
     load_hf_videos=load_hf_videos,
     lowering_kwargs={"images_kwargs": {"max_patches": 2}},
     extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"max_patches": 11}},
-        {"mm_processor_kwargs": {"crop_to_patches": False}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"max_patches": 11}, {"crop_to_patches": False}),
 )
 
 
@@ -432,10 +404,6 @@ INTERNVL_ORIGINAL = Family(
         {"min_dynamic_patch": 2, "max_dynamic_patch": 3},
         {"dynamic_image_size": False},
     ),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"max_dynamic_patch": 11}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"max_dynamic_patch": 11},),
     tensors={"pixel_values_flat": 1e-6},
 )

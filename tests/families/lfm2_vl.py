@@ -1,7 +1,7 @@
 """Tiny LFM2-VLs: tiles and whole pictures of any size, layers of convolutions and of attention."""
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +14,25 @@ from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.models.lfm2_vl import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
-from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, HFInputs, assemble
+from tests.families.family import CHATML, Family, HFInputs, hf_of
+from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.families.without_torchvision import take_image_processor
 from tests.oracle import fill_with_unit_norms
 
 IMAGE_TOKEN, START, END = 95, 94, 93
 TEXT: dict[str, Any] = {
+    **DECODER,
     "vocab_size": 96,
-    "hidden_size": 32,
     "intermediate_size": 72,
     "block_multiple_of": 16,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
     "layer_types": ["conv", "full_attention", "conv", "conv"],
-    "pad_token_id": 0,
 }
 VISION: dict[str, Any] = {
+    **TOWER,
     "model_type": "siglip2_vision_model",
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
     "num_patches": 16,
     "patch_size": 4,
     "vision_use_head": False,
@@ -52,16 +45,12 @@ NOTE: torch's `interpolate` gives HF's tower other learned positions where there
 
 
 def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    is_tied: bool = True,
-    **settings: Any,
+    *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = True, **settings: Any
 ) -> Lfm2VlConfig:
     """Return HF's config."""
     config = Lfm2VlConfig(
-        text_config={"model_type": "lfm2", **TEXT, **(text or {})},
-        vision_config={**VISION, **(vision or {})},
+        text_config={"model_type": "lfm2", **TEXT, **text},
+        vision_config={**VISION, **vision},
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=is_tied,
         **{"projector_hidden_size": 40, **settings},
@@ -122,7 +111,6 @@ TINY = TinyFamily(
     reference_class=Lfm2VlForConditionalGeneration,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(5, 90),
@@ -194,11 +182,7 @@ def write_files(path: Path, *, adds_bos: bool = False) -> Path:
     )
     tokenizer.bos_token = bos
     config = tiny_config(
-        text={
-            "vocab_size": round_up(len(tokenizer), 64),
-            "hidden_size": 64,
-            "num_key_value_heads": 4,
-        },
+        text=fit_text(tokenizer, hidden_size=64),
         vision={"patch_size": 8},
     )
     config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
@@ -214,11 +198,8 @@ def write_files(path: Path, *, adds_bos: bool = False) -> Path:
 path = made_once(write_files)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, with Pillow's resizing in place of torchvision's."""
-    images = take_image_processor("lfm2_vl", "Lfm2VlImageProcessor")
-    return assemble(Lfm2VlProcessor, images, path())
+hf_processor = hf_of(Lfm2VlProcessor, take_image_processor("lfm2_vl", "Lfm2VlImageProcessor"), path)
+"""With Pillow's resizing in place of torchvision's."""
 
 
 def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
@@ -248,12 +229,7 @@ LFM2_VL = Family(
     placeholder=IMAGE,
     takes_embeds=False,
     extra_kwargs=({}, WHOLE, FEWER),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": FEWER},
-        {"mm_processor_kwargs": WHOLE},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=(FEWER, WHOLE),
     lowering_kwargs=WHOLE,
     tensors={"pixel_values": 1e-6, "spatial_shapes": 0.0, "pixel_attention_mask": 0.0},
     colours_last=True,

@@ -1,7 +1,6 @@
 """Tiny LLaVAs: CLIP's and SigLIP's towers before four kinds of decoders, and Pixtral's."""
 
-from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from mmjax.models.llava.host_inputs import count_image_tokens
 from mmjax.models.llava.model import LlavaForConditionalGeneration
 from mmjax.rounding import round_up
 from tests.families.directories import (
-    GOLDEN,
     HEADS,
     edit_golden,
     golden_path,
@@ -36,26 +34,19 @@ from tests.families.directories import (
     with_weights,
     write_directory,
 )
-from tests.families.family import Family, assemble, call_processor
+from tests.families.family import Family, call_processor, hf_of
 from tests.families.published import THREE_LAYOUTS, Published
+from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 
 IMAGE_TOKEN, BREAK_TOKEN, END_TOKEN = 120, 121, 122
 TEXT: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **DECODER,
     "max_position_embeddings": 512,
-    "pad_token_id": 0,
 }
 VISION: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
+    **TOWER,
     "num_hidden_layers": 3,
-    "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 7,
 }
@@ -84,14 +75,14 @@ def tiny_config(
     *,
     decoder: str = "llama",
     tower: str = "clip",
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
+    text: Keys = NO_KEYS,
+    vision: Keys = NO_KEYS,
     **settings: Any,
 ) -> LlavaConfig:
     """Return a LLaVA of two decoder blocks and three of the tower, with 16 patches an image."""
     return LlavaConfig(
-        text_config=TEXT_CONFIGS[decoder](**{**TEXT, **(text or {})}),
-        vision_config=VISION_CONFIGS[tower](**{**VISION, **(vision or {})}),
+        text_config=TEXT_CONFIGS[decoder](**{**TEXT, **text}),
+        vision_config=VISION_CONFIGS[tower](**{**VISION, **vision}),
         image_token_index=IMAGE_TOKEN,
         **settings,
     )
@@ -123,7 +114,6 @@ ROW: dict[str, Any] = {
 TINY = TinyFamily(
     **ROW,
     name="llava",
-    served={},
     max_embeds={"image": 16},
     variants={
         "llama": Variant({}, 8),
@@ -182,17 +172,15 @@ TINY = TinyFamily(
 # ---- its prompts and directories ----------------------------------------------------------------
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    return assemble(
-        LlavaProcessor,
-        CLIPImageProcessorPil,
-        GOLDEN / "llava",
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+path = partial(golden_path, "llava")
+hf_processor = hf_of(
+    LlavaProcessor,
+    CLIPImageProcessorPil,
+    path,
+    patch_size=14,
+    vision_feature_select_strategy="default",
+    num_additional_image_tokens=1,
+)
 
 
 def write(folder: Path) -> Path:
@@ -203,7 +191,7 @@ LLAVA = Family(
     name="llava",
     architecture="LlavaForConditionalGeneration",
     tiny=TINY,
-    path=partial(golden_path, "llava"),
+    path=path,
     write=write,
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
     published=Published(layouts=THREE_LAYOUTS),
@@ -245,13 +233,13 @@ def write_siglip_files(path: Path) -> Path:
 siglip_path = made_once(write_siglip_files)
 
 
-@cache
-def hf_siglip() -> Any:
-    """HF's own processor, built apart from ours."""
-    settings = {"patch_size": 14, "vision_feature_select_strategy": "full"}
-    return assemble(LlavaProcessor, SiglipImageProcessorPil, siglip_path(), **settings)
-
-
+hf_siglip = hf_of(
+    LlavaProcessor,
+    SiglipImageProcessorPil,
+    siglip_path,
+    patch_size=14,
+    vision_feature_select_strategy="full",
+)
 LLAVA_SIGLIP = Family(
     name="llava siglip",
     architecture="LlavaForConditionalGeneration",

@@ -32,17 +32,17 @@ from tests.families.directories import made_once, make_tokenizer, with_weights, 
 from tests.families.family import CHATML, Family, assemble, call_processor
 from tests.families.hf_videos import HFVideos, take_functions
 from tests.families.published import Published
+from tests.families.qwen2_vl import turn
 from tests.families.qwen3_vl import RECURRENT, fill_recurrent
+from tests.families.sizes import NO_KEYS, TOWER, Keys, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.families.without_torchvision import PillowBackend
 
 IMAGE_TOKEN, VIDEO_TOKEN, START, END = 95, 94, 93, 92
 VISION: dict[str, Any] = {
+    **TOWER,
     "model_type": "minicpmv4_6_vision",
-    "hidden_size": 24,
-    "intermediate_size": 40,
     "num_hidden_layers": 3,
-    "num_attention_heads": 2,
     "image_size": 40,
     "patch_size": 4,
 }
@@ -54,18 +54,14 @@ SHAPES = {
 
 
 def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    is_tied: bool = False,
-    **settings: Any,
+    *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = False, **settings: Any
 ) -> MiniCPMV4_6Config:
     """Return HF's config."""
     # As in Qwen3.5's, and more: patches' rounding errors stand behind these norms, too.
     own = {"tie_word_embeddings": is_tied, "rms_norm_eps": 1e-1}
     config = MiniCPMV4_6Config(
-        text_config={"model_type": "qwen3_5_text", **RECURRENT, **own, **(text or {})},
-        vision_config={**VISION, **(vision or {})},
+        text_config={"model_type": "qwen3_5_text", **RECURRENT, **own, **text},
+        vision_config={**VISION, **vision},
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         **{"insert_layer_id": 1, "tie_word_embeddings": is_tied, **settings},
@@ -103,16 +99,8 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
-    turned = head_dim // 2
-    sections = [turned // 8, 3 * turned // 16, 3 * turned // 16]
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 4),
-        "rope_parameters": {**RECURRENT["rope_parameters"], "mrope_section": sections},
-    }
-    return {"text": text}
+    rope = turn(RECURRENT["rope_parameters"], head_dim // 2)
+    return resize_text(width, head_dim, num_heads, rope_parameters=rope)
 
 
 TINY = TinyFamily(
@@ -121,7 +109,6 @@ TINY = TinyFamily(
     reference_class=MiniCPMV4_6ForConditionalGeneration,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(5, 90),
@@ -273,12 +260,7 @@ MINICPMV4_6 = Family(
     video_kwargs=({}, {"max_slice_nums": 1}, {"max_num_frames": 2}),
     takes_embeds=False,
     extra_kwargs=({}, WHOLE, FEWER),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": FEWER},
-        {"mm_processor_kwargs": WHOLE},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=(FEWER, WHOLE),
     lowering_kwargs=WHOLE,
     tensors={"pixel_values": 1e-6, "target_sizes": 0.0},
     takes_size=lambda width, height: max(width, height) <= 16 * min(width, height),

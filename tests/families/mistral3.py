@@ -1,14 +1,12 @@
 """Tiny Mistral 3s and LightOnOCRs: squares of patches that merge, pictures of any grid."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import (
-    AutoTokenizer,
     LightOnOcrConfig,
     LightOnOcrForConditionalGeneration,
     Ministral3Config,
@@ -26,9 +24,11 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, HFInputs, assemble
+from tests.families.family import CHATML, Family, call_processor, hf_of
 from tests.families.llava import BREAK_TOKEN, END_TOKEN, IMAGE_TOKEN, TEXT, VISION
+from tests.families.pixtral import call_pixtral
 from tests.families.published import LLM_FIRST, MODULE, Published
+from tests.families.sizes import NO_KEYS, Keys, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, listed
 
 MERGE = 2
@@ -48,16 +48,12 @@ DECODERS: dict[str, Any] = {
 
 
 def tiny_config(
-    *,
-    decoder: str = "mistral",
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    **settings: Any,
+    *, decoder: str = "mistral", text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any
 ) -> Any:
     """Return a Mistral 3 of two decoder blocks and three of the tower; LightOnOCR with Qwen3."""
     options = {
-        "text_config": DECODERS[decoder](**{"head_dim": 8, **TEXT, **(text or {})}),
-        "vision_config": PixtralVisionConfig(**{**VISION, **(vision or {})}),
+        "text_config": DECODERS[decoder](**{"head_dim": 8, **TEXT, **text}),
+        "vision_config": PixtralVisionConfig(**{**VISION, **vision}),
         "spatial_merge_size": MERGE,
         "tie_word_embeddings": False,
         **settings,
@@ -86,23 +82,12 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     return make_reference_inputs(sample.token_ids, listed(sample), has_sizes=True)
 
 
-def resize(decoder: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
-    """Return keywords of `tiny_config` for another decoder."""
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 4),
-    }
-    return {"decoder": decoder, "text": text}
-
-
 TINY = TinyFamily(
     name="mistral3",
     model_class=ours.Mistral3ForConditionalGeneration,
     reference_class=Mistral3ForConditionalGeneration,
     make_config=tiny_config,
-    resize=partial(resize, "ministral3"),
+    resize=lambda *sizes: {"decoder": "ministral3", **resize_text(*sizes)},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(5, IMAGE_TOKEN),
@@ -129,7 +114,7 @@ TINY_LIGHTON = replace(
     name="lighton_ocr",
     model_class=ours.LightOnOcrForConditionalGeneration,
     reference_class=LightOnOcrForConditionalGeneration,
-    resize=partial(resize, "qwen3"),
+    resize=lambda *sizes: {"decoder": "qwen3", **resize_text(*sizes)},
     served={"decoder": "qwen3"},
     variants={
         "plain": Variant({"decoder": "qwen3"}, 10),
@@ -188,38 +173,7 @@ mistral3_path = made_once(partial(write_files, "ministral3"))
 lighton_path = made_once(partial(write_files, "qwen3"))
 
 
-@cache
-def hf_mistral3() -> tuple[Any, Any]:
-    """HF's own parts, built apart from ours; their `PixtralProcessor` needs torchvision."""
-    path = mistral3_path()
-    return PixtralImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-
-
-@cache
-def hf_lighton() -> Any:
-    """HF's own processor, built apart from ours."""
-    return assemble(LightOnOcrProcessor, PixtralImageProcessorPil, lighton_path())
-
-
-def call_mistral3(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
-    """Write an image's tokens as `PixtralProcessor.replace_image_token` does, by its size."""
-    image_processor, tokenizer = hf_mistral3()
-    unit = {"height": UNIT, "width": UNIT}
-    outputs = (
-        image_processor(images, **kwargs, patch_size=unit, return_tensors="np") if images else {}
-    )
-    first, *others = prompt.split("[IMG]")
-    for (height, width), text in zip(outputs.get("image_sizes", ()), others, strict=True):
-        marked = "[IMG_BREAK]".join(["[IMG]" * (width // UNIT)] * (height // UNIT))
-        first += f"{marked}[IMG_END]{text}"
-    return HFInputs(tokenizer(first)["input_ids"], outputs)
-
-
-def call_lighton(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
-    """Call HF's processor."""
-    given = {"images": images, **kwargs} if images else {}
-    outputs = hf_lighton()(text=[prompt], return_tensors="np", **given)
-    return HFInputs(outputs["input_ids"][0].tolist(), outputs)
+hf_lighton = hf_of(LightOnOcrProcessor, PixtralImageProcessorPil, lighton_path)
 
 
 MISTRAL3 = Family(
@@ -234,16 +188,12 @@ MISTRAL3 = Family(
     rendered="[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
     with_system=("[INST]which", "[INST]be short\n\nwhich"),
     probed=("vision_tower.blocks.2", "multi_modal_projector.norm", "multi_modal_projector"),
-    call_hf=call_mistral3,
+    call_hf=partial(call_pixtral, mistral3_path, UNIT),
     placeholder="[IMG]",
     takes_embeds=False,
     lowering_kwargs={"size": {"longest_edge": 60}},
     extra_kwargs=({}, {"size": {"longest_edge": 84}}),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"size": {"longest_edge": 160}}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"size": {"longest_edge": 160}},),
     tensors={"pixel_values": 1e-6},
     takes_size=lambda width, height: max(width, height) < 60 * min(width, height),
     words=(*Family.words, *("<s>", "</s>", "<pad>")),
@@ -258,7 +208,7 @@ LIGHTON_OCR = replace(
     published=Published(),
     rendered=CHATML.format(image="<|image_pad|>"),
     with_system=("<|im_start|>user", "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user"),
-    call_hf=call_lighton,
+    call_hf=partial(call_processor, hf_lighton),
     placeholder="<|image_pad|>",
     words=(*Family.words, *("<|im_end|>", "<pad>")),
 )

@@ -31,6 +31,7 @@ from tests.families.family import CHATML, Family, HFInputs
 from tests.families.hf_videos import HFVideos, take_functions
 from tests.families.published import Published
 from tests.families.published_names import list_molmo2
+from tests.families.sizes import NO_KEYS, Keys
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 from tests.kit import draw, draw_video
 
@@ -58,11 +59,7 @@ YARN = {
 
 
 def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    adapter: Mapping[str, Any] | None = None,
-    first_id: int = VOCAB,
+    *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, adapter: Keys = NO_KEYS, first_id: int = VOCAB
 ) -> Molmo2Config:
     """Return a config of width 32 and three blocks, and a tower of which two blocks are read."""
     decoder = {
@@ -76,7 +73,7 @@ def tiny_config(
         **{"num_attention_heads": 2, "num_key_value_heads": 2, "image_size": [SIDE, SIDE]},
         "patch_size": PATCH,
     }
-    decoder |= text or {}
+    decoder |= text
     pooler = {
         **{"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
         **{"intermediate_size": 40, "text_hidden_size": decoder["hidden_size"]},
@@ -84,8 +81,8 @@ def tiny_config(
     }
     return Molmo2Config(
         text_config=decoder,
-        vision_config={**tower, **(vision or {})},
-        adapter_config={**pooler, **(adapter or {})},
+        vision_config={**tower, **vision},
+        adapter_config={**pooler, **adapter},
         image_start_token_id=first_id,
         image_end_token_id=first_id + 1,
         image_patch_id=first_id + 2,
@@ -149,7 +146,6 @@ TINY = TinyFamily(
     model_class=Molmo2ForConditionalGeneration,
     reference_class=HFModel,
     make_config=tiny_config,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(5, 590),

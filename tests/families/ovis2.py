@@ -1,7 +1,6 @@
 """Tiny Ovis2s: pictures of one to six tiles, marks among them, before Qwen2's decoder."""
 
-from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,19 @@ from mmjax.models.ovis2 import model as ours
 from mmjax.models.ovis2.host_inputs import MARKS, arrange
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.family import CHATML, Family, call_processor, hf_of
+from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.oracle import fill_with_unit_norms
 
 ATOM_ID, *MARK_IDS = range(122, 128)
 TEXT: dict[str, Any] = {
+    **DECODER,
     "model_type": "qwen2",
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
 }
 VISION: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    **TOWER,
     "image_size": 32,
     "patch_size": 8,
     "hidden_stride": 2,
@@ -47,17 +36,12 @@ GRIDS = ((1, 2), (1, 1), (2, 1))
 """By turns."""
 
 
-def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Ovis2Config:
+def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any) -> Ovis2Config:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each."""
-    decoder = {**TEXT, **(text or {})}
+    decoder = {**TEXT, **text}
     config = Ovis2Config(
         text_config=decoder,
-        vision_config={**VISION, **(vision or {})},
+        vision_config={**VISION, **vision},
         image_token_id=ATOM_ID,
         visual_indicator_token_ids=MARK_IDS,
         hidden_size=decoder["hidden_size"],
@@ -101,7 +85,6 @@ TINY = TinyFamily(
     model_class=ours.Ovis2ForConditionalGeneration,
     reference_class=Ovis2ForConditionalGeneration,
     make_config=tiny_config,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(1, ATOM_ID),
@@ -133,11 +116,7 @@ def write_files(path: Path) -> Path:
         ["<|im_start|>", "<IMG_ATOM>", *MARKS], eos="<|im_end|>", pad="<|endoftext|>"
     )
     config = tiny_config(
-        text={
-            "vocab_size": round_up(len(tokenizer), 64),
-            "hidden_size": 64,
-            "num_key_value_heads": 4,
-        },
+        text=fit_text(tokenizer, hidden_size=64),
         vision={"image_size": SIDE, "patch_size": 14},
     )
     config.image_token_id, *marks = map(tokenizer.convert_tokens_to_ids, ("<IMG_ATOM>", *MARKS))
@@ -158,12 +137,7 @@ def write_files(path: Path) -> Path:
 path = made_once(write_files)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    return assemble(Ovis2Processor, Ovis2ImageProcessorPil, path(), image_seq_length=4)
-
-
+hf_processor = hf_of(Ovis2Processor, Ovis2ImageProcessorPil, path, image_seq_length=4)
 OVIS2 = Family(
     name="ovis2",
     architecture="Ovis2ForConditionalGeneration",
@@ -187,10 +161,5 @@ OVIS2 = Family(
         {"use_covering_area_grid": False},
         {"crop_to_patches": False},
     ),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"max_patches": 23}},
-        {"mm_processor_kwargs": {"crop_to_patches": False}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"max_patches": 23}, {"crop_to_patches": False}),
 )

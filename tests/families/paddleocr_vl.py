@@ -1,7 +1,6 @@
 """Tiny PaddleOCR-VLs: pictures of any grid, learned positions resampled to each."""
 
-from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,28 @@ from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVL
 from mmjax.models.paddleocr_vl import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor
+from tests.families.family import Family, call_processor, hf_of
 from tests.families.published import MODULE, Published
-from tests.families.qwen2_vl import GRIDS, OTHER_SECTIONS, TEXT
+from tests.families.qwen2_vl import GRIDS, OTHER_SECTIONS, TEXT, turn
+from tests.families.sizes import NO_KEYS, TOWER, Keys, fit_text, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.oracle import fill_with_unit_norms
 
 IMAGE_TOKEN = 95
 VISION: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    **TOWER,
     "image_size": 20,
     "patch_size": 4,
 }
 
 
-def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    is_tied: bool = False,
-) -> Any:
+def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = False) -> Any:
     """Return HF's config, with 25 learned positions."""
     tied: dict[str, Any] = {"tie_word_embeddings": is_tied}
     config = PaddleOCRVLConfig(
-        text_config={**TEXT, "head_dim": 8, **tied, **(text or {})},
-        vision_config={**VISION, **(vision or {})},
+        text_config={**TEXT, "head_dim": 8, **tied, **text},
+        vision_config={**VISION, **vision},
         image_token_id=IMAGE_TOKEN,
         video_token_id=94,
         vision_start_token_id=93,
@@ -81,15 +72,8 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
-    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 4),
-        "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": sections},
-    }
-    return {"text": text}
+    rope = turn(TEXT["rope_parameters"], head_dim)
+    return resize_text(width, head_dim, num_heads, rope_parameters=rope)
 
 
 fill = partial(fill_with_unit_norms, sharpness=1.4)
@@ -99,7 +83,6 @@ TINY = TinyFamily(
     reference_class=PaddleOCRVLForConditionalGeneration,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(5, 90),
@@ -142,12 +125,7 @@ def write_files(path: Path) -> Path:
     tokenizer = make_tokenizer(tokens, bos="<|begin_of_sentence|>", named={"image_token": TOKEN})
     sections = {**TEXT["rope_parameters"], "mrope_section": [2, 3, 3]}
     config = tiny_config(
-        text={
-            "vocab_size": round_up(len(tokenizer), 64),
-            "head_dim": 16,
-            "num_key_value_heads": 4,
-            "rope_parameters": sections,
-        },
+        text=fit_text(tokenizer, head_dim=16, rope_parameters=sections),
         vision={"image_size": 70, "patch_size": 14},
     )
     config.image_token_id = tokenizer.convert_tokens_to_ids(TOKEN)
@@ -166,10 +144,7 @@ def write_files(path: Path) -> Path:
 path = made_once(write_files)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    return assemble(PaddleOCRVLProcessor, PaddleOCRVLImageProcessorPil, path())
+hf_processor = hf_of(PaddleOCRVLProcessor, PaddleOCRVLImageProcessorPil, path)
 
 
 def make_published_config(**settings: Any) -> Any:
@@ -210,12 +185,7 @@ PADDLEOCR_VL = Family(
     placeholder=IMAGE,
     has_pixel_counts=True,
     extra_kwargs=({}, SMALLER),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": SMALLER},
-        {"mm_processor_kwargs": {"max_pixels": 30_000}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=(SMALLER, {"max_pixels": 30_000}),
     lowering_kwargs={"max_pixels": 30_000},
     tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
     takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),

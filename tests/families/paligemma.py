@@ -1,7 +1,6 @@
 """Tiny PaliGemmas: SigLIP before Gemma 1 and Gemma 2, prompts that see themselves."""
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmjax.models.paligemma.model import PaliGemmaForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from mmjax.rounding import round_up
 from tests.families.directories import made_once, with_weights, write_directory
-from tests.families.family import Family, HFInputs, assemble, call_processor
+from tests.families.family import Family, HFInputs, call_processor, hf_of
 from tests.families.published import THREE_LAYOUTS, Published
+from tests.families.sizes import NO_KEYS, Keys, fit_text, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.kit import gemma_tokenizer
 
@@ -29,8 +28,8 @@ DECODERS = {"gemma": GemmaConfig, "gemma2": Gemma2Config}
 def tiny_config(
     *,
     decoder: str = "gemma2",
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
+    text: Keys = NO_KEYS,
+    vision: Keys = NO_KEYS,
     image_token_id: int = IMAGE_TOKEN,
 ) -> PaliGemmaConfig:
     """Return a config of width 32, whose sliding layers see fewer tokens than a prompt has."""
@@ -38,12 +37,12 @@ def tiny_config(
     settings = {
         **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-        **{"max_position_embeddings": 1024, "pad_token_id": 0, **own, **(text or {})},
+        **{"max_position_embeddings": 1024, "pad_token_id": 0, **own, **text},
     }
     tower = {
         **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
         **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
-        **{"vision_use_head": False, **(vision or {})},
+        **{"vision_use_head": False, **vision},
     }
     return PaliGemmaConfig(
         text_config=DECODERS[decoder](**settings),
@@ -70,9 +69,7 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
-    heads = {"num_attention_heads": num_heads, "num_key_value_heads": max(1, num_heads // 4)}
-    own = {"hidden_size": width, "head_dim": head_dim, "query_pre_attn_scalar": head_dim}
-    return {"text": {**own, **heads}}
+    return resize_text(width, head_dim, num_heads, query_pre_attn_scalar=head_dim)
 
 
 TINY = TinyFamily(
@@ -81,7 +78,6 @@ TINY = TinyFamily(
     reference_class=HFModel,
     make_config=tiny_config,
     resize=resize,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(5, 128),
@@ -122,7 +118,7 @@ def write_files(path: Path) -> Path:
     """Write the files of a checkpoint without weights."""
     tokenizer = make_tokenizer()
     config: Any = tiny_config(
-        text={"vocab_size": round_up(len(tokenizer), 64), "num_key_value_heads": 4},
+        text=fit_text(tokenizer),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
     )
     config.architectures = [PALIGEMMA.architecture]
@@ -139,10 +135,7 @@ def write_files(path: Path) -> Path:
 path = made_once(write_files)
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours."""
-    return assemble(PaliGemmaProcessor, SiglipImageProcessorPil, path())
+hf_processor = hf_of(PaliGemmaProcessor, SiglipImageProcessorPil, path)
 
 
 def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:

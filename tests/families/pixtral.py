@@ -1,27 +1,21 @@
 """Tiny Pixtrals: pictures of any grid, marks behind rows; LLaVA's config, golden files edited."""
 
 import json
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mmjax.models.pixtral.model import PixtralForConditionalGeneration
-from tests.families.directories import (
-    HEADS,
-    edit_golden,
-    made_once,
-    save_weights,
-)
+from tests.families.directories import HEADS, edit_golden, made_once, save_weights
 from tests.families.family import Family, HFInputs
 from tests.families.llava import PIXTRAL_SETTINGS, ROW
 from tests.families.published import THREE_LAYOUTS, Published
-from tests.families.tiny import TinyFamily, Variant, resize_text
+from tests.families.sizes import resize_text
+from tests.families.tiny import TinyFamily, Variant
 
 TINY = TinyFamily(
     **{
@@ -81,22 +75,32 @@ path = made_once(write_pixtral)
 
 
 @cache
-def hf_path() -> tuple[Any, Any]:
-    """HF's own parts, built apart from ours; their `PixtralProcessor` needs torchvision."""
-    images = PixtralImageProcessorPil.from_pretrained(path())
-    return images, AutoTokenizer.from_pretrained(path())
+def load_parts(path: Path) -> tuple[Any, Any]:
+    """Return HF's own parts, built apart from ours; their `PixtralProcessor` needs torchvision."""
+    images = PixtralImageProcessorPil.from_pretrained(path)
+    return images, AutoTokenizer.from_pretrained(path)
 
 
-def call_pixtral(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
-    """Write an image's tokens as `PixtralProcessor.replace_image_token` does, by its size."""
-    image_processor, tokenizer = hf_path()
-    sizes = image_processor(images, **kwargs)["image_sizes"] if images else []
+def call_pixtral(
+    load_path: Callable[[], Path],
+    side: int,
+    prompt: str,
+    images: list[Any],
+    kwargs: Mapping[str, Any],
+) -> HFInputs:
+    """Write an image's tokens as `PixtralProcessor.replace_image_token` does, by its size.
+
+    `side`: of the square of pixels that is one embedding.
+    """
+    image_processor, tokenizer = load_parts(load_path())
+    unit = {"height": side, "width": side}
+    given = {**kwargs, "patch_size": unit, "return_tensors": "np"}
+    outputs = image_processor(images, **given) if images else {}
     first, *others = prompt.split("[IMG]")
-    for (height, width), text in zip(sizes, others, strict=True):
-        rows, columns = height // PIXTRAL_PATCH, width // PIXTRAL_PATCH
-        marked = "[IMG_BREAK]".join(["[IMG]" * columns] * rows)
+    for (height, width), text in zip(outputs.get("image_sizes", ()), others, strict=True):
+        marked = "[IMG_BREAK]".join(["[IMG]" * (width // side)] * (height // side))
         first += f"{marked}[IMG_END]{text}"
-    return HFInputs(tokenizer(first)["input_ids"], {})
+    return HFInputs(tokenizer(first)["input_ids"], outputs)
 
 
 def write(folder: Path) -> Path:
@@ -116,15 +120,11 @@ PIXTRAL = Family(
     rendered="[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
     with_system=("[INST]which", "[INST]be short\n\nwhich"),
     takes_embeds=False,
-    call_hf=call_pixtral,
+    call_hf=partial(call_pixtral, path, PIXTRAL_PATCH),
     placeholder="[IMG]",
     lowering_kwargs={"size": {"longest_edge": 30}},
     extra_kwargs=({}, {"size": {"longest_edge": 42}}),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": {"size": {"longest_edge": 80}}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=({"size": {"longest_edge": 80}},),
     tensors={},  # of other sizes an image, which HF pads; `test_pixtral` compares them
     takes_size=lambda width, height: max(width, height) < 30 * min(width, height),
     words=(*Family.words, *("<s>", "</s>", "<pad>")),

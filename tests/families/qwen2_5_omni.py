@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import (
-    Qwen2_5OmniThinkerConfig,
-    WhisperFeatureExtractor,
-)
+from transformers import Qwen2_5OmniThinkerConfig, WhisperFeatureExtractor
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration as HFModel
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -20,10 +17,11 @@ from mmjax.models.qwen2_5_omni.model import Qwen2_5OmniThinkerForConditionalGene
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, HFInputs, assemble, call_processor
+from tests.families.family import CHATML, Family, HFInputs, call_processor, hf_of
 from tests.families.hf_videos import make_grid_videos
 from tests.families.published import MODULE, Published
-from tests.families.qwen2_vl import GRIDS, TEXT, VISION, draw_grid
+from tests.families.qwen2_vl import GRIDS, TEXT, VISION, draw_grid, turn
+from tests.families.sizes import NO_KEYS, Keys
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 from tests.oracle import fill_with_unit_norms
 
@@ -46,19 +44,19 @@ NUM_FRAMES = (23, 7, 3, 16)
 
 def tiny_config(
     *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    audio: Mapping[str, Any] | None = None,
+    text: Keys = NO_KEYS,
+    vision: Keys = NO_KEYS,
+    audio: Keys = NO_KEYS,
     are_heard: bool = False,
     **ids: Any,
 ) -> Any:
     """Return HF's config of a thinker of width 32; `are_heard`: whether drawn videos are."""
     own = {k: v for k, v in VISION["qwen2_5_vl"].items() if k != "tokens_per_second"}
-    settings = {name: value for name, value in (text or {}).items() if name != "head_dim"}
+    settings = {name: value for name, value in text.items() if name != "head_dim"}
     config = Qwen2_5OmniThinkerConfig(
         text_config={**TEXT, **settings},
-        vision_config={**own, **(vision or {})},
-        audio_config={**AUDIO, **(audio or {})},
+        vision_config={**own, **vision},
+        audio_config={**AUDIO, **audio},
         **{
             **{"image_token_index": IMAGE_TOKEN, "video_token_index": VIDEO_TOKEN},
             **{"audio_token_index": AUDIO_TOKEN, "audio_start_token_id": AUDIO_START},
@@ -133,12 +131,11 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
-    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
     text = {
         "hidden_size": width,
         "num_attention_heads": num_heads,
         "num_key_value_heads": max(1, num_heads // 4),
-        "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": sections},
+        "rope_parameters": turn(TEXT["rope_parameters"], head_dim),
     }
     return {"text": text, "vision": {"out_hidden_size": width}, "audio": {"output_dim": width}}
 
@@ -216,17 +213,13 @@ def write_files(path: Path) -> Path:
 directory = made_once(write_files)
 
 
-@cache
-def hf_processor(video_processor: Any = None) -> Any:
-    """HF's own processor, built apart from ours; the video side is a stub unless it is given."""
-    return assemble(
-        Qwen2_5OmniProcessor,
-        Qwen2VLImageProcessorPil,
-        directory(),
-        video_processor=video_processor,
-        has_videos=True,
-        feature_extractor=WhisperFeatureExtractor.from_pretrained(directory()),
-    )
+hf_processor = hf_of(
+    Qwen2_5OmniProcessor,
+    Qwen2VLImageProcessorPil,
+    directory,
+    has_videos=True,
+    feature_extractor=WhisperFeatureExtractor(**EXTRACTOR),
+)
 
 
 def load_hf_videos() -> Any:

@@ -21,10 +21,10 @@ from mmjax.models.qwen2_audio.model import Qwen2AudioForConditionalGeneration
 from mmjax.models.qwen2_audio.processor import AUDIO, PLACEHOLDER
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, HFInputs
 from tests.families.published import LLM_FIRST, MODULE, Published
+from tests.families.sizes import NO_KEYS, Keys, fit_text
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 
 AUDIO_TOKEN, START, END = 95, 94, 93
@@ -42,17 +42,14 @@ TOWER: dict[str, Any] = {
 
 
 def tiny_config(
-    *,
-    text: Mapping[str, Any] | None = None,
-    audio: Mapping[str, Any] | None = None,
-    audio_token_id: int = AUDIO_TOKEN,
+    *, text: Keys = NO_KEYS, audio: Keys = NO_KEYS, audio_token_id: int = AUDIO_TOKEN
 ) -> Any:
     """Return a config of width 32; a clip is 24 frames."""
     # `head_dim` is no key of Qwen2's.
-    settings = {name: value for name, value in (text or {}).items() if name != "head_dim"}
+    settings = {name: value for name, value in text.items() if name != "head_dim"}
     config = Qwen2AudioConfig(
         text_config=Qwen2Config(**{**TEXT, **settings}),
-        audio_config=Qwen2AudioEncoderConfig(**{**TOWER, **(audio or {})}),
+        audio_config=Qwen2AudioEncoderConfig(**{**TOWER, **audio}),
         audio_token_index=audio_token_id,
     )
     config.architectures = ["Qwen2AudioForConditionalGeneration"]
@@ -86,7 +83,6 @@ TINY = TinyFamily(
     model_class=Qwen2AudioForConditionalGeneration,
     reference_class=HFModel,
     make_config=tiny_config,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(3, 90),
@@ -120,7 +116,7 @@ def write_files(path: Path) -> Path:
     marks = ("<|im_start|>", AUDIO, "<|audio_bos|>", "<|audio_eos|>")
     tokenizer = make_tokenizer(marks, eos="<|im_end|>", pad="<|endoftext|>")
     config = tiny_config(
-        text={"vocab_size": round_up(len(tokenizer), 64), "num_key_value_heads": 4},
+        text=fit_text(tokenizer),
         audio={"num_mel_bins": 8, "max_source_positions": 50},
         audio_token_id=tokenizer.convert_tokens_to_ids(AUDIO),
     )

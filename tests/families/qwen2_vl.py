@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from tests.families.directories import (
     made_once,
     save_weights,
 )
-from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.family import CHATML, Family, call_processor, hf_of
 from tests.families.hf_videos import make_grid_videos
 from tests.families.published import MODULE, Published
+from tests.families.sizes import NO_KEYS, Keys
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.oracle import fill_with_unit_norms
 
@@ -82,16 +83,12 @@ are wide."""
 
 
 def tiny_config(
-    kind: str = "qwen2_vl",
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    is_tied: bool = False,
+    kind: str = "qwen2_vl", *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = False
 ) -> Any:
     """Return HF's config of either kind."""
     config = CONFIGS[kind](
-        text_config={**TEXT, **(text or {})},
-        vision_config={**VISION[kind], **(vision or {})},
+        text_config={**TEXT, **text},
+        vision_config={**VISION[kind], **vision},
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         vision_start_token_id=VISION_START,
@@ -140,16 +137,21 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
     return inputs | {"mm_token_type_ids": kinds}
 
 
+def turn(rope: Mapping[str, Any], num_turned: int) -> dict[str, Any]:
+    """Return rotary parameters by which the axes share so many numbers of a head."""
+    sections = [num_turned // 8, 3 * num_turned // 16, 3 * num_turned // 16]
+    return {**rope, "mrope_section": sections}
+
+
 def resize(kind: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
     if num_heads * head_dim != width:
         raise ValueError(f"{num_heads} heads of {head_dim} are not {width}, as Qwen2's must be")
-    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
     text = {
         "hidden_size": width,
         "num_attention_heads": num_heads,
         "num_key_value_heads": max(1, num_heads // 4),
-        "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": sections},
+        "rope_parameters": turn(TEXT["rope_parameters"], head_dim),
     }
     name = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
     return {"kind": kind, "text": text, "vision": {name: width}}
@@ -245,18 +247,14 @@ MROPE = {"text_config.rope_parameters.mrope_section": [2, 3, 3]}
 make_processor = partial(golden_processor, "qwen2_vl")
 
 
-@cache
-def hf_processor() -> Any:
-    """HF's own processor, built apart from ours; it processes no videos."""
-    return assemble(Qwen2VLProcessor, Qwen2VLImageProcessorPil, PATH, has_videos=True)
+path = partial(golden_path, "qwen2_vl")
+hf_processor = hf_of(Qwen2VLProcessor, Qwen2VLImageProcessorPil, path, has_videos=True)
 
 
-def load_hf_videos(processor_class: Any, load_path: Callable[[], Path]) -> Any:
+def load_hf_videos(load: Callable[[Any], Any], load_path: Callable[[], Path]) -> Any:
     """Return HF's processor of a kind with its rules for videos, which sample nothing."""
     images = Qwen2VLImageProcessorPil.from_pretrained(load_path())
-    videos = make_grid_videos("qwen2_vl", images, VIDEO_SIZE, samples=False)
-    parts = (processor_class, Qwen2VLImageProcessorPil, load_path())
-    return assemble(*parts, video_processor=videos, has_videos=True)
+    return load(make_grid_videos("qwen2_vl", images, VIDEO_SIZE, samples=False))
 
 
 def write(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
@@ -268,7 +266,7 @@ QWEN2_VL = Family(
     name="qwen2_vl",
     architecture="Qwen2VLForConditionalGeneration",
     tiny=TINY,
-    path=partial(golden_path, "qwen2_vl"),
+    path=path,
     write=write,
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
     published=Published(
@@ -283,7 +281,7 @@ QWEN2_VL = Family(
     call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
     video=VIDEO,
-    load_hf_videos=partial(load_hf_videos, Qwen2VLProcessor, partial(golden_path, "qwen2_vl")),
+    load_hf_videos=partial(load_hf_videos, hf_processor, path),
     video_kwargs=(
         {},
         {"max_pixels": 30_000},
@@ -293,12 +291,7 @@ QWEN2_VL = Family(
     takes_embeds=False,  # grids beside them: tests/models/test_qwen2_vl_embeds.py
     has_pixel_counts=True,
     extra_kwargs=({}, {"images_kwargs": SMALLER}),
-    mm_configs=(
-        {},
-        {"mm_processor_kwargs": SMALLER},
-        {"mm_processor_kwargs": {"max_pixels": 30_000}},
-        {"trust_request_mm_kwargs": True},
-    ),
+    operator_kwargs=(SMALLER, {"max_pixels": 30_000}),
     lowering_kwargs={"max_pixels": 30_000},
     tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
     takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),
@@ -311,18 +304,7 @@ QWEN2_VL = Family(
 write_2_5 = made_once(partial(edit_golden, "qwen2_vl", config=QWEN2_5))
 
 
-@cache
-def hf_qwen2_5(video_processor: Any = None) -> Any:
-    """HF's own processor; the video side is a stub unless it is given."""
-    return assemble(
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessorPil,
-        write_2_5(),
-        video_processor=video_processor,
-        has_videos=True,
-    )
-
-
+hf_qwen2_5 = hf_of(Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil, write_2_5, has_videos=True)
 QWEN2_5_VL = replace(
     QWEN2_VL,
     name="qwen2_5_vl",
@@ -332,5 +314,5 @@ QWEN2_5_VL = replace(
     write=partial(write, changes=QWEN2_5),
     probed=("visual.blocks.1",),
     call_hf=partial(call_processor, hf_qwen2_5),
-    load_hf_videos=partial(load_hf_videos, Qwen2_5_VLProcessor, write_2_5),
+    load_hf_videos=partial(load_hf_videos, hf_qwen2_5, write_2_5),
 )

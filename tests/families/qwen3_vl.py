@@ -6,7 +6,7 @@ Times stand among a video's frames; most layers of Qwen3.5's decoder are recurre
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.models.qwen3_vl import model as ours
 from tests.families import published_names, qwen2_vl
 from tests.families.directories import edit_golden, made_once, with_weights
-from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.family import CHATML, Family, call_processor, hf_of
 from tests.families.hf_videos import make_grid_videos
 from tests.families.published import Published
 from tests.families.qwen2_vl import GRIDS, QWEN2_VL, VIDEO_TOKEN, VISION_END, VISION_START
+from tests.families.sizes import NO_KEYS, Keys, resize_text
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 from tests.kit import fill_by_name
 
@@ -102,16 +103,12 @@ def find_vision(kind: str) -> dict[str, Any]:
 
 
 def tiny_config(
-    kind: str = "qwen3_vl",
-    *,
-    text: Mapping[str, Any] | None = None,
-    vision: Mapping[str, Any] | None = None,
-    is_tied: bool = False,
+    kind: str = "qwen3_vl", *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = False
 ) -> Any:
     """Return HF's config of a kind."""
     config = CONFIGS[kind](
-        text_config={**TEXTS[kind], "tie_word_embeddings": is_tied, **(text or {})},
-        vision_config={**find_vision(kind), **(vision or {})},
+        text_config={**TEXTS[kind], "tie_word_embeddings": is_tied, **text},
+        vision_config={**find_vision(kind), **vision},
         image_token_id=qwen2_vl.IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         vision_start_token_id=VISION_START,
@@ -156,15 +153,9 @@ def replace_item(item: DrawnItem, ids: list[int]) -> DrawnItem:
 def resize(kind: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
     turned = head_dim if kind.startswith("qwen3_vl") else head_dim // 2
-    sections = [turned // 8, 3 * turned // 16, 3 * turned // 16]
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 4),
-        "rope_parameters": {**TEXTS[kind]["rope_parameters"], "mrope_section": sections},
-    }
-    return {"kind": kind, "text": text, "vision": {"out_hidden_size": width}}
+    rope = qwen2_vl.turn(TEXTS[kind]["rope_parameters"], turned)
+    text = resize_text(width, head_dim, num_heads, rope_parameters=rope)
+    return {"kind": kind, **text, "vision": {"out_hidden_size": width}}
 
 
 def make_row(kind: str, variants: Mapping[str, Variant]) -> TinyFamily:
@@ -303,16 +294,12 @@ def write_files(kind: str, folder: Path) -> Path:
     )
 
 
-@cache
-def hf_processor(kind: str = "qwen3_vl", video_processor: Any = None) -> Any:
-    """HF's own processor, built apart from ours; the video side is a stub unless it is given."""
-    return assemble(
-        Qwen3VLProcessor,
-        Qwen2VLImageProcessorPil,
-        DIRECTORIES[kind](),
-        video_processor=video_processor,
-        has_videos=True,
-    )
+DIRECTORIES = {kind: made_once(partial(write_files, kind)) for kind in CLASSES}
+PROCESSORS = {
+    kind: hf_of(Qwen3VLProcessor, Qwen2VLImageProcessorPil, directory, has_videos=True)
+    for kind, directory in DIRECTORIES.items()
+}
+hf_processor = PROCESSORS["qwen3_vl"]
 
 
 def load_hf_videos(kind: str) -> Any:
@@ -320,10 +307,7 @@ def load_hf_videos(kind: str) -> Any:
     images = Qwen2VLImageProcessorPil.from_pretrained(DIRECTORIES[kind]())
     sampling = {"fps": 2, "num_frames": None, "min_frames": 4, "max_frames": 768}
     videos = make_grid_videos("qwen3_vl", images, VIDEO_SETTINGS["size"], **sampling)
-    return hf_processor(kind, videos)
-
-
-DIRECTORIES = {kind: made_once(partial(write_files, kind)) for kind in CLASSES}
+    return PROCESSORS[kind](videos)
 
 
 def make_family(kind: str, tiny: TinyFamily) -> Family:
@@ -346,14 +330,14 @@ def make_family(kind: str, tiny: TinyFamily) -> Family:
             "<|im_start|>user\n",
             "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\n",
         ),
-        call_hf=partial(call_processor, partial(hf_processor, kind)),
+        call_hf=partial(call_processor, PROCESSORS[kind]),
         load_hf_videos=partial(load_hf_videos, kind),
         published=Published(
             list_shapes=published_names.list_qwen3_vl_moe if tiny is TINY_MOE else None,
             unread=() if kind.startswith("qwen3_vl") else ("mtp.fc.weight",),
         ),
         extra_kwargs=({}, {"images_kwargs": SMALLER}),
-        mm_configs=(*QWEN2_VL.mm_configs, {"mm_processor_kwargs": SMALLER}),
+        operator_kwargs=(*QWEN2_VL.operator_kwargs, SMALLER),
     )
 
 

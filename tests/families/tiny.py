@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.tensors.inputs import PlaceholderRange
+from tests.families.sizes import resize_text
 from tests.oracle import fill_with_unit_norms, params_of
 
 
@@ -93,17 +94,6 @@ def stacked_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     return make_reference_inputs(sample.token_ids, listed(sample))
 
 
-def resize_text(width: int, head_dim: int, num_heads: int, **more: Any) -> dict[str, Any]:
-    """Return `text` of `make_config`: a decoder of a width, with heads of a width, so many."""
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 4),
-    }
-    return {"text": {**text, **more}}
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TinyFamily:
     """A served family (or a kind of its towers), as tests make and ask it."""
@@ -118,7 +108,7 @@ class TinyFamily:
     """Keywords of `make_config` for a decoder of a width, with heads of a width, and so many."""
     variants: Mapping[str, Variant]
     """The first one gets prompts of every kind, unless it names some."""
-    served: Mapping[str, Any]
+    served: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `make_reference`: the model that engines serve."""
     draw_item: Callable[[Any, Media], DrawnItem]
     """What a processor makes, under a config."""

@@ -35,6 +35,7 @@ from mmjax.rounding import cdiv, round_up
 from tests.families.directories import made_once, make_tokenizer, write_directory
 from tests.families.family import Family, HFInputs
 from tests.families.published import Published, Shapes
+from tests.families.sizes import NO_KEYS, Keys, fit_text
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 from tests.oracle import fill_with_unit_norms
 
@@ -162,13 +163,11 @@ def make_config(**keys: Any) -> Any:
     return config
 
 
-def tiny_config(
-    *, text: Mapping[str, Any] | None = None, audio: Mapping[str, Any] | None = None, **keys: Any
-) -> Any:
+def tiny_config(*, text: Keys = NO_KEYS, audio: Keys = NO_KEYS, **keys: Any) -> Any:
     """Return a config of width 32; a chunk is 24 frames, 12 states and 4 embeddings."""
     return make_config(
-        text_config={**TEXT, **(text or {})},
-        audio_config={**TOWER, **(audio or {})},
+        text_config={**TEXT, **text},
+        audio_config={**TOWER, **audio},
         **{
             **{"stack_factor": 3, "hidden_size": 40, "projector_act": "swiglu"},
             **{"projector_ln_mid": True, "audio_latency_block_size": None},
@@ -223,7 +222,6 @@ TINY = TinyFamily(
     model_class=UltravoxModel,
     reference_class=Reference,
     make_config=tiny_config,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(3, 90),
@@ -274,7 +272,7 @@ def write_files(path: Path, **keys: Any) -> Path:
     marks = ("<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>")
     tokenizer = make_tokenizer(marks, eos="<|eot_id|>", named={"bos_token": marks[-1]})
     config = tiny_config(
-        text={"vocab_size": round_up(len(tokenizer), 64), "num_key_value_heads": 4},
+        text=fit_text(tokenizer),
         audio={"num_mel_bins": 8, "max_source_positions": CHUNK_FRAMES // 2},
         stack_factor=FRAMES_PER_ROW // 2,
         eos_token_id=tokenizer.eos_token_id,

@@ -27,6 +27,7 @@ from mmjax.rounding import cdiv, round_up
 from tests.families.directories import made_once, with_weights
 from tests.families.family import Family, HFInputs
 from tests.families.published import LLM_FIRST, MODULE, Published
+from tests.families.sizes import NO_KEYS, Keys
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 from tests.kit import WORDS
 
@@ -45,13 +46,11 @@ TOWER: dict[str, Any] = {
 }
 
 
-def tiny_config(
-    *, text: Mapping[str, Any] | None = None, audio: Mapping[str, Any] | None = None, **keys: Any
-) -> Any:
+def tiny_config(*, text: Keys = NO_KEYS, audio: Keys = NO_KEYS, **keys: Any) -> Any:
     """Return a config of width 32; a unit is 24 frames, and 4 embeddings."""
     config = VoxtralConfig(
-        text_config=LlamaConfig(**{**TEXT, **(text or {})}),
-        audio_config=VoxtralEncoderConfig(**{**TOWER, **(audio or {})}),
+        text_config=LlamaConfig(**{**TEXT, **text}),
+        audio_config=VoxtralEncoderConfig(**{**TOWER, **audio}),
         audio_token_id=AUDIO_TOKEN,
         **keys,
     )
@@ -81,7 +80,6 @@ TINY = TinyFamily(
     model_class=VoxtralForConditionalGeneration,
     reference_class=HFModel,
     make_config=tiny_config,
-    served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     word_ids=range(30, 90),
