@@ -105,11 +105,12 @@ def _list_bart(text_config: Any) -> tuple[RuleTypes, ...]:
 
 
 def _list_persimmon(text_config: Any) -> tuple[RuleTypes, ...]:
-    parts = [rf"language_model.\1{part}_proj." for part in "qkv"]
     # In the file, the rows of a head's query, key and value stand together.
     head_dim = text_config.hidden_size // text_config.num_attention_heads
     return (
-        Split(_LAYER + r"self_attn\.)query_key_value\.", parts, (head_dim,) * 3),
+        Split.of_qkv(
+            _LAYER + r"self_attn\.)query_key_value\.", r"language_model.\1", (head_dim,) * 3
+        ),
         Rule(_LAYER + r"self_attn\.)dense\.", r"language_model.\1o_proj."),
         Rule(_LAYER + r"self_attn\.[qk]_)layernorm\.", r"language_model.\1norm."),
         Rule(_LAYER + r"mlp\.)dense_h_to_4h\.", r"language_model.\1fc1."),
@@ -167,8 +168,8 @@ def _find_widths(text_config: Any) -> list[int]:
 
 
 def _list_phi3(text_config: Any) -> tuple[RuleTypes, ...]:
-    parts = [rf"language_model.\1{name}_proj." for name in "qkv"]
-    qkv = Split(_LAYER + r"self_attn\.)qkv_proj\.", parts, _find_widths(text_config))
+    fused, widths = _LAYER + r"self_attn\.)qkv_proj\.", _find_widths(text_config)
+    qkv = Split.of_qkv(fused, r"language_model.\1", widths)
     return (qkv, *_list_fused_mlp(text_config))
 
 
@@ -189,10 +190,8 @@ def _list_molmo(text_config: Any) -> tuple[RuleTypes, ...]:
         r"^model\.transformer\.ff_out\.": "language_model.lm_head.",
     }
     return (
-        Split(
-            block + r"(?:self_attn\.)?att_proj\.",
-            [f"{layer}self_attn.{part}_proj." for part in "qkv"],
-            _find_widths(text_config),
+        Split.of_qkv(
+            block + r"(?:self_attn\.)?att_proj\.", f"{layer}self_attn.", _find_widths(text_config)
         ),
         Split(
             block + r"(?:mlp\.)?ff_proj\.",

@@ -39,6 +39,11 @@ class Split:
     is_interleaved: bool = False
     """Of a stack: whether the parts, of one size, alternate row by row."""
 
+    @classmethod
+    def of_qkv(cls, pattern: str, layer: str, sizes: Sequence[int]) -> "Split":
+        """Return how queries, keys and values in one tensor become those of an attention layer."""
+        return cls(pattern, [f"{layer}{part}_proj." for part in "qkv"], sizes)
+
     def parts(self) -> Sequence["Change"]:
         """Return where each part stands."""
         total, num_parts = sum(self.sizes), len(self.sizes)

@@ -154,11 +154,7 @@ def _vision_rules(hf_config: Any) -> Sequence[RuleTypes]:
             "vision_model.embeddings.position_embedding.weight",
             Squeeze(),
         ),
-        Split(
-            attention + r"qkv\.",
-            [rf"vision_model.\1.self_attn.{part}_proj." for part in "qkv"],
-            [width] * 3,
-        ),
+        Split.of_qkv(attention + r"qkv\.", r"vision_model.\1.self_attn.", [width] * 3),
         Rule(attention + r"projection\.", r"vision_model.\1.self_attn.out_proj."),
         Rule(r"^(qformer\.)?embeddings\.", None),
         Rule(r"^qformer\.encoder\.layer\.\d+\.(intermediate|output)\.", None),

@@ -99,7 +99,7 @@ class DeepseekOcr2ForConditionalGeneration(MultiModalModel):
             r"^model\.": "",
         }
         return (
-            Split(block + r"attn\.qkv\.", [f"{layer}attn.{part}_proj." for part in "qkv"], widths),
+            Split.of_qkv(block + r"attn\.qkv\.", f"{layer}attn.", widths),
             Split(experts + "gate_up_proj$", parts[:2], halves, of_stack=True),
             Split(experts + "down_proj$", parts[2:], [moe.hidden_size], of_stack=True),
             Stack(

@@ -74,13 +74,8 @@ class DeepseekVLV2ForCausalLM(MultiModalModel):
             r"^language\.lm_head\.": "language_model.lm_head.",
             r"^language\.model\.": "language_model.",
         }
-        fused = [
-            Split(
-                block + r"attn\.qkv\.",
-                [rf"vision.encoder.layers.\1.self_attn.{part}_proj." for part in "qkv"],
-                [vision.hidden_size] * 3,
-            )
-        ]
+        attention, widths = r"vision.encoder.layers.\1.self_attn.", [vision.hidden_size] * 3
+        fused = [Split.of_qkv(block + r"attn\.qkv\.", attention, widths)]
         if latent is not None:
             halves = [rf"language_model.\1.{part}_b_proj." for part in "kv"]
             sizes = [latent.nope_dim, latent.value_dim]

@@ -208,14 +208,14 @@ class InternVLChatModel(InternVLModel):
         queries = text.num_attention_heads // text.num_key_value_heads * head_dim
         return (
             *(Rule(rf"^vision_model\.encoder\.layers\.{layer}\.", None) for layer in unread),
-            Split(
+            Split.of_qkv(
                 r"^vision_model\.(.*)\.attn\.qkv\.",
-                [rf"vision_tower.\1.self_attn.{part}_proj." for part in "qkv"],
+                r"vision_tower.\1.self_attn.",
                 [vision.hidden_size] * 3,
             ),
-            Split(
+            Split.of_qkv(
                 r"^language_model\.model\.(.*)\.attention\.wqkv\.",
-                [rf"language_model.\1.self_attn.{part}_proj." for part in "qkv"],
+                r"language_model.\1.self_attn.",
                 [queries, head_dim, head_dim],
             ),
             *(

@@ -46,21 +46,16 @@ class QWenLMHeadModel(MultiModalModel):
         block, queries = r"visual.encoder.layers.\1.", hf_config.visual["output_dim"]
         heads = hf_config.kv_channels * hf_config.num_attention_heads
         head_dim = vision.hidden_size // vision.num_attention_heads
-        projections = [f"{part}_proj." for part in "qkv"]
         return (
             # In the file, the rows of a head's query, key and value stand together.
-            Split(
-                _BLOCK + r"attn\.in_proj\.",
-                [f"{block}self_attn.{name}" for name in projections],
-                (head_dim,) * 3,
-            ),
+            Split.of_qkv(_BLOCK + r"attn\.in_proj\.", f"{block}self_attn.", (head_dim,) * 3),
             Rule(_BLOCK + r"attn\.", f"{block}self_attn."),
             Rule(_BLOCK + r"ln_(\d)\.", rf"{block}layer_norm\2."),
             Rule(_BLOCK + r"mlp\.c_fc\.", f"{block}mlp.fc1."),
             Rule(_BLOCK + r"mlp\.c_proj\.", f"{block}mlp.fc2."),
-            Split(
+            Split.of_qkv(
                 r"^transformer\.visual\.attn_pool\.attn\.in_proj_",
-                [f"attn_pool.attn.{name}" for name in projections],
+                "attn_pool.attn.",
                 (queries,) * 3,
             ),
             Rule(r"^transformer\.visual\.(attn_pool\.|ln_post\.|proj$)", r"\1"),
@@ -70,11 +65,7 @@ class QWenLMHeadModel(MultiModalModel):
                 "visual.embeddings.position_embedding.weight",
             ),
             Rule(r"^transformer\.visual\.ln_pre\.", "visual.pre_layrnorm."),
-            Split(
-                _LAYER + r"attn\.c_attn\.",
-                [f"{decoder}self_attn.{name}" for name in projections],
-                (heads,) * 3,
-            ),
+            Split.of_qkv(_LAYER + r"attn\.c_attn\.", f"{decoder}self_attn.", (heads,) * 3),
             Rule(_LAYER + r"attn\.c_proj\.", f"{decoder}self_attn.o_proj."),
             Rule(_LAYER + r"ln_1\.", f"{decoder}input_layernorm."),
             Rule(_LAYER + r"ln_2\.", f"{decoder}post_attention_layernorm."),
