@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from mmjax.models.family import FamilyInfo, item_fields
 from mmjax.processing.image_processors.crops import OverlappingCrops
-from mmjax.processing.image_processors.tiling import find_largest_picture
+from mmjax.processing.image_processors.tiling import TileCutter, find_largest_picture
 from mmjax.processing.items.parse import ImageSize
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
@@ -45,13 +45,9 @@ class TiledInfo(FamilyInfo):
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return kwargs with the larger number of tiles of the checkpoint's and the operator's."""
         switch, name = self.tile_kwargs
-        parts = self.get_hf_processor()
-        levels = [parts.scope_kwargs(kwargs) for kwargs in ({}, self.ctx.merge_mm_kwargs({}))]
-        limits = [
-            parts.image_processor.get_limits({**level["images_kwargs"], switch: True})
-            for level in levels
-        ]
-        return {switch: True, name: max(most for _, most in limits)}
+        cutter: TileCutter = self.get_image_processor()
+        most = self.find_larger(lambda kwargs: cutter.get_limits({**kwargs, switch: True})[1])
+        return {switch: True, name: most}
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         tiles = outputs.get("image_num_patches", ())

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from PIL import Image
 
 from mmjax.errors import check_settings
 from mmjax.models.family import Target, item_fields, make_factories
@@ -30,15 +29,7 @@ class GridCutter(HFCutter):
     """HF's `Ovis2ImageProcessorPil`."""
 
     folders: ClassVar = {"Ovis2": "ovis2"}
-
-    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
-        """Return `pixel_values` uint8[tiles, 3, S, S], `image_grids` int64[images, 2]."""
-        outputs = self.cut(images, **kwargs)
-        return {
-            "pixel_values": outputs["pixel_values"],
-            "image_grids": np.asarray(outputs["grids"], dtype=np.int64),
-            "image_affine": outputs["image_affine"],
-        }
+    division = ("grids", "image_grids")
 
 
 class Ovis2ProcessingInfo(TiledInfo):

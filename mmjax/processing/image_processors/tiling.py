@@ -4,6 +4,7 @@ An image of more than one tile comes with a thumbnail of the whole, as its last 
 for each kind of media: those of the original code, and those of HF's port around its PIL class.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -123,55 +124,79 @@ def check_limits(
     return fewest, most
 
 
-class OriginalTileCutter:
-    """The original's `dynamic_preprocess`, by config.json's settings."""
+class PillowTileCutter(ABC):
+    """Cuts tiles with Pillow alone; a subclass says in which arrangement."""
 
-    valid_kwargs = frozenset({"min_dynamic_patch", "max_dynamic_patch", "dynamic_image_size"})
+    defaults: Mapping[str, Any]
+    """Of kwargs that a call leaves out: the fewest tiles, the most, and whether there are any."""
+    tile_size: int
+    affine: np.ndarray
+    pixels_name: ClassVar[str] = "pixel_values"
+    has_thumbnail = True
+    resample = Image.Resampling.BICUBIC
 
-    def __init__(self, hf_config: Any, tile_size: int) -> None:
-        self.tile_size = tile_size
-        self.use_thumbnail = bool(getattr(hf_config, "use_thumbnail", False))
-        self.defaults = {
-            "min_dynamic_patch": getattr(hf_config, "min_dynamic_patch", 1),
-            "max_dynamic_patch": getattr(hf_config, "max_dynamic_patch", 6),
-            "dynamic_image_size": getattr(hf_config, "dynamic_image_size", False),
-        }
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return frozenset(self.defaults)
+
+    @abstractmethod
+    def arrange(self, size: ImageSize, limits: tuple[int, int]) -> tuple[int, int]:
+        """Return the columns and rows of an image's tiles, of those that `limits` allow."""
 
     def __call__(
         self, images: Sequence[Image.Image], *, return_tensors: str, **kwargs: Any
     ) -> dict[str, np.ndarray]:
-        """Return `pixel_values_flat` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
-        arrangements = list_arrangements(*self.get_limits(kwargs))
-        side = self.tile_size
+        """Return the pixels, uint8[tiles, 3, S, S], and `image_num_patches` int64[images]."""
+        limits = self.get_limits(kwargs)
+        options = {"has_thumbnail": self.has_thumbnail, "resample": self.resample}
         tiles = [
             cut_tiles(
-                image,
-                choose_arrangement(ImageSize(*image.size), arrangements, side),
-                side,
-                has_thumbnail=self.use_thumbnail,
+                image, self.arrange(ImageSize(*image.size), limits), self.tile_size, **options
             )
             for image in images
         ]
         return {
-            "pixel_values_flat": np.stack([to_pixels(tile) for one in tiles for tile in one]),
+            self.pixels_name: np.stack([to_pixels(tile) for one in tiles for tile in one]),
             "image_num_patches": np.array([len(one) for one in tiles], dtype=np.int64),
-            "image_affine": _AFFINE,
+            "image_affine": self.affine,
         }
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """As `TileCutter`'s."""
+        fewest, most, switch = self.defaults
         given = {key: value for key, value in kwargs.items() if value is not None}
         values = {**self.defaults, **given}
-        names = ("min_dynamic_patch", "max_dynamic_patch")
-        limits = check_limits(values[names[0]], values[names[1]], names)
-        is_dynamic = values["dynamic_image_size"]
-        if not isinstance(is_dynamic, bool):
-            raise bad_kwarg("dynamic_image_size", is_dynamic, "true or false")
-        return limits if is_dynamic else (1, 1)
+        limits = check_limits(values[fewest], values[most], (fewest, most))
+        return limits if self.is_cut(values[switch]) else (1, 1)
+
+    def is_cut(self, value: Any) -> bool:
+        """Return whether images are cut, by the last of the kwargs."""
+        return bool(value)
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
-        arrangements = list_arrangements(*self.get_limits(kwargs))
-        columns, rows = choose_arrangement(size, arrangements, self.tile_size)
-        return columns * rows + int(self.use_thumbnail and columns * rows > 1)
+        columns, rows = self.arrange(size, self.get_limits(kwargs))
+        return columns * rows + int(self.has_thumbnail and columns * rows > 1)
+
+
+class OriginalTileCutter(PillowTileCutter):
+    """The original's `dynamic_preprocess`, by config.json's settings."""
+
+    pixels_name = "pixel_values_flat"
+    affine = _AFFINE
+
+    def __init__(self, hf_config: Any, tile_size: int) -> None:
+        self.tile_size = tile_size
+        self.has_thumbnail = bool(getattr(hf_config, "use_thumbnail", False))
+        own = {"min_dynamic_patch": 1, "max_dynamic_patch": 6, "dynamic_image_size": False}
+        self.defaults = {name: getattr(hf_config, name, value) for name, value in own.items()}
+
+    def arrange(self, size: ImageSize, limits: tuple[int, int]) -> tuple[int, int]:
+        return choose_arrangement(size, list_arrangements(*limits), self.tile_size)
+
+    def is_cut(self, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise bad_kwarg("dynamic_image_size", value, "true or false")
+        return value
 
 
 def list_canvases(most: int) -> list[tuple[int, int]]:
@@ -192,10 +217,8 @@ def choose_canvas(size: ImageSize, most: int, tile_size: int) -> tuple[int, int]
     return canvases[scales.index(min(larger) if larger else max(scales))]
 
 
-class CanvasCutter:
+class CanvasCutter(PillowTileCutter):
     """HF's `Cohere2VisionImageProcessor`, which needs torchvision, by preprocessor_config.json."""
-
-    valid_kwargs = frozenset({"min_patches", "max_patches", "crop_to_patches"})
 
     def __init__(self, settings: Mapping[str, Any], tile_size: int) -> None:
         """`settings`: those of the file; what it leaves out is as in HF."""
@@ -210,38 +233,12 @@ class CanvasCutter:
             std=settings.get("image_std", _CLIP_STD),
         )
 
-    def __call__(
-        self, images: Sequence[Image.Image], *, return_tensors: str, **kwargs: Any
-    ) -> dict[str, np.ndarray]:
-        """Return `pixel_values` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
-        _, most = self.get_limits(kwargs)
-        side = self.tile_size
-        tiles = [
-            cut_tiles(
-                image,
-                choose_canvas(ImageSize(*image.size), most, side),
-                side,
-                resample=self.resample,
-            )
-            for image in images
-        ]
-        return {
-            "pixel_values": np.stack([to_pixels(tile) for one in tiles for tile in one]),
-            "image_num_patches": np.array([len(one) for one in tiles], dtype=np.int64),
-            "image_affine": self.affine,
-        }
-
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """Return 1 and the most tiles: HF's class takes `min_patches`, and does nothing with it."""
-        given = {key: value for key, value in kwargs.items() if value is not None}
-        values = {**self.defaults, **given}
-        names = ("min_patches", "max_patches")
-        _, most = check_limits(values[names[0]], values[names[1]], names)
-        return (1, most) if values["crop_to_patches"] else (1, 1)
+        return 1, super().get_limits(kwargs)[1]
 
-    def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
-        columns, rows = choose_canvas(size, self.get_limits(kwargs)[1], self.tile_size)
-        return columns * rows + int(columns * rows > 1)
+    def arrange(self, size: ImageSize, limits: tuple[int, int]) -> tuple[int, int]:
+        return choose_canvas(size, limits[1], self.tile_size)
 
 
 class OriginalFrameCutter:
@@ -271,6 +268,8 @@ class HFCutter:
 
     folders: ClassVar[Mapping[str, str]]
     """As `load_image_processor` takes them."""
+    division: ClassVar[tuple[str, str]]
+    """What HF calls what says how tiles divide among images, and what it is called here."""
 
     def __init__(self, hf_processor: Any, tile_size: int) -> None:
         self.hf = hf_processor
@@ -288,12 +287,17 @@ class HFCutter:
     def valid_kwargs(self) -> frozenset[str]:
         return frozenset(self.hf.valid_kwargs.__annotations__)
 
-    def cut(self, images: Sequence[Image.Image], **kwargs: Any) -> Mapping[str, Any]:
-        """Return HF's outputs: `pixel_values` uint8[tiles, 3, S, S], and how it divides."""
+    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
+        """Return `pixel_values` uint8[tiles, 3, S, S], and int64[images, ...]: how it divides."""
         self.get_limits(kwargs)
         outputs = self.hf(list(images), **kwargs)
         _check_tiles(outputs["pixel_values"], self.tile_size)
-        return outputs
+        theirs, ours = self.division
+        return {
+            "pixel_values": outputs["pixel_values"],
+            ours: np.asarray(outputs[theirs], dtype=np.int64),
+            "image_affine": outputs["image_affine"],
+        }
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """As `TileCutter`'s."""
@@ -308,15 +312,7 @@ class HFTileCutter(HFCutter):
     """HF's `GotOcr2ImageProcessorPil`."""
 
     folders: ClassVar = {"GotOcr2": "got_ocr2"}
-
-    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
-        """Return `pixel_values` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
-        outputs = self.cut(images, **kwargs)
-        return {
-            "pixel_values": outputs["pixel_values"],
-            "image_num_patches": np.asarray(outputs["num_patches"], dtype=np.int64),
-            "image_affine": outputs["image_affine"],
-        }
+    division = ("num_patches", "image_num_patches")
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
         given = {key: value for key, value in kwargs.items() if value is not None}
