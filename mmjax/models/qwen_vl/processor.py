@@ -8,7 +8,7 @@ Qwen's tokenizer from `qwen.tiktoken`: ranks of byte strings, as the `tokenizers
 
 import re
 from base64 import b64decode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,27 +62,14 @@ def load_tokenizer(path: Path) -> Any:
 @lru_cache(maxsize=2)
 def _build(file: Path, modified: int) -> Any:
     # `modified` names the file's content.
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-    from tokenizers.models import BPE
+    from tokenizers import normalizers
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    ranks = _read_ranks(file)
-    letters = _byte_letters()
-
-    def spell(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    merges = [(spell(left), spell(right)) for left, right in _find_merges(ranks)]
-    vocab = {spell(token): rank for token, rank in ranks.items()}
-    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=True))
+    converter = TikTokenConverter(str(file), _PATTERN, extra_special_tokens=_SPECIAL_TOKENS)
+    # HF's own asks the library `tiktoken` to read the file.
+    converter.load_tiktoken_bpe = lambda tiktoken_url: _read_ranks(Path(tiktoken_url))
+    tokenizer = converter.converted()
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in _SPECIAL_TOKENS])
     return tokenizer
 
 
@@ -97,29 +84,6 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
                 f"line {number} of `{file.name}` is not a token in base64 and its rank"
             ) from error
     return ranks
-
-
-def _find_merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield, in the order of ranks, the two tokens that each longer token is merged of."""
-    for token, rank in sorted(ranks.items(), key=lambda entry: entry[1]):
-        parts = [bytes([byte]) for byte in token]
-        while len(parts) > 2:
-            pairs = [ranks.get(parts[i] + parts[i + 1], rank) for i in range(len(parts) - 1)]
-            lowest = min(pairs)
-            if lowest >= rank:
-                break
-            place = pairs.index(lowest)
-            parts[place : place + 2] = [parts[place] + parts[place + 1]]
-        if len(parts) == 2:
-            yield parts[0], parts[1]
-
-
-def _byte_letters() -> list[str]:
-    """Return the printable character that stands for each byte in a vocabulary (GPT-2's)."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (byte for byte in range(256) if byte not in printable)
-    moved = {byte: chr(256 + number) for number, byte in enumerate(others)}
-    return [moved.get(byte, chr(byte)) for byte in range(256)]
 
 
 _AFFINE = make_affine(
