@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mmjax import LLM, SamplingParams
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
@@ -17,6 +18,7 @@ from mmjax.parity.compare import TOLERANCE
 from mmjax.parity.reference import make_pixels
 from tests.families import FAMILIES
 from tests.families.family import Family, call_with_videos
+from tests.families.hf_videos import HFVideos
 from tests.kit import draw, draw_video
 
 NUM_TOKENS = 24
@@ -55,6 +57,26 @@ def test_every_family_that_takes_videos_is_under_the_laws():
     assert takes == TAKEN.keys()
     # No class of HF's, or its processor's squares need torchvision.
     assert takes - HELD.keys() == {"gemma4_unified", "internvl original"}
+
+
+SQUARE = (56, 56)
+RESIZED = [
+    *((size, SQUARE) for size in (SQUARE, (90, 30), (1, 1), (3, 200), (200, 3))),
+    ((90, 60), (56, 84)),
+    ((640, 480), (168, 252)),
+    ((400, 30), (28, 392)),
+]
+
+
+@pytest.mark.parametrize(("size", "wanted"), RESIZED)
+def test_pillow_resizes_frames_as_torch_does(size: tuple[int, int], wanted: tuple[int, int]):
+    """Within two steps of a byte: torchvision, HF's, resizes with torch's own function."""
+    video = draw_video(3, *size)
+    frames = torch.from_numpy(video).permute(0, 3, 1, 2)
+    by_torch = torch.nn.functional.interpolate(frames, wanted, mode="bicubic", antialias=True)
+    videos = HFVideos(None, None, dict, normalized=((0.0,) * 3, (1.0,) * 3))
+    difference = videos.resize(video, wanted) - by_torch.float() / 255
+    assert difference.abs().max() < 2 / 255
 
 
 @pytest.mark.parametrize("kind", VIDEOS)

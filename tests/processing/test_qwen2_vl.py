@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import BatchFeature
+from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
@@ -22,15 +23,13 @@ from mmjax.processing import MultiModalInputs
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.image_processors.patches import VideoPatcher, find_grid
 from tests.families import FAMILIES, qwen2_vl
+from tests.families.family import call_with_videos
+from tests.families.hf_videos import take_functions
 from tests.families.qwen2_vl import IMAGE, VIDEO
 from tests.kit import draw, draw_video
 
-STEP = 1 / 255 / 0.26
-"""One 8-bit step of a normalised pixel."""
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-
-
 FAMILY = FAMILIES["qwen2_vl"]
+load_hf = partial(qwen2_vl.load_hf_videos, qwen2_vl.hf_processor, qwen2_vl.path)
 
 
 def video_item(inputs: MultiModalInputs, index: int = 0) -> dict[str, Any]:
@@ -40,33 +39,9 @@ def video_item(inputs: MultiModalInputs, index: int = 0) -> dict[str, Any]:
 
 
 def resize_as_hf(height: int, width: int, low: int = 3136, high: int = 50176) -> tuple[int, int]:
-    """Qwen2VLVideoProcessor's `smart_resize`, read from its source."""
-    rows, columns = round(height / 28) * 28, round(width / 28) * 28
-    if rows * columns > high:
-        beta = math.sqrt(height * width / high)
-        rows = max(28, math.floor(height / beta / 28) * 28)
-        columns = max(28, math.floor(width / beta / 28) * 28)
-    elif rows * columns < low:
-        beta = math.sqrt(low / (height * width))
-        rows, columns = math.ceil(height * beta / 28) * 28, math.ceil(width * beta / 28) * 28
-    return rows, columns
-
-
-def patches_as_hf(video: np.ndarray) -> tuple[torch.Tensor, list[int]]:
-    """Qwen2VLVideoProcessor's `_preprocess`, with torch's own resampling for torchvision's."""
-    frames = torch.from_numpy(video).permute(0, 3, 1, 2)
-    rows, columns = resize_as_hf(*video.shape[1:3])
-    frames = torch.nn.functional.interpolate(
-        frames, (rows, columns), mode="bicubic", antialias=True, align_corners=False
-    )
-    mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (MEAN, STD))
-    frames = (frames.float() - mean) / std
-    if len(frames) % 2:
-        frames = torch.cat([frames, frames[-1:]])
-    steps, down, right = len(frames) // 2, rows // 14, columns // 14
-    patches = frames.view(1, steps, 2, 3, down // 2, 2, 14, right // 2, 2, 14)
-    patches = patches.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
-    return patches.reshape(steps * down * right, 3 * 2 * 14 * 14), [steps, down, right]
+    """Qwen2VLVideoProcessor's `smart_resize`."""
+    functions = take_functions("qwen2_vl", "smart_resize")
+    return functions.smart_resize(height, width, min_pixels=low, max_pixels=high)
 
 
 VIDEOS = [(1, 56, 56), (2, 90, 60), (3, 640, 480), (5, 30, 400), (4, 1, 1), (6, 400, 30)]
@@ -74,15 +49,16 @@ VIDEOS = [(1, 56, 56), (2, 90, 60), (3, 640, 480), (5, 30, 400), (4, 1, 1), (6, 
 
 @pytest.mark.parametrize(("num_frames", "width", "height"), VIDEOS)
 def test_a_videos_patches_are_hfs(processor: Any, num_frames: int, width: int, height: int):
-    video = draw_video(num_frames, width, height)
-    inputs = processor.apply(f"a{VIDEO}b", {"video": [video]})
-    wanted, grid = patches_as_hf(video)
+    video, prompt = draw_video(num_frames, width, height), f"a{VIDEO}b"
+    inputs = processor.apply(prompt, {"video": [video]})
+    hf = call_with_videos(load_hf(), prompt, [], [(video, {})]).tensors
+    wanted, (grid,) = hf["pixel_values_videos"], hf["video_grid_thw"].tolist()
     item = video_item(inputs)
     assert item["video_grid_thw"].tolist() == grid
     assert item["video_grid_thw"].dtype == np.int64
     assert item["pixel_values_videos"].shape == wanted.shape
-    difference = np.abs(make_pixels(item)["pixel_values_videos"] - wanted.numpy())
-    assert difference.max() < 2 * STEP
+    pixels = make_pixels(item)["pixel_values_videos"]
+    np.testing.assert_allclose(pixels, wanted, rtol=0, atol=FAMILY.tensors["pixel_values"])
     (placeholder,) = inputs.mm_placeholders["video"]
     assert placeholder.length == placeholder.get_num_embeds() == math.prod(grid) // 4
     assert placeholder.is_embed is None
@@ -111,20 +87,6 @@ def test_the_last_frame_fills_an_odd_video(processor: Any):
     assert one.mm_hashes != other.mm_hashes
 
 
-class Stub:
-    """Stands for torchvision's video processor: grids alone, which HF's prompt needs."""
-
-    merge_size = 2
-    model_input_names = ("pixel_values_videos", "video_grid_thw")
-
-    def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> BatchFeature:
-        grids = [
-            [-(-len(video) // 2), *(side // 14 for side in resize_as_hf(*video.shape[1:3]))]
-            for video in videos
-        ]
-        return BatchFeature({"video_grid_thw": np.array(grids)})
-
-
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -134,18 +96,14 @@ class Stub:
         f"{VIDEO} then {VIDEO} then {VIDEO}",
     ],
 )
-def test_prompts_of_videos_and_pictures_are_hfs(
-    processor: Any, prompt: str, monkeypatch: pytest.MonkeyPatch
-):
-    hf = qwen2_vl.hf_processor()
-    monkeypatch.setattr(hf, "video_processor", Stub())
+def test_prompts_of_videos_and_pictures_are_hfs(processor: Any, prompt: str):
     images = [draw(60 + 40 * i, 90, seed=i) for i in range(prompt.count(IMAGE))]
     videos = [draw_video(1 + 2 * i, 80, 70 + 30 * i, i) for i in range(prompt.count(VIDEO))]
-    wanted = hf(text=prompt, images=images or None, videos=videos, return_tensors="np")
+    wanted = call_with_videos(load_hf(), prompt, images, [(video, {}) for video in videos])
     mm_data = {"image": images, "video": videos}
     for given in (prompt, processor.info.get_tokenizer().encode(prompt), prompt):
         inputs = processor.apply(given, mm_data)
-        assert inputs.prompt_token_ids == wanted["input_ids"][0].tolist()
+        assert inputs.prompt_token_ids == wanted.input_ids
         for modality, pad_id in (("image", 998), ("video", 999)):
             places = [
                 place
@@ -336,8 +294,8 @@ PUBLISHED = {
     "patch_size": 14,
     "temporal_patch_size": 2,
     "merge_size": 2,
-    "image_mean": MEAN,
-    "image_std": STD,
+    "image_mean": OPENAI_CLIP_MEAN,
+    "image_std": OPENAI_CLIP_STD,
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2VLProcessor",
 }
