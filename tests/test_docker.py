@@ -66,6 +66,16 @@ def test_all_that_the_wheel_is_built_of_is_copied(file: Path) -> None:
     assert needed <= {source for *sources, _ in rows for source in sources}
 
 
+def test_the_kernels_are_compiled_where_they_were_installed() -> None:
+    (file,) = (one for one in FILES if one.suffix == ".cpu")
+    steps = instructions(file)
+    (built,) = (i for i, (_, rest) in enumerate(steps) if "mmjax.layers.cpu.build" in rest)
+    (installed,) = (i for i, (_, rest) in enumerate(steps) if "pip install" in rest)
+    assert installed < built
+    # Python looks into the working directory first: there must be no other mmjax.
+    assert [rest for name, rest in steps[:built] if name == "WORKDIR"][-1] == "/"
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_it_runs_as_nobody_special_and_is_watched(file: Path) -> None:
     (user,) = values(file, "USER")

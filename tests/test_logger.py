@@ -5,7 +5,10 @@ import io
 import itertools
 import json
 import logging
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import datetime
@@ -184,3 +187,18 @@ def test_json_lines(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "ValueError: \u00e9" in first["exception"]
     assert datetime.fromisoformat(first["time"]).tzinfo is not None
     assert second.keys() == {"time", "level", "process", "logger", "message"}
+
+
+def test_transformers_writes_no_lines_of_its_own() -> None:
+    program = (
+        "from mmjax.system.logger import configure_logging\n"
+        "configure_logging(log_format='json')\n"
+        "from transformers.utils import logging\n"
+        "logging.get_logger('transformers.tokenization_utils_base').warning('too long')\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRANSFORMERS_VERBOSITY"}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stderr == ""

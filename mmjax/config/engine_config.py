@@ -326,7 +326,7 @@ class CacheConfig:
     keep_encoder: bool = setting(
         False,
         "Whether an engine with `encoder_workers` loads its encoders, too, and encodes while no "
-        "worker answers.",
+        "worker can be reached.",
     )
     enable_prefix_caching: bool = setting(
         True, "Whether requests with a common prefix share its KV cache."

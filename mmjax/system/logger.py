@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -49,6 +50,10 @@ def configure_logging(
 ) -> None:
     """Log mmjax's records to stderr; `process` (such as "P1") precedes the module's name."""
     _send_to_stderr("mmjax", process, log_format).setLevel(level.upper())
+    # Its warnings would be lines of another format: of a prompt that is too long, for instance,
+    # which mmjax refuses itself. Read by the first import; the level is for a later call.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def configure_http_logging(*, process: str = "", log_format: LogFormat = "text") -> None:
