@@ -259,6 +259,22 @@ def test_tiles_fit_into_shared_memory(
     assert (sizes.num_rows + 2 * num_loaded * sizes.num_keys) * stored + rest <= memory * 2**10
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "width", "expected"),
+    [
+        (4, 128, (16, 32, 8)),
+        (256, 64, (32, 32, 8)),
+        (256, 128, (32, 32, 8)),
+        (256, 256, (32, 16, 8)),
+    ],
+)
+def test_tiles_in_float32_are_small_since_no_tensor_core_multiplies_exactly(
+    num_rows: int, width: int, expected: tuple[int, int, int]
+):
+    """With 64 rows of 64 columns in 4 warps ptxas writes 16,508 bytes of each thread to memory."""
+    assert choose_sizes(num_rows, width, "float32") == expected
+
+
 def test_few_programs_share_keys():
     assert choose_num_splits(8, 1000) == MAX_SPLITS
     assert choose_num_splits(8, 5) == 5

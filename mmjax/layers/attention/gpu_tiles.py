@@ -20,6 +20,9 @@ from mmjax.layers.gpu.capability import gpu_attribute
 LEAST = 16
 """Rows, and columns, of the smallest product of tensor cores."""
 _MAX_ROWS, _MAX_KEYS = 128, 64
+_MAX_EXACT = 32
+"""Rows, and keys, of a tile in float32: no tensor core computes exact products of it, and of larger
+tiles, or with 4 warps, a thread has more numbers than registers, and writes thousands to memory."""
 _QUERY_BYTES, _KEY_BYTES = 2**15, 2**14
 """Bytes of a tile of queries and of one of keys, at most: with the keys and values of three tiles
 128 KiB of an H100's shared memory of 227. Before Hopper, two tiles are loaded: 96 KiB and a rest,
@@ -61,9 +64,11 @@ def choose_sizes(num_rows: int, width: int, dtype: Any) -> Sizes:
     keys = floor_power(key_bytes // (width * size))
     # By the first part of the columns: a second one is small.
     rows = query_bytes // (floor_power(width) * size)
-    rows = max(LEAST, min(ceil_power(num_rows), rows, _MAX_ROWS))
-    num_warps = 8 if rows * ceil_power(width) >= _WIDE else 4
-    return Sizes(rows, max(LEAST, min(keys, _MAX_KEYS)), num_warps)
+    is_exact = jnp.dtype(dtype) == jnp.float32
+    max_rows, max_keys = (_MAX_EXACT,) * 2 if is_exact else (_MAX_ROWS, _MAX_KEYS)
+    rows = max(LEAST, min(ceil_power(num_rows), rows, max_rows))
+    num_warps = 8 if is_exact or rows * ceil_power(width) >= _WIDE else 4
+    return Sizes(rows, max(LEAST, min(keys, max_keys)), num_warps)
 
 
 def ceil_power(number: int) -> int:
