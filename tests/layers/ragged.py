@@ -12,8 +12,11 @@ import numpy as np
 
 from mmjax.layers.attention.api import PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import (
+    HeadSharding,
     InterleavedCache,
     LayerCache,
+    LayerKVSpec,
+    RowCache,
     SlotCache,
     TransposedCache,
     padded_head_dim,
@@ -199,6 +202,19 @@ def by_slots(cache: Any) -> SlotCache:
     """Return a transposed cache's blocks as the kernel for CUDA has them."""
     keys, values = np.asarray(cache.keys).transpose(0, 3, 1, 2), np.asarray(cache.values)
     return SlotCache(jnp.asarray(keys), jnp.asarray(values.transpose(0, 2, 1, 3)))
+
+
+def by_rows(cache: Any, sharding: HeadSharding | None = None) -> RowCache:
+    """Return a transposed cache's blocks as XLA for TPU has them."""
+    num_blocks, heads, head_dim, block_size = cache.keys.shape
+    layer = LayerKVSpec(num_kv_heads=heads, head_dim=head_dim, value_dim=cache.values.shape[3])
+    empty = RowCache.zeros(layer, num_blocks, block_size, cache.keys.dtype, sharding)
+    slots = jnp.arange(num_blocks * block_size, dtype=jnp.int32)
+    keys, values = (
+        jnp.asarray(x).reshape(len(slots), heads, -1)
+        for x in (cache.keys.transpose(0, 3, 1, 2), cache.values.transpose(0, 2, 1, 3))
+    )
+    return empty.write(keys, values, slots // block_size, slots % block_size)
 
 
 def visible(chunk: Chunk, window: int | None) -> np.ndarray:

@@ -25,6 +25,7 @@ from tests.layers.ragged import (
     Chunk,
     Heads,
     answer,
+    by_rows,
     draw_causal_chunk,
     draw_chunk,
     interleave,
@@ -174,16 +175,17 @@ def test_blocks_before_the_window_are_not_read(seed: int):
 
 @pytest.mark.parametrize("value_dim", [1, 5, HEAD_DIM - 1])
 @pytest.mark.parametrize("is_decoding", [False, True])
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_values_may_be_narrower_than_keys(value_dim: int, is_decoding: bool, is_interleaved: bool):
+@pytest.mark.parametrize("layout", ["transposed", "interleaved", "rows"])
+def test_values_may_be_narrower_than_keys(value_dim: int, is_decoding: bool, layout: str):
     """A value's columns never meet, so these are the first ones of whole values."""
     chunks = draw_decoding(5) if is_decoding else draw_mixed(5)
     batch = lay_out_decoding(chunks) if is_decoding else lay_out_mixed(chunks)
     assert isinstance(batch.cache, TransposedCache)
-    if is_interleaved:
-        cache: Any = replace(interleave(batch.cache), value_dim=value_dim)
-    else:
-        cache = batch.cache._replace(values=batch.cache.values[..., :value_dim])
+    cache: Any = batch.cache._replace(values=batch.cache.values[..., :value_dim])
+    if layout == "interleaved":
+        cache = replace(interleave(batch.cache), value_dim=value_dim)
+    elif layout == "rows":
+        cache = by_rows(cache)
     narrow = replace(batch, value=batch.value[..., :value_dim], cache=cache)
     outputs, written = attend(narrow, **OPTIONS["soft cap"])
     assert written.value_dim == value_dim

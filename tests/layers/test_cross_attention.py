@@ -23,6 +23,7 @@ from tests.layers.ragged import (
     Batch,
     Heads,
     answer,
+    by_rows,
     by_slots,
     draw_causal_chunk,
     interleave,
@@ -103,7 +104,7 @@ def expected(query: np.ndarray, encoder: tuple[np.ndarray, np.ndarray]) -> np.nd
     return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), value)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "interleaved", "slots"])
+@pytest.mark.parametrize("layout", ["transposed", "interleaved", "slots", "rows"])
 @pytest.mark.parametrize("seed", range(12))
 def test_two_steps_are_dense_attention(seed: int, layout: str):
     """A first step writes the encoders' states, a later one brings none, and both see them all."""
@@ -122,6 +123,8 @@ def test_two_steps_are_dense_attention(seed: int, layout: str):
         cache = interleave(cache)
     elif layout == "slots":
         cache = by_slots(cache)
+    elif layout == "rows":
+        cache = by_rows(cache)
     for is_first, chunks, batch in zip((True, False), steps, batches, strict=True):
         metadata, states = with_encoders(batch, encoders, tables, is_first=is_first)
         cross_query = generator.normal(size=batch.query.shape).astype(np.float32)

@@ -21,6 +21,7 @@ from mmjax.layers.attention.kv_cache import (
     HeadSharding,
     InterleavedCache,
     KVCacheSpec,
+    RowCache,
     SlotCache,
     TransposedCache,
 )
@@ -38,6 +39,7 @@ from tests.layers.ragged import (
     Batch,
     Chunk,
     Heads,
+    by_rows,
     draw_causal_chunk,
     interleave,
     lay_out,
@@ -321,8 +323,8 @@ def test_heads_that_the_kernel_cannot_cut_and_blocks_that_do_not_fit_are_not_tak
         ("tpu", 2, "float32", InterleavedCache),
         ("tpu", 1, "bfloat16", InterleavedCache),
         ("tpu", 8, "bfloat16", InterleavedCache),
-        ("tpu", 3, "bfloat16", TransposedCache),
-        ("tpu", 2, "float16", TransposedCache),
+        ("tpu", 3, "bfloat16", RowCache),
+        ("tpu", 2, "float16", RowCache),
     ],
 )
 def test_the_layout_is_the_platforms(platform: str, num_kv_heads: int, dtype: str, expected: type):
@@ -332,12 +334,27 @@ def test_the_layout_is_the_platforms(platform: str, num_kv_heads: int, dtype: st
 
 @pytest.mark.parametrize(
     ("head_dim", "expected"),
-    [(96, InterleavedCache), (128, InterleavedCache), (256, TransposedCache)],
+    [(96, InterleavedCache), (128, InterleavedCache), (256, RowCache)],
 )
 def test_heads_wider_than_a_register_are_not_the_tpu_kernels(head_dim: int, expected: type):
     """Gemma's 256: Mosaic compiles no loads of every other row of them."""
     spec = KVCacheSpec.alike(1, num_kv_heads=4, head_dim=head_dim)
     assert choose_cache_type("tpu", spec, jnp.dtype(jnp.bfloat16)) is expected
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_rows_of_other_heads_are_padded_for_each_device(num_devices: int):
+    """To rows of 128 numbers, without which XLA for TPU lays out whole caches anew in each step."""
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
+    sharding = HeadSharding(mesh=mesh, query_axes=("model",), kv_axes=("model",))
+    draw = np.random.default_rng(0).normal
+    keys, values = (draw(size=(5, 4, *last)).astype(np.float32) for last in [(24, 16), (16, 20)])
+    transposed = TransposedCache(keys, values)
+    cache = by_rows(transposed, sharding)
+    assert cache.keys.shape == cache.values.shape == (5, 16, num_devices, 128)
+    ids = jnp.array([[3, 0], [4, 3]], jnp.int32)
+    np.testing.assert_array_equal(cache.read_keys(ids), transposed.keys[ids])
+    np.testing.assert_array_equal(cache.read_values(ids), transposed.values[ids])
 
 
 def test_padded_heads_are_counted():

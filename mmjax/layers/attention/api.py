@@ -18,6 +18,7 @@ from mmjax.layers.attention.kv_cache import (
     InterleavedCache,
     KVCacheSpec,
     LayerCache,
+    RowCache,
     SlotCache,
     TransposedCache,
 )
@@ -71,6 +72,8 @@ def choose_cache_type(
     }
     if backends == {"ragged"}:
         return InterleavedCache
+    if platform == "tpu":
+        return RowCache
     return SlotCache if backends == {"triton"} else TransposedCache
 
 

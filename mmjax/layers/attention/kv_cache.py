@@ -130,7 +130,8 @@ class HeadSharding:
 class TransposedCache(NamedTuple):
     """Transposed keys, so that a block's scores are one product over contiguous memory.
 
-    The layout for attention in XLA (docs/notes/log.md has the figures), which XLA shards by itself.
+    The layout for attention in XLA but on TPUs (docs/notes/log.md has the figures); XLA shards it
+    by itself.
     """
 
     keys: Shaped[Array, "M K H Q"]
@@ -321,7 +322,87 @@ class SlotCache:
         return self.values[ids].transpose(0, 1, 3, 2, 4)
 
 
-LayerCache = TransposedCache | InterleavedCache | SlotCache
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowCache:
+    """A row for each slot, of all the heads that a device has, padded to a multiple of 128.
+
+    The layout for attention in XLA on a TPU, whose memory has rows of 128: XLA would lay out arrays
+    of narrower heads, or of other numbers of heads, with blocks or slots innermost, and copy the
+    whole cache in each step to write and to read blocks.
+    """
+
+    keys: Any
+    """Float[Array, "M Q _devices _row"], or, as in any pytree, its description."""
+    values: Any
+    """Float[Array, "M Q _devices _row"]"""
+    layer: LayerKVSpec = field(metadata={"static": True})
+
+    HEAD_AXIS: ClassVar[int] = 2
+
+    @classmethod
+    def zeros(
+        cls,
+        layer: LayerKVSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: Any,
+        sharding: HeadSharding | None,
+    ) -> "RowCache":
+        num_devices = 1
+        if sharding is not None:
+            num_devices = math.prod(sharding.mesh.shape[name] for name in sharding.kv_axes)
+        heads = layer.num_kv_heads // num_devices
+        keys, values = (
+            jnp.zeros((num_blocks, block_size, num_devices, round_up(heads * width, LANES)), dtype)
+            for width in (layer.head_dim, layer.value_dim)
+        )
+        return cls(keys, values, layer)
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layer.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layer.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.layer.value_dim
+
+    def write(
+        self,
+        keys: Float[Array, "T K H"],
+        values: Float[Array, "T K _value"],
+        blocks: Int[Array, " T"],
+        offsets: Int[Array, " T"],
+    ) -> "RowCache":
+        def store(array: Any, x: Float[Array, "T K _width"]) -> Any:
+            rows = x.reshape(len(x), array.shape[2], -1)
+            return array.at[blocks, offsets].set(pad_heads(rows, array.shape[3]), mode="drop")
+
+        return replace(self, keys=store(self.keys, keys), values=store(self.values, values))
+
+    def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
+        return self._read(self.keys, ids, self.head_dim).transpose(0, 1, 3, 4, 2)
+
+    def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q _value"]:
+        return self._read(self.values, ids, self.value_dim).transpose(0, 1, 3, 2, 4)
+
+    def _read(
+        self, array: Any, ids: Int[Array, "W _blocks"], width: int
+    ) -> Float[Array, "W _blocks Q K _width"]:
+        rows = array[ids]
+        of_heads = self.num_kv_heads // array.shape[2] * width
+        return rows[..., :of_heads].reshape(*rows.shape[:3], self.num_kv_heads, width)
+
+
+LayerCache = TransposedCache | InterleavedCache | SlotCache | RowCache
 """The blocks of one layer, in a layout. Every layout has
 
 - `HEAD_AXIS`: the axis of its arrays that a mesh shards;
