@@ -245,12 +245,17 @@ class InterleavedCache:
         return replace(self, pages=self.pages.at[blocks, offsets].set(both, mode="drop"))
 
     def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
-        return self.pages[ids, :, 0::2].transpose(0, 1, 3, 4, 2)
+        return self._read(ids)[:, :, :, 0::2].transpose(0, 1, 3, 4, 2)
 
     def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q _value"]:
         # Cut after they are read: a TPU would copy the whole cache four times to cut it before.
-        values = self.pages[ids, :, 1::2].transpose(0, 1, 3, 2, 4)
+        values = self._read(ids)[:, :, :, 1::2].transpose(0, 1, 3, 2, 4)
         return values[..., : self.value_dim]
+
+    def _read(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks Q _heads H"]:
+        # Blocks as they lie: XLA for TPU would lay the whole cache out anew to pick heads of them.
+        blocks = self.pages.reshape(self.pages.shape[0], -1, self.head_dim)[ids]
+        return blocks.reshape(*ids.shape, *self.pages.shape[1:])
 
 
 @jax.tree_util.register_dataclass
