@@ -176,13 +176,11 @@ class Experts(nnx.Module):
         weights = ExpertWeights(**arrays)
         expert = jax.ShapeDtypeStruct((self.inner, x.shape[1]), x.dtype)
         is_large = _has_few_rows(x, sizes) and not is_small(expert)
-        # Of a ragged product, XLA's CPU backend multiplies all rows with all experts, and masks;
-        # its TPU backend transposes all matrices first. A loop over tiles has no gradient, as a
-        # kernel has none, and on several devices adds up their parts tile by tile.
+        # XLA's CPU backend multiplies all rows with all experts, and masks; a loop over tiles has
+        # no gradient, as a kernel has none.
         by_tiles, by_ragged_dot = self._by_tiles, self._by_ragged_dot
         kernel = self._by_kernel if is_large and _has_kernels(x, weights) else by_tiles
-        forms = {"kernel": kernel, "cpu": by_tiles, "tpu": by_tiles, "default": by_ragged_dot}
-        return by_platform(x, sizes, weights, **forms)
+        return by_platform(x, sizes, weights, kernel=kernel, cpu=by_tiles, default=by_ragged_dot)
 
     def mix(
         self, x: Float[Array, "T D"], weights: Float[Array, "T _k"], experts: Int[Array, "T _k"]
