@@ -28,6 +28,7 @@ from mmjax.layers.cpu.groups import (
 from mmjax.layers.cpu.product import group_product, has_group_kernel, is_small
 from mmjax.layers.linear import linear
 from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.tpu.groups import tpu_group_product
 from mmjax.rounding import cdiv
 
 FEW_ROWS = 16
@@ -178,9 +179,9 @@ class Experts(nnx.Module):
         is_large = _has_few_rows(x, sizes) and not is_small(expert)
         # XLA's CPU backend multiplies all rows with all experts, and masks; a loop over tiles has
         # no gradient, as a kernel has none.
-        by_tiles, by_ragged_dot = self._by_tiles, self._by_ragged_dot
-        kernel = self._by_kernel if is_large and _has_kernels(x, weights) else by_tiles
-        return by_platform(x, sizes, weights, kernel=kernel, cpu=by_tiles, default=by_ragged_dot)
+        kernel = self._by_kernel if is_large and _has_kernels(x, weights) else self._by_tiles
+        forms = {"cpu": self._by_tiles, "default": self._by_ragged_dot, "tpu": self._on_tpu}
+        return by_platform(x, sizes, weights, kernel=kernel, **forms)
 
     def mix(
         self, x: Float[Array, "T D"], weights: Float[Array, "T _k"], experts: Int[Array, "T _k"]
@@ -215,11 +216,28 @@ class Experts(nnx.Module):
     def _by_ragged_dot(
         self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
     ) -> Float[Array, "R D"]:
+        return self._by_products(x, sizes, weights, _ragged_product)
+
+    def _on_tpu(
+        self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
+    ) -> Float[Array, "R D"]:
+        return self._by_products(x, sizes, weights, tpu_group_product)
+
+    def _by_products(
+        self,
+        x: Float[Array, "R D"],
+        sizes: Int[Array, " E"],
+        weights: ExpertWeights,
+        multiply: Callable[..., Array],
+    ) -> Float[Array, "R D"]:
+        """Return the experts' outputs; `multiply` takes rows, all experts' matrices and `sizes`."""
+
         def project(rows: Array, weight: Array | Grouped, bias: Array | None) -> Array:
+            cuts_inputs = weight is weights.down_proj
             if isinstance(weight, Grouped):
                 rows = order_rows(rows, weight, sizes)
                 weight = dequantize(weight, rows.shape[1], rows.dtype)
-            out = _ragged_product(rows, weight, sizes)
+            out = multiply(rows, weight, sizes, cuts_inputs=cuts_inputs)
             if bias is None:
                 return out
             return out + jnp.repeat(bias, sizes, axis=0, total_repeat_length=len(rows))
@@ -276,9 +294,9 @@ def _has_few_rows(x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> bool:
 
 
 def _ragged_product(
-    x: Float[Array, "R D"], weight: Float[Array, "E F D"], sizes: Int[Array, " E"]
+    x: Float[Array, "R D"], weight: Float[Array, "E F D"], sizes: Int[Array, " E"], **_: bool
 ) -> Float[Array, "R F"]:
-    """Return `x @ weight[e].T`, where e is a row's expert."""
+    """Return `x @ weight[e].T`, where e is a row's expert; XLA knows how its devices share it."""
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())),
         lhs_ragged_dimensions=[0],

@@ -1,5 +1,6 @@
 """Mixtures of experts: the chosen ones alone, whatever computes them; routers as published."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.engine.device.compilation import compiler_options
 from mmjax.layers.cpu.library import find_kernels
@@ -18,7 +20,9 @@ from mmjax.layers.moe import (
     MixtureOfExperts,
     Router,
     RouterConfig,
+    _ragged_product,
 )
+from mmjax.layers.tpu.groups import choose_tiles, tpu_group_product
 
 WIDTH, INNER, NUM_EXPERTS = 24, 20, 8
 
@@ -95,6 +99,58 @@ def test_each_row_meets_its_expert(sizes: list[int], options: dict[str, Any]):
     for compute in (experts._by_tiles, experts._by_ragged_dot, *by_kernel):
         ours = np.asarray(jax.jit(compute)(x, counts, weights))[: len(rows)]
         np.testing.assert_allclose(ours, np.reshape(rows, ours.shape), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("width", [128, 200], ids=["rows of weights", "columns of weights"])
+def test_the_kernel_for_tpus_multiplies_as_xla_does(width: int, num_devices: int):
+    """As the TPU keeps weights; of devices, each with its part of all experts."""
+    sizes = jnp.asarray([3, 0, 200, 1], jnp.int32)
+    rng = np.random.default_rng(0)
+    x, raise_, lower = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in [(204, width), (4, 264, width), (4, width, 264)]
+    )
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
+    if num_devices > 1:
+        x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+        raise_ = jax.device_put(raise_, NamedSharding(mesh, PartitionSpec(None, "model")))
+        lower = jax.device_put(lower, NamedSharding(mesh, PartitionSpec(None, None, "model")))
+
+    def compute(multiply: Any, x: Any, raise_: Any, lower: Any) -> Any:
+        inner = multiply(x, raise_, sizes, cuts_inputs=False)
+        return multiply(inner, lower, sizes, cuts_inputs=True)
+
+    kernel = partial(tpu_group_product, interpret=True)
+    ours, theirs = (
+        np.asarray(jax.jit(partial(compute, multiply))(x, raise_, lower))
+        for multiply in (kernel, _ragged_product)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((8, 2048, 768), (16, 2048, 768)),
+        ((16384, 768, 2048), (128, 768, 2048)),
+        ((4096, 2880, 2880), (128, 2880, 640)),
+        ((64, 7168, 2048), (64, 3584, 512)),
+    ],
+)
+def test_the_kernels_parts_fit_into_a_tpu(shape: tuple[int, int, int], expected: tuple[int, ...]):
+    """Rows, inputs and outputs: libtpu 0.0.42 compiled each for TPU v5e, in bfloat16."""
+    assert choose_tiles(*shape, 2) == expected
+
+
+def test_experts_are_the_kernels_on_a_tpu():
+    """XLA's `ragged_dot` would copy the matrices of all experts in every step."""
+    experts = Experts(NUM_EXPERTS, 128, 256, activation="silu", dtype=jnp.bfloat16)
+    x, sizes = jnp.zeros((64, 128), jnp.bfloat16), jnp.full(NUM_EXPERTS, 8, jnp.int32)
+    traced = jax.jit(lambda x, sizes: experts(x, sizes)).trace(x, sizes)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in text
+    assert "ragged_dot" not in text
 
 
 def test_a_row_has_the_same_bits_among_any_others():

@@ -23,20 +23,26 @@ _kernel_p = Primitive("mmjax_kernel")
 
 
 def by_platform(
-    *args: Any, kernel: Form, cpu: Form, default: Form, gpu: Form | None = None
+    *args: Any,
+    kernel: Form,
+    cpu: Form,
+    default: Form,
+    gpu: Form | None = None,
+    tpu: Form | None = None,
 ) -> Array:
     """Return `kernel(*args)` on one CPU that has the kernels; `args` are pytrees of arrays.
 
     `cpu`: on other CPUs, and over several; `gpu`: on one GPU of CUDA for which Triton compiles;
-    `default`: on all other platforms, under `vmap` and where gradients are taken. All give an array
-    of one shape and dtype.
+    `tpu`: on TPUs, one or several; `default`: on all other platforms, under `vmap` and where
+    gradients are taken. All give an array of one shape and dtype.
     """
     leaves, tree = jax.tree.flatten(args)
 
     def of_leaves(form: Form) -> Form:
         return lambda *leaves: form(*jax.tree.unflatten(tree, leaves))
 
-    forms = {"kernel": kernel, "cpu": cpu, "default": default, "gpu": gpu or default}
+    others = {"gpu": gpu or default, "tpu": tpu or default}
+    forms = {"kernel": kernel, "cpu": cpu, "default": default, **others}
     return _kernel_p.bind(*leaves, **{name: of_leaves(form) for name, form in forms.items()})
 
 
@@ -70,6 +76,10 @@ def _lower_for_cuda(ctx: Any, *args: Any, gpu: Form, default: Form, **_: Any) ->
     return _lower(gpu if has_kernel else default, ctx, *args)
 
 
+def _lower_for_tpu(ctx: Any, *args: Any, tpu: Form, **_: Any) -> Any:
+    return _lower(tpu, ctx, *args)
+
+
 def _is_alone(ctx: Any) -> bool:
     """Return whether the program runs on one device."""
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
@@ -90,3 +100,4 @@ ad.primitive_jvps[_kernel_p] = _differentiate
 mlir.register_lowering(_kernel_p, _lower_elsewhere)
 mlir.register_lowering(_kernel_p, _lower_for_cpu, platform="cpu")
 mlir.register_lowering(_kernel_p, _lower_for_cuda, platform="cuda")
+mlir.register_lowering(_kernel_p, _lower_for_tpu, platform="tpu")
