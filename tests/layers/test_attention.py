@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mmjax.engine.device.compilation import compiler_options
+from mmjax.layers.attention import dense
 from mmjax.layers.attention.api import DenseAttentionMetadata, attention, dense_attention
 from mmjax.layers.attention.dense import CACHED_SCORES, MANY_SCORES
 from mmjax.layers.attention.kv_cache import TransposedCache
@@ -265,3 +266,30 @@ def test_heads_of_a_large_picture_are_computed_one_by_one(num_kv_heads: int, sof
     np.testing.assert_allclose(out, expected, atol=1e-5)
     alone = dense_attention(query[1:], key[1:], value[1:], mask=None, **options)
     np.testing.assert_array_equal(out[1:], alone)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_an_accelerators_parts_of_many_scores_are_as_all_at_once(
+    num_kv_heads: int, soft_cap: float, monkeypatch: pytest.MonkeyPatch
+):
+    """In chunks of 12 of 50 rows, the last of which has padding."""
+    generator = np.random.default_rng(5)
+    query, key, value = (
+        jnp.asarray(generator.normal(size=(3, 50, heads, width)), jnp.float32)
+        for heads, width in ((4, 8), (num_kv_heads, 8), (num_kv_heads, 6))
+    )
+    monkeypatch.setattr(dense, "PARTIAL_SCORES", 3 * 50 * 12)
+    options: dict[str, Any] = {"scale": 0.35, "soft_cap": soft_cap}
+    out = jax.jit(partial(dense._by_parts, **options))(query, key, value)
+    expected = dense_attention(query, key, value, mask=None, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_a_tpu_never_has_all_scores_of_many_pictures():
+    """8 of Gemma 3's: 8 GiB."""
+    shape = jax.ShapeDtypeStruct((8, 4096, 16, 72), jnp.bfloat16)
+    traced = jax.jit(partial(dense_attention, mask=None, scale=0.1)).trace(shape, shape, shape)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "8x512x4096xf32" in text
+    assert "4096x4096xf32" not in text

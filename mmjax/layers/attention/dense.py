@@ -14,6 +14,10 @@ CACHED_SCORES = 2**19
 """Scores that the CPU computes at a time, of one head: 2 MiB, which its caches hold."""
 MANY_SCORES = 2**20
 """Scores of one sequence from which on all at once take twice the time (docs/notes/log.md)."""
+PARTIAL_SCORES = 2**24
+"""Scores that an accelerator computes at a time where all would take `TOO_MANY_SCORES`: 64 MiB."""
+TOO_MANY_SCORES = 2**26
+"""256 MiB: 8 of Gemma 3's images at once have 8 GiB of them, and other arrays as large."""
 
 
 def dense_attention(
@@ -36,7 +40,10 @@ def dense_attention(
         return xla(query, key, value)
     num_scores = query.shape[1] * query.shape[2] * key.shape[1]
     if mask is None and num_scores >= MANY_SCORES:
-        by_heads = partial(_by_heads, scale=scale, soft_cap=soft_cap)
+        options = {"scale": scale, "soft_cap": soft_cap}
+        if len(query) * num_scores >= TOO_MANY_SCORES:
+            xla = partial(_by_parts, **options)
+        by_heads = partial(_by_heads, **options)
         xla = partial(jax.lax.platform_dependent, cpu=by_heads, default=xla)
     on_cuda = choose_backend(
         "cuda",
@@ -131,4 +138,41 @@ def _by_heads(
     heads = jnp.arange(len(chunks), dtype=jnp.int32) // chunks_per_key_head
     out = jax.lax.map(attend, (chunks, heads))
     out = out.reshape(batch, num_heads, -1, value.shape[3]).transpose(0, 2, 1, 3)
+    return out[:, :length]
+
+
+def _by_parts(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K _value"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "B T N _value"]:
+    """Attend head by head, and in chunks of rows, with all sequences at once, which devices share.
+
+    What a row sums does not depend on the chunk that it is in.
+    """
+    batch, length, num_heads, head_dim = query.shape
+    num_chunks = cdiv(batch * length * key.shape[1], PARTIAL_SCORES)
+    rows = cdiv(length, num_chunks)
+    padded = jnp.pad(query, ((0, 0), (0, rows * num_chunks - length), (0, 0), (0, 0)))
+    chunks = padded.reshape(batch, num_chunks, rows, num_heads, head_dim)
+    chunks = chunks.transpose(3, 1, 0, 2, 4)  # N chunks B rows H
+    keys, values = (
+        jnp.repeat(heads.transpose(2, 0, 1, 3), num_heads // heads.shape[2], axis=0)
+        for heads in (key, value)
+    )  # N B S H
+
+    def attend_head(part: tuple[Array, Array, Array]) -> Float[Array, "_chunks B _rows _value"]:
+        chunks, keys, values = part
+        return jax.lax.map(partial(attend, keys, values), chunks)
+
+    def attend(keys: Array, values: Array, chunk: Array) -> Float[Array, "B _rows _value"]:
+        scores = jnp.einsum("bth,bsh->bts", chunk, keys, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(apply_soft_cap(scores * scale, soft_cap), axis=-1)
+        return jnp.einsum("bts,bsh->bth", weights.astype(values.dtype), values)
+
+    out = jax.lax.map(attend_head, (chunks, keys, values))  # N chunks B rows _value
+    out = out.transpose(2, 1, 3, 0, 4).reshape(batch, -1, num_heads, value.shape[3])
     return out[:, :length]
