@@ -177,11 +177,12 @@ class Experts(nnx.Module):
         weights = ExpertWeights(**arrays)
         expert = jax.ShapeDtypeStruct((self.inner, x.shape[1]), x.dtype)
         is_large = _has_few_rows(x, sizes) and not is_small(expert)
-        # XLA's CPU backend multiplies all rows with all experts, and masks; a loop over tiles has
-        # no gradient, as a kernel has none.
+        # Of a ragged product, XLA's CPU backend multiplies all rows with all experts, and masks;
+        # on a GPU it transposes all matrices first. A loop over tiles has no gradient, as a kernel
+        # has none, and on several devices adds up their parts tile by tile.
         kernel = self._by_kernel if is_large and _has_kernels(x, weights) else self._by_tiles
-        forms = {"cpu": self._by_tiles, "default": self._by_ragged_dot, "tpu": self._on_tpu}
-        return by_platform(x, sizes, weights, kernel=kernel, **forms)
+        forms = {"cpu": self._by_tiles, "gpu": self._by_tiles, "tpu": self._on_tpu}
+        return by_platform(x, sizes, weights, kernel=kernel, default=self._by_ragged_dot, **forms)
 
     def mix(
         self, x: Float[Array, "T D"], weights: Float[Array, "T _k"], experts: Int[Array, "T _k"]

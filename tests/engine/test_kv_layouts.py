@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from mmjax.layers.attention.gpu import gpu_attention
-from mmjax.layers.attention.kv_cache import InterleavedCache, SlotCache
+from mmjax.layers.attention.kv_cache import InterleavedCache, RowCache, SlotCache
 from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
 
 PROMPTS: list[list[Any]] = [
@@ -17,13 +17,15 @@ PROMPTS: list[list[Any]] = [
 ]
 
 
-LAYOUTS = {"ragged": InterleavedCache, "triton": SlotCache}
+LAYOUTS = {"ragged": InterleavedCache, "triton": SlotCache, "rows": RowCache}
 
 
 def make_engine(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         "mmjax.layers.attention.api.choose_backend", lambda platform, **options: backend
     )
+    if backend == "rows":
+        monkeypatch.setattr("mmjax.engine.start.choose_cache_type", lambda *_, **options: RowCache)
     return tiny_engine(max_num_seqs=2, max_num_batched_tokens=16)
 
 
