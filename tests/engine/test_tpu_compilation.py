@@ -82,7 +82,8 @@ def test_attention_never_copies_its_cache(
     num_tiles = 16 + num_tokens // rows * (rows > 1)
     shapes = [(num_tokens,)] * 3 + [(num_tiles, rows), (num_tiles,), (num_tokens,), (16, 256)]
     integers = [describe(shape, jnp.int32) for shape in shapes]
-    metadata = PagedAttentionMetadata(*integers[:3], None, *integers[3:])
+    fields: list[Any] = [*integers[:3], None, *integers[3:]]
+    metadata = PagedAttentionMetadata(*fields)
     query, key = (
         describe((num_tokens, heads, head_dim), bfloat16) for heads in (num_heads, num_kv_heads)
     )

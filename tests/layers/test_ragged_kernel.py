@@ -348,7 +348,9 @@ def test_rows_of_other_heads_are_padded_for_each_device(num_devices: int):
     mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
     sharding = HeadSharding(mesh=mesh, query_axes=("model",), kv_axes=("model",))
     draw = np.random.default_rng(0).normal
-    keys, values = (draw(size=(5, 4, *last)).astype(np.float32) for last in [(24, 16), (16, 20)])
+    keys, values = (
+        jnp.asarray(draw(size=(5, 4, *last)), jnp.float32) for last in [(24, 16), (16, 20)]
+    )
     transposed = TransposedCache(keys, values)
     cache = by_rows(transposed, sharding)
     assert cache.keys.shape == cache.values.shape == (5, 16, num_devices, 128)
