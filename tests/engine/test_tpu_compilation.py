@@ -5,12 +5,14 @@ its cache. Skipped without libtpu; `pip install "jax[tpu]"` brings it, from PyPI
 """
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from mmjax.engine.device.compilation import Program
@@ -32,13 +34,18 @@ BLOCK_SIZE, NUM_BLOCKS = 32, 1024
 
 
 @pytest.fixture(scope="module")
-def device() -> Any:
+def device() -> Iterator[Any]:
     pytest.importorskip("libtpu")
     # Else it waits for a cloud's own server, and refuses a second process.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+    # What is compiled without its device can be kept, and not read again.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def count_bytes(tree: Any) -> int:
