@@ -135,7 +135,7 @@ def test_completions_of_ids_and_logprobs(server: Server) -> None:
         assert choice.logprobs is not None
         assert choice.logprobs.tokens is not None
         assert choice.logprobs.text_offset is not None
-        assert choice.logprobs.text_offset[2] == len("<bos>a ")
+        assert choice.logprobs.text_offset[2] == len("a ")
         assert len(choice.logprobs.tokens) == len(ids) + 1
     stream = server.openai().completions.create(model="tiny", prompt=ids, logprobs=0, stream=True)
     offsets = [chunk.choices[0].logprobs for chunk in stream]
