@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -430,7 +431,8 @@ def test_what_fails_behind_a_guess_and_is_given_up_is_not_found(core: EngineCore
         with patch.object(core._runner, "dispatch", fail):
             core.add_request(request)
             while core.has_unfinished() and not has_failed:
-                got += [token for delta in core.step() for token in delta.new_token_ids]
+                with suppress(RuntimeError):  # at once, where no other step is in flight
+                    got += [token for delta in core.step() for token in delta.new_token_ids]
         if has_failed:
             break
         core.reset_prefix_cache()
