@@ -4,10 +4,13 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
+from openai import OpenAI
 
 from mmjax.config.engine_config import SchedulerConfig, ServerConfig, serve_settings
 from mmjax.frontend.engine_client.client import AsyncEngineClient
@@ -45,7 +48,16 @@ def test_the_examples_run(
 ) -> None:
     assert len(EXAMPLES) >= 4
     program = "\n".join(EXAMPLES).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
-    exec(compile(program, str(PAGE), "exec"), {})
+    # The examples close no client. A collection of garbage may find its socket before it.
+    with ExitStack() as clients:
+        make = OpenAI.__init__
+
+        def make_and_close(client: OpenAI, **options: Any) -> None:
+            make(client, **options)
+            clients.callback(client.close)
+
+        monkeypatch.setattr(OpenAI, "__init__", make_and_close)
+        exec(compile(program, str(PAGE), "exec"), {})
     shown = capsys.readouterr().out
     assert shown.count("a red circle") >= 3
     assert "image_tokens=0" in shown
