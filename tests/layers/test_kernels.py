@@ -78,6 +78,21 @@ FORMS = {
 }
 
 
+def as_kernels_read(x: jax.Array, kernels: str) -> jax.Array:
+    """Return what kernels for AVX2 make of bfloat16 inputs of integer weights.
+
+    Multiples of 2**-14 of the largest power of two that a number of each 32 has.
+    """
+    if kernels != "avx2" or x.dtype != jnp.bfloat16:
+        return x
+    rows, width = x.shape
+    blocks = np.pad(np.asarray(x, np.float64), ((0, 0), (0, -width % 32))).reshape(rows, -1, 32)
+    unit = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 14)
+    whole = (np.rint(blocks / unit) * unit).reshape(rows, -1)[:, :width]
+    assert np.abs(whole - np.asarray(x, np.float64)).max() <= 2**-15 * np.abs(blocks).max()
+    return jnp.asarray(whole, jnp.bfloat16)  # which has all of them
+
+
 def lower(dtypes: tuple[str, str], x: jax.Array, weight: jax.Array):
     return jax.jit(lambda x, weight: FORMS[dtypes](x, weight)).lower(x, weight)
 
@@ -92,6 +107,8 @@ def test_a_kernel_equals_xla_up_to_the_order_of_sums(
         lowered = lower(dtypes, x, weight)
         assert "mmjax_product" in lowered.as_text()
         got = np.asarray(lowered.compile()(x, weight))
+        if dtypes == ("bfloat16", "int8"):
+            x = as_kernels_read(x, kernels)
         with monkeypatch.context() as patch:
             patch.setattr(dispatch, "find_kernels", lambda: None)
             plain = lower(dtypes, x, weight)
@@ -123,6 +140,7 @@ def test_a_row_has_the_same_bits_beside_any_others(
 GROUPS = [
     Layout(code="uint4", group_size=32, scale_dtype="bfloat16"),
     Layout(code="uint4", group_size=128, has_zero=True),
+    Layout(code="uint8", group_size=96),
     Layout(code="uint8", group_size=0, has_zero=True),
     Layout(code="float8", group_size=128, has_order=True),
 ]
@@ -150,7 +168,7 @@ def draw_groups(layout: Layout, *shape: int) -> Grouped:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
-@pytest.mark.parametrize("shape", [(515, 640), (300, 1000)], ids=str)
+@pytest.mark.parametrize("shape", [(515, 640), (300, 1000), (400, 352)], ids=str)
 def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
     kernels: str, shape: tuple[int, int], layout: Layout, dtype: str
 ) -> None:
@@ -159,7 +177,8 @@ def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
     x = jnp.asarray(np.random.default_rng(2).standard_normal((MAX_FEW_ROWS, shape[1])), dtype)
     assert "mmjax_product" in jax.jit(grouped_product).lower(x, weight).as_text()
     whole = np.asarray(jax.jit(grouped_product)(x, weight))
-    read = x if weight.order is None else x[:, weight.order]
+    read = x if layout.code == "float8" else as_kernels_read(x, kernels)
+    read = read if weight.order is None else read[:, weight.order]
     numbers = np.asarray(dequantize(weight, shape[1], jnp.float32), np.float64)
     expected = np.asarray(read, np.float64) @ numbers.T
     np.testing.assert_allclose(whole, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
@@ -167,6 +186,27 @@ def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
         for first in (0, len(x) - rows):
             got = jax.jit(grouped_product)(x[first : first + rows], weight)
             np.testing.assert_array_equal(got, whole[first : first + rows])
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_in_its_row(kernels: str, number: float) -> None:
+    """Where inputs become integers, of which each is a number."""
+    x = jnp.ones((3, 640), jnp.bfloat16).at[1, 77].set(number)
+    many = jnp.ones((515, 640), jnp.int8)
+    for got in (
+        jax.jit(widened_product)(x, many),
+        *(jax.jit(grouped_product)(x, draw_groups(layout, 515, 640)) for layout in GROUPS[:3]),
+    ):
+        is_number = np.isfinite(np.asarray(got)).all(1)
+        np.testing.assert_array_equal(is_number, [True, False, True])
+
+
+@pytest.mark.parametrize("exponent", [-100, -50, 100])
+def test_numbers_of_any_size_are_multiplied(kernels: str, exponent: int) -> None:
+    x, weight = draw(2, (515, 640), ("bfloat16", "int8"))
+    got = jax.jit(widened_product)(x * jnp.bfloat16(2.0**exponent), weight)
+    expected = np.asarray(jax.jit(widened_product)(x, weight), np.float64) * 2.0**exponent
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")

@@ -190,9 +190,5 @@ void multiply_few_groups(const T* given, const Groups& weight, float* out, int64
   }
 }
 
-template <typename Codes>
-constexpr GroupProducts kGroups = {multiply_few_groups<Codes, float>,
-                                   multiply_few_groups<Codes, bf16>};
-
 }  // namespace
 }  // namespace mmjax
