@@ -7,7 +7,8 @@ stack), or take minutes: the API server reads one in a worker process first
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,6 +40,13 @@ _NAMED_SCHEMAS = frozenset(
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})
 """Keywords whose values are no schemas."""
 _REMARKS = frozenset({"$comment", "description", "title"})
+_DOMAIN = r"[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+_EQUAL_PATTERNS = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@(" + _DOMAIN: (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:" + _DOMAIN
+    ),
+}
+"""Patterns of zod that look ahead, as its later versions write them: `z.email()`."""
 
 
 class ReadGrammar(msgspec.Struct):
@@ -97,7 +105,7 @@ def shorten(error: str) -> str:
 def _read_schema(params: StructuredOutputsParams) -> dict[str, Any]:
     assert params.json is None or isinstance(params.json, str), "a dict becomes its text"
     schema = {"type": "object"} if params.json is None else json.loads(params.json)
-    schema = _change_schemas(schema, _drop_what_says_nothing)
+    schema = _change_schemas(schema, partial(_say_otherwise, schema))
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
@@ -119,15 +127,45 @@ def drop_remarks(schema: Any) -> Any:
     )
 
 
-def _drop_what_says_nothing(given: dict[str, Any]) -> dict[str, Any] | bool:
-    """Return one schema without what llguidance refuses though it forbids nothing.
+def _say_otherwise(root: Any, given: dict[str, Any]) -> dict[str, Any] | bool:
+    """Return one schema of `root` without what llguidance refuses, where that changes nothing.
 
     Pydantic writes formats of its own (`password`, `binary`, `path`), OpenAPI `int32` and `double`;
-    zod `propertyNames` of every record, and `{"not": {}}`, which nothing is, for `undefined`.
+    zod `propertyNames` of every record, and `{"not": {}}`, which nothing is, for `undefined`. Both
+    write the names of a record (`dict[Literal["a", "b"], int]`) as an enum.
     """
     if given.get("not") in ({}, True):
         return False
-    return {name: value for name, value in given.items() if not _says_nothing(name, value)}
+    said = {name: value for name, value in given.items() if not _says_nothing(name, value)}
+    pattern, known = said.get("pattern"), said.get("properties", {})
+    if isinstance(pattern, str):
+        said["pattern"] = _EQUAL_PATTERNS.get(pattern, pattern)
+    names = _find_names(root, said.get("propertyNames"))
+    if names is None or "patternProperties" in said or not isinstance(known, dict):
+        return said
+    del said["propertyNames"]
+    other = said.get("additionalProperties", True)
+    ordered = dict.fromkeys([*(name for name in known if name in names), *names])
+    properties = {name: known.get(name, other) for name in ordered}
+    return said | {"properties": properties, "additionalProperties": False}
+
+
+def _find_names(root: Any, given: Any) -> Sequence[str] | None:
+    """Return the only names that `propertyNames` allows; None: it says it in another way."""
+    match given:
+        case {"$ref": str(path)} if len(given) == 1 and root is not None:
+            try:
+                for name in path.removeprefix("#/").split("/"):
+                    root = root[int(name) if isinstance(root, list) else name]
+            except (LookupError, TypeError, ValueError):
+                return None
+            return _find_names(None, root)
+        case {"enum": [*names], **others} | {"const": str(names), **others}:
+            names = [names] if isinstance(names, str) else names
+            is_plain = {*others} <= _REMARKS | {"type"} and others.get("type", "string") == "string"
+            return names if is_plain and all(isinstance(one, str) for one in names) else None
+        case _:
+            return None
 
 
 def _change_schemas(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:

@@ -135,6 +135,76 @@ def test_what_would_not_hold_is_refused(reader: GrammarReader, written: dict[str
         reader.read(StructuredOutputsParams(json={"properties": {"a": written}}))
 
 
+RECORD = {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}
+ZOD_EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@"
+    r"([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+)
+BY_NAME = {"$defs": {"C": {"enum": ["a"], "title": "C", "type": "string"}}, "type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "object", **RECORD}, ["{}", '{"a": 1, "b": 2}'], ['{"c": 1}', '{"a": "x"}']),
+        (
+            {"type": "object", **RECORD, "properties": {"b": {"type": "string"}, "c": {}}},
+            ['{"b": "x", "a": 1}'],
+            ['{"b": 1}', '{"c": 1}'],
+        ),
+        ({"type": "object", **RECORD, "required": ["b"]}, ['{"b": 1}'], ['{"a": 1}']),
+        (
+            BY_NAME | {"anyOf": [RECORD | {"propertyNames": {"$ref": "#/$defs/C"}}]},
+            ['{"a": 1}'],
+            ['{"b": 1}'],
+        ),
+        (
+            {
+                "anyOf": [{"type": "object", **RECORD}, {"type": "null"}],
+                "items": RECORD | {"propertyNames": {"$ref": "#/anyOf/0/propertyNames"}},
+            },
+            ['{"a": 1}'],
+            ['{"c": 1}'],
+        ),
+        (
+            {"type": "string", "format": "email", "pattern": ZOD_EMAIL},
+            ['"a.b\'c@x-y.org"', '"a@b.c.de"'],
+            ['".a@x.org"', '"a..b@x.org"', '"a\'@x.org"', '"a.@x.org"', '"a@x"', '"a@x..org"'],
+        ),
+    ],
+    ids=["record", "record with properties", "required", "by name", "of a list", "email"],
+)
+def test_records_of_an_enum_and_the_email_of_zod_hold(
+    reader: GrammarReader, schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    text = reader.read(StructuredOutputsParams(json=schema))
+
+    def matches(answer: str) -> bool:
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), text)
+        data = answer.encode()
+        return matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
+
+    assert [*map(matches, right)] == [True] * len(right)
+    assert [*map(matches, wrong)] == [False] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"enum": ["a", 1]}, {"enum": ["1"], "type": "integer"}, {"$ref": "#/$defs/X"}],
+    ids=str,
+)
+def test_names_that_are_no_texts_of_an_enum_are_refused(
+    reader: GrammarReader, names: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestValueError, match="propertyNames"):
+        reader.read(StructuredOutputsParams(json={"propertyNames": names}))
+
+
+def test_a_schema_may_ask_to_have_unknown_keywords_ignored(reader: GrammarReader) -> None:
+    schema = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    assert reader.read(StructuredOutputsParams(json=schema))
+
+
 def test_data_of_a_schema_stays(reader: GrammarReader) -> None:
     data = {"format": "path", "uniqueItems": False, "not": {}}
     text = reader.read(StructuredOutputsParams(json={"const": data, "enum": [data]}))
