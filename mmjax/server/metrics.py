@@ -65,6 +65,8 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:request_inference_time_seconds": ("Both of these.", _SECONDS),
     "vllm:request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
     "vllm:request_generation_tokens": ("Tokens of an answer.", _TOKENS),
+    "vllm:request_max_num_generation_tokens": ("Of the longest of its `n` answers.", _TOKENS),
+    "vllm:request_prefill_kv_computed_tokens": ("Tokens of a prompt not found cached.", _TOKENS),
     "vllm:request_params_n": ("`n` of a request.", (1, 2, 4, 16)),
     "vllm:request_params_max_tokens": ("`max_tokens` of a request.", _TOKENS),
     "mmjax:event_loop_lag_seconds": (
@@ -227,7 +229,11 @@ class Metrics:
             self._counters["vllm:prompt_tokens_cached"].inc(sequence.num_cached_tokens)
         e2e_s = sequence.last_token_at - times.arrived_at
         inference_s = times.prefill + times.encode + decode_s
+        num_computed = len(sequence.request.prompt_token_ids) - sequence.num_cached_tokens
+        self._observe("vllm:request_prefill_kv_computed_tokens", num_computed)
         self._observe("vllm:request_generation_tokens", sequence.num_tokens)
+        if sequence.is_last:
+            self._observe("vllm:request_max_num_generation_tokens", sequence.max_num_tokens)
         self._observe("vllm:e2e_request_latency_seconds", e2e_s)
         self._observe("vllm:request_decode_time_seconds", decode_s)
         self._observe("vllm:request_inference_time_seconds", inference_s)

@@ -22,7 +22,7 @@ from tests.server.conftest import MakeServer, Server
 from tests.test_serve import image_message
 
 BOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
-MAX_SERIES = 310
+MAX_SERIES = 335
 
 OF_VLLM = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
@@ -36,6 +36,7 @@ OF_VLLM = """
     request_inference_time_seconds_bucket request_prefill_time_seconds_bucket
     request_decode_time_seconds_bucket request_prompt_tokens_bucket
     request_generation_tokens_bucket request_params_n_bucket request_params_max_tokens_bucket
+    request_max_num_generation_tokens_bucket request_prefill_kv_computed_tokens_bucket
     cache_config_info
 """
 OURS = """
@@ -199,6 +200,10 @@ def test_requests_are_counted_as_they_are(server: Server) -> None:
     assert value(server, "vllm:request_params_n_sum") == 3
     assert value(server, "vllm:request_params_max_tokens_sum") == 4 + 3
     assert value(server, "vllm:request_generation_tokens_sum") == 4 + 2 * 3
+    assert value(server, "vllm:request_max_num_generation_tokens_sum") == 4 + 3
+    assert value(server, "vllm:request_max_num_generation_tokens_count") == 2
+    computed = 3 * usage["prompt_tokens"] - 3 * cached
+    assert value(server, "vllm:request_prefill_kv_computed_tokens_sum") == computed
     assert value(server, "mmjax:request_tokenize_time_seconds_count") >= 2
     assert value(server, "mmjax:image_decode_time_seconds_count") == 0
     e2e = value(server, "vllm:e2e_request_latency_seconds_sum")

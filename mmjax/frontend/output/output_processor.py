@@ -378,6 +378,7 @@ class SequenceState:
             first_token_at=self.first_token_at,
             last_token_at=self.last_token_at,
             is_last=not self.parent.unfinished(),
+            max_num_tokens=max(len(one.token_ids) for one in self.parent.sequences),
         )
 
     def completion(

@@ -141,3 +141,5 @@ class FinishedSequence(NamedTuple):
     last_token_at: float
     is_last: bool
     """Whether all other sequences of the request have ended."""
+    max_num_tokens: int
+    """Of all sequences of the request, until now."""
