@@ -200,7 +200,7 @@ class ServerConfig:
     )
     uvicorn_log_level: LogLevel = setting("info", "Log level of uvicorn.")
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
-        ("/health", "/ready", "/metrics"),
+        ("/health", "/ready", "/ping", "/metrics"),
         "Paths without access log, such as those of probes; '' for none.",
         list_flag="commas",
         is_valid=lambda path: path.startswith("/"),

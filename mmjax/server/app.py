@@ -358,6 +358,9 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
         # Of this process: the engine's is started again by itself, and not sooner by a probe.
         return json_response({"status": supervisor.state, **_programs_left(supervisor)})
 
+    # SageMaker's and RunPod's probes, which send requests to a server as soon as it is 200.
+    @app.post("/ping")
+    @app.get("/ping")
     @app.get("/ready")
     async def ready() -> Response:
         body: dict[str, Any] = {"status": supervisor.state, **_programs_left(supervisor)}
@@ -371,6 +374,10 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
         response = json_response(body, 503)
         response.headers["Retry-After"] = str(max(1, round(supervisor.retry_after_s or 1.0)))
         return response
+
+    @app.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": client.num_requests})
 
     @app.get("/version")
     async def version() -> Response:

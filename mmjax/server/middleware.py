@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 access_logger = get_logger("uvicorn.access")
 """Has the level that uvicorn's own access lines would have."""
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", *PAGE_FILES})
 """Paths that need no API key."""
 
 Refusal = Callable[[Scope], Response | None]

@@ -155,7 +155,7 @@ def test_models(server: Server) -> None:
 
 def test_states(make_server: MakeServer) -> None:
     server = make_server()
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ready", "/ping"):
         assert server.http.get(path).status_code == 200
     assert set(server.http.get("/version").json()) == {"version"}
     server.supervisor.health = False
@@ -166,6 +166,7 @@ def test_states(make_server: MakeServer) -> None:
         assert server.http.get("/health").json() == {"status": state}
         response = server.http.get("/ready")
         assert response.status_code == 503
+        assert server.http.get("/ping").status_code == server.http.post("/ping").status_code == 503
         assert response.json()["status"] == state
         assert response.json()["reason"]
         assert response.headers["retry-after"] == ("17" if state == "paused" else "1")

@@ -1,4 +1,4 @@
-"""With a key set, every route is closed but three and the page; without one, all are open."""
+"""With a key set, every route is closed but four and the page; without one, all are open."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from starlette.routing import Route
 from mmjax.server.pages import PAGE_FILES
 from tests.server.conftest import MakeServer, Server
 
-OPEN = {"/health", "/ready", "/version", *PAGE_FILES}
+OPEN = {"/health", "/ready", "/ping", "/version", *PAGE_FILES}
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def routes_of(server: Server) -> Iterator[tuple[str, str]]:
             yield method, route.path.replace("{name:path}", "tiny")  # type: ignore[attr-defined]
 
 
-def test_open_routes_every_route_but_three_needs_the_key(locked: Server) -> None:
+def test_open_routes_every_route_but_four_needs_the_key(locked: Server) -> None:
     seen = set()
     for method, path in routes_of(locked):
         seen.add(path)

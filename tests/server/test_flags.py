@@ -178,7 +178,10 @@ def test_what_is_not_said_has_the_configs_defaults(tiny_gemma3: Path) -> None:
 
 
 def test_access_lines_may_all_be_wanted() -> None:
-    assert parse_flags([]).disable_access_log_for_endpoints == ("/health", "/ready", "/metrics")
+    assert parse_flags([]).disable_access_log_for_endpoints == (
+        *("/health", "/ready", "/ping"),
+        "/metrics",
+    )
     assert (
         parse_flags(["--disable-access-log-for-endpoints", ""]).disable_access_log_for_endpoints
         == ()

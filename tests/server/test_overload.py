@@ -58,6 +58,10 @@ def test_all_that_works_on_prompts_is_bounded_together(full: Wire, path: str) ->
     assert full.ask("GET", "/health")[0] == 200
 
 
+def test_load_is_the_number_of_requests(full: Wire) -> None:
+    assert full.ask("GET", "/load")[2] == {"server_load": 2}
+
+
 def test_one_line_tells_of_a_request(full: Wire) -> None:
     for path, number in ((CHAT, 1), ("/nowhere", 2), (CHAT, 3), ("/version", 4)):
         method = "POST" if path == CHAT else "GET"
