@@ -7,7 +7,7 @@ one.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from pydantic import (
@@ -106,19 +106,22 @@ Content = Annotated[
         custom_error_message="input should be a text or a list of parts",
     ),
 ]
-Prompt = Annotated[
+TextsT = TypeVar("TextsT")
+ManyIdsT = TypeVar("ManyIdsT")
+Prompts = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[TokenIds, Tag("<token ids>")]
-    | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<list>")]
-    | Annotated[
-        list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists of token ids>")
-    ],
+    | Annotated[TextsT, Tag("<list>")]
+    | Annotated[ManyIdsT, Tag("<lists of token ids>")],
     Discriminator(
         prompt_tag,
         custom_error_type="prompt",
         custom_error_message="input should be a text or a list of token ids, or a list of these",
     ),
 ]
+"""One or several: a text, token ids, and lists of either, which have a limit."""
+_few = Field(max_length=MAX_PROMPTS, fail_fast=True)
+Prompt = Prompts[Annotated[list[Text], _few], Annotated[list[TokenIds], _few]]
 
 
 _NULL: Mapping[str, str] = {"type": "null"}

@@ -15,11 +15,11 @@ from mmjax.server.openai.protocol import (
     Label,
     ObjectsByName,
     PromptRequest,
+    Prompts,
     Strict,
     Template,
     Text,
     TokenIds,
-    prompt_tag,
     tag_of,
 )
 
@@ -36,19 +36,8 @@ _FIELDS_OF_MESSAGES = (
     "media_io_kwargs",
 )
 
-Input = Annotated[
-    Annotated[Text, Tag("<text>")]
-    | Annotated[TokenIds, Tag("<token ids>")]
-    | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("<list>")]
-    | Annotated[
-        list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("<lists of token ids>")
-    ],
-    Discriminator(
-        prompt_tag,
-        custom_error_type="prompt",
-        custom_error_message="input should be a text or a list of token ids, or a list of these",
-    ),
-]
+_many = Field(max_length=MAX_INPUTS, fail_fast=True)
+Input = Prompts[Annotated[list[Text], _many], Annotated[list[TokenIds], _many]]
 
 
 class ContentParam(Strict):
