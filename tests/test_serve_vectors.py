@@ -1,12 +1,14 @@
 """Vectors and scores over HTTP, in two processes, are those of `mmjax.LLM` in one."""
 
 import base64
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import numpy as np
 import pytest
 from openai import OpenAI
@@ -79,11 +81,31 @@ def test_a_vector_for_each_token() -> None:
             assert reason in post(client, path_, 400, **body)["error"]["message"]
 
 
-def test_a_vector_for_each_prompt(tiny_gemma3: Path) -> None:
+def run_batch(client: OpenAI, path: Any, *bodies: dict[str, Any]) -> list[Any]:
+    """Return the bodies of a batch's answers."""
+    lines = [
+        {"custom_id": str(number), "url": path, "body": body} for number, body in enumerate(bodies)
+    ]
+    data = b"\n".join(map(msgspec.json.encode, lines))
+    file = client.files.create(file=("lines.jsonl", data), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=path, completion_window="24h")
+    deadline = time.monotonic() + 60
+    while batch.status not in ("completed", "failed"):
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None, batch
+    results = map(msgspec.json.decode, client.files.content(batch.output_file_id).text.splitlines())
+    by_id = {one["custom_id"]: one["response"]["body"] for one in results}
+    return [by_id[line["custom_id"]] for line in lines]
+
+
+def test_a_vector_for_each_prompt(tiny_gemma3: Path, tmp_path: Path) -> None:
     with open_llm(tiny_gemma3, runner="pooling") as llm:
         outputs = llm.embed(TEXTS, use_tqdm=False)
     expected = [output.outputs.embedding for output in outputs]
-    flags = ("--runner", "pooling", "--api-key", "secret", "--max-num-queued-reqs", "12")
+    flags = ["--runner", "pooling", "--api-key", "secret", "--max-num-queued-reqs", "12"]
+    flags += ["--batch-dir", str(tmp_path)]
     with serving(tiny_gemma3, *flags) as client:
         assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 401
         client.headers["Authorization"] = "Bearer secret"
@@ -93,6 +115,12 @@ def test_a_vector_for_each_prompt(tiny_gemma3: Path) -> None:
             found = official.embeddings.create(model="tiny", input=TEXTS)
             # As the texts of an index are sent: more than the server holds at once.
             many = official.embeddings.create(model="tiny", input=TEXTS * 40)
+            bodies: list[dict[str, Any]] = [{"input": TEXTS}, {"input": TEXTS[1]}]
+            lines = run_batch(official, "/v1/embeddings", *bodies)
+            (ranked,) = run_batch(official, "/v1/rerank", {"query": "a", "documents": TEXTS})
+        assert [one["embedding"] for one in lines[0]["data"]] == expected
+        assert len(lines[1]["data"]) == 1
+        assert sorted(one["index"] for one in ranked["results"]) == [0, 1]
         assert [one.embedding for one in found.data] == expected
         assert [one.embedding for one in many.data] == expected * 40
         assert [one.index for one in many.data] == list(range(80))

@@ -240,7 +240,7 @@ def test_what_is_refused(make_server: MakeServer, tmp_path: Path) -> None:
         refused = server.http.post("/v1/files", data=form, files={"file": b"{}"})
         assert refused.status_code == 400, name
     file = upload(client, b"x" * 3000)
-    for changes in ({"endpoint": "/v1/embeddings"}, {"completion_window": "1h"}, {"more": 1}):
+    for changes in ({"endpoint": "/v1/moderations"}, {"completion_window": "1h"}, {"more": 1}):
         body = {"input_file_id": file.id, "endpoint": CHAT, **changes}
         assert server.http.post("/v1/batches", json=body).status_code == 400
     with pytest.raises(openai.RateLimitError, match="max-batch-dir-bytes"):

@@ -11,7 +11,17 @@ from blake3 import blake3
 
 from mmjax.errors import ConfigError
 
-Url: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Url: TypeAlias = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/score",
+    "/v1/score",
+]
 """The routes that a line may name."""
 
 _ID_BYTES = 16
