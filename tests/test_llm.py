@@ -498,6 +498,16 @@ def test_an_output_tells_its_times_and_what_each_cache_had(llm: LLM) -> None:
     assert [item.encoding for item in warm.items] == ["encoder_cache", "encoder_cache"]
 
 
+def test_no_prefix_is_found_after_a_reset(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": [5, 6, 7, 9] * 16}
+    generate(llm, prompt)
+    (found,) = generate(llm, prompt)
+    assert llm.reset_prefix_cache()
+    (reset,) = generate(llm, prompt)
+    assert (found.num_cached_tokens > 0, reset.num_cached_tokens) == (True, 0)
+    assert reset.outputs[0].token_ids == found.outputs[0].token_ids
+
+
 def test_the_default_sampling_params(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams()
     (output,) = llm.generate("red", use_tqdm=False)

@@ -69,7 +69,6 @@ from mmjax.weights.sharding import Device
 
 logger = get_logger(__name__)
 
-
 _MAX_AHEAD = 4
 """Prompts of an iterator that are in work or wait for their turn to be given back, for each
 sequence that runs."""
@@ -515,6 +514,12 @@ class LLM(PoolingMethods):
             self.engine.wake_up()
             self._is_awake.set()
 
+    def reset_prefix_cache(self) -> bool:
+        """Let no prefix be found any more; requests in work keep what they have. Always True."""
+        with self._turn:
+            self.engine.reset_prefix_cache()
+        return True
+
     @property
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` not since."""
@@ -580,10 +585,8 @@ class LLM(PoolingMethods):
     def _run(self, requests: Sequence[GenerateRequest], *, use_tqdm: bool) -> list[RequestOutput]:
         """Return the finished outputs in the requests' order."""
         served: dict[str, RequestOutput] = {}
-        with (
-            progress(logger, "requests", len(requests), is_shown=use_tqdm) as update,
-            closing(self._serve(requests)) as outputs,
-        ):
+        shown = progress(logger, "requests", len(requests), is_shown=use_tqdm)
+        with shown as update, closing(self._serve(requests)) as outputs:
             for output in outputs:
                 served[output.request_id] = output
                 update(1)
