@@ -163,10 +163,9 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def _count(text: str, least: int = 0) -> int:
-    number = int(text)
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{number} is not a number of at least {least}")
-    return number
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+    return int(text)
 
 
 def _positive(text: str) -> int:
@@ -174,5 +173,7 @@ def _positive(text: str) -> int:
 
 
 def _size(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
+    width, sign, height = text.partition("x")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give WxH, as in 640x480")
     return _positive(width), _positive(height)

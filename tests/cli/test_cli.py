@@ -312,12 +312,22 @@ def test_figures_of_a_bench() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["--num-requests", "0"], ["--image-size", "40"], ["--images", "-1"]]
+    ("argv", "says"),
+    [
+        (["--num-requests", "0"], "'0' is not a number of at least 1"),
+        (["--num-requests", "many"], "'many' is not a number of at least 1"),
+        (["--image-size", "40"], "'40' is no size; give WxH, as in 640x480"),
+        (["--image-size", "40x"], "'' is not a number of at least 1"),
+        (["--images", "-1"], "'-1' is not a number of at least 0"),
+    ],
 )
-def test_bench_refuses_wrong_sizes(argv: list[str]) -> None:
+def test_bench_refuses_wrong_sizes(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", *argv])
     assert caught.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow
