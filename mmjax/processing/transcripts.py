@@ -60,6 +60,8 @@ class TranscriptOptions:
     """Of all windows."""
     fallback: TranscriptFallback | None = None
     """None: a window is transcribed once."""
+    has_silence: bool = False
+    """Whether segments tell how probable silence is, of a model that knows: one request more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,8 @@ class Segment:
     """Of its window's tokens; None: not asked for."""
     temperature: float
     """At which its window was sampled."""
+    no_speech_prob: float | None = None
+    """How probable it is that nothing is said in its window; None: not known."""
     token_ends: Sequence[float] | None = None
     """When each token ends, in seconds of the clip; None: not asked for."""
 

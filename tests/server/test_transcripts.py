@@ -6,6 +6,7 @@ The engine is scripted: `tests/models/test_whisper_transcripts.py` has what a mo
 import asyncio
 import io
 import json
+import math
 import re
 import wave
 from collections.abc import Iterator
@@ -103,7 +104,9 @@ def test_verbose_json(server: Server):
     assert (first["id"], first["start"], first["end"]) == (0, 0.0, 0.4)
     assert (second["id"], second["start"], second["end"]) == (1, 0.4, 0.7)
     assert [one["text"] for one in answer["segments"]] == [" the circle", " is red"]
+    # The engine's tokens have -2 each, and silence -1.
     assert first["avg_logprob"] == -2.0
+    assert [one["no_speech_prob"] for one in answer["segments"]] == [math.exp(-1)] * 2
     fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["segment"]}
     assert post(server, **fields).json() == answer
 
@@ -182,7 +185,8 @@ def test_a_long_clip_has_a_request_for_each_window(server: Server):
     before = len(server.supervisor.engine.added)
     answer = post(server, file=write_wav(2.2), response_format="verbose_json").json()
     # A single timestamp ends each window: the next one begins a second later.
-    assert len(server.supervisor.engine.added) == before + 3
+    # And one of each that asks how probable silence is.
+    assert len(server.supervisor.engine.added) == before + 3 * 2
     assert [one["seek"] for one in answer["segments"]] == [0, 0, 100, 100, 200, 200]
     assert answer["text"] == " ".join(["the circle is red"] * 3)
 
@@ -192,6 +196,9 @@ def test_improbable_windows_are_transcribed_again(server: Server):
     again: dict[str, Any] = {"temperature": "0.5", "logprob_threshold": "-1.9"}
     answer = post(server, response_format="verbose_json", **again).json()
     asked = [one.sampling_params for one in server.supervisor.engine.added]
+    # How probable silence is it asks once.
+    assert [one.prompt_logprobs for one in asked] == [None, 0, None, None, None]
+    del asked[1]
     assert [one.temperature for one in asked] == [0.5, 0.6, 0.8, 1.0]
     assert {one["temperature"] for one in answer["segments"]} == {1.0}
     lines = post(server, stream="true", **again).text.splitlines()
@@ -212,7 +219,7 @@ def test_a_language_is_found_out_first(make_whisper: MakeServer):
     server = make_whisper()
     server.will_say("<|fr|><|0.00|> the circle<|0.40|>")
     answer = post(server, language=None, response_format="verbose_json").json()
-    asked, window = server.supervisor.engine.added
+    asked, window, _ = server.supervisor.engine.added
     decode = server.engine_client.input_processor.tokenizer.decode
     assert decode(asked.prompt_token_ids) == "<|startoftranscript|>"
     assert decode(asked.sampling_params.allowed_token_ids) == "<|en|><|de|><|fr|>"

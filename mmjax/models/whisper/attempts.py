@@ -20,6 +20,8 @@ class Verdict(NamedTuple):
     temperature: float
     is_silent: bool
     """Whether nothing is said in it, whatever the tokens are."""
+    silence: float | None
+    """How probable that is; None: not known."""
 
 
 class Attempts:
@@ -30,6 +32,7 @@ class Attempts:
         self._thresholds = fallback or TranscriptFallback()
         self._temperatures = [params.temperature, *(fallback.temperatures if fallback else ())]
         self._params = params
+        self._has_silence = options.has_silence
         if self._thresholds.logprob_threshold is not None and params.logprobs is None:
             self._params = msgspec.structs.replace(params, logprobs=0)
         self._num_bytes = int(math.log2(vocab_size) / 8) + 1
@@ -40,8 +43,8 @@ class Attempts:
         self._place = 0
         self._silence: float | None = None
         """How probable it is that nothing is said; None: not known."""
-        self._unsettled: tuple[Sequence[int], float] | None = None
-        """An improbable answer, of which it is to be known."""
+        self._unsettled: tuple[Sequence[int], float | None] | None = None
+        """An answer of which it is to be known."""
 
     @property
     def is_silence_asked(self) -> bool:
@@ -63,8 +66,8 @@ class Attempts:
             return self._settle(token_ids, average)
         average = sum(logprobs) / len(logprobs) if logprobs else None
         limit = self._thresholds.no_speech_threshold
-        if self._is_improbable(average) and limit is not None and self._silence is None:
-            assert average is not None
+        is_asked = self._has_silence or (limit is not None and self._is_improbable(average))
+        if is_asked and self._silence is None:
             self._unsettled = (token_ids, average)
             return None
         return self._settle(token_ids, average)
@@ -87,7 +90,8 @@ class Attempts:
         if (is_improbable or repeats) and not is_silent and not is_last:
             self._place += 1
             return None
-        verdict = Verdict(token_ids, average, self._temperatures[self._place], is_silent)
+        temperature = self._temperatures[self._place]
+        verdict = Verdict(token_ids, average, temperature, is_silent, self._silence)
         self._begin()
         return verdict
 

@@ -302,6 +302,7 @@ class WhisperTranscription:
                 seek=self._seek,
                 avg_logprob=verdict.avg_logprob,
                 temperature=verdict.temperature,
+                no_speech_prob=verdict.silence,
             )
             for start, end, part in parts
         ]

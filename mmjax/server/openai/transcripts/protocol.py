@@ -167,6 +167,8 @@ class SegmentObject(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     avg_logprob: float
     compression_ratio: float
+    no_speech_prob: float | None
+    """None: not of a Whisper."""
 
 
 class WordObject(msgspec.Struct, frozen=True, kw_only=True):

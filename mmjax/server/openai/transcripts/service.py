@@ -153,6 +153,7 @@ class TranscriptService:
             has_word_times=body.has_words,
             sampling_params=body.to_sampling_params(SamplingParams(temperature=0.0)),
             fallback=body.to_fallback(),
+            has_silence=body.response_format == "verbose_json" and body.has_segments,
         )
         try:
             samples = clip.decode(transcriber.sampling_rate)
@@ -263,6 +264,7 @@ def _describe(transcript: Transcript, number: int, segment: Segment) -> SegmentO
         temperature=segment.temperature,
         avg_logprob=segment.avg_logprob or 0.0,
         compression_ratio=len(data) / len(zlib.compress(data)),
+        no_speech_prob=segment.no_speech_prob,
     )
 
 
