@@ -289,6 +289,11 @@ def test_null_in_an_object_is_absent(server: Server) -> None:
     assert server.http.post("/v1/responses", json=body).status_code == 200
 
 
+def test_a_limit_of_calls_of_the_servers_own_tools_holds_anyway(server: Server) -> None:
+    body = {"input": "a", "max_tool_calls": 3}
+    assert server.http.post("/v1/responses", json=body).status_code == 200
+
+
 # ---- what is kept ------------------------------------------------------------------------------
 
 

@@ -121,6 +121,8 @@ class ResponsesRequest(Strict):
     prompt_cache_retention: Label | None = None
     reasoning: Reasoning | None = None
     service_tier: Label | None = None
+    max_tool_calls: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    """No effect: of tools that a server runs itself, which there are none of."""
     stream_options: StreamOptions | None = None
     # As chat's, and checked there.
     temperature: Any = None
@@ -148,7 +150,6 @@ class ResponsesRequest(Strict):
     background: StrictBool | None = None
     conversation: Any = None
     context_management: Any = None
-    max_tool_calls: StrictInt | None = None
     moderation: Any = None
     prompt: Any = None
 
@@ -156,7 +157,6 @@ class ResponsesRequest(Strict):
         "background": (None, False),
         "conversation": (None,),
         "context_management": (None, []),
-        "max_tool_calls": (None,),
         "moderation": (None,),
         "prompt": (None,),
     }
