@@ -166,6 +166,16 @@ def test_every_width_and_block_size(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_is_given_no_zeros_to_write_into(shape: str):
+    """XLA made them of all layers at once: gigabytes beside a long prompt."""
+    chunks = [draw_causal_chunk(np.random.default_rng(0), start, 1, Heads()) for start in (90, 3)]
+    query, cache, metadata = to_device(lay_out(chunks, **SHAPES[shape]))
+    arguments = (query, cache, metadata, metadata.block_tables, visible_range(metadata, None))
+    attend = partial(gpu_attention, scale=0.25, soft_cap=None, interpret=True)
+    assert "input_output_aliases=()" in str(jax.make_jaxpr(attend)(*arguments))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_what_nobody_sees_is_not_read(shape: str):
     """Blocks before the window, and slots behind the last token: NaN would show it."""
     chunks = [draw_causal_chunk(np.random.default_rng(0), start, 1, Heads()) for start in (90, 3)]

@@ -5,6 +5,7 @@ one request, which share a key-value head, to the range of keys that they see, i
 are few such programs, as in decoding, several share the range, and their results are combined.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from mmjax.layers.attention.gpu_tiles import (
 )
 from mmjax.layers.attention.kv_cache import SlotCache
 from mmjax.layers.attention.metadata import PagedAttentionMetadata
-from mmjax.layers.attention.paged import MASKED, by_tile
+from mmjax.layers.attention.paged import by_tile
 from mmjax.rounding import cdiv
 
 ENOUGH_PROGRAMS = 512
@@ -68,6 +69,21 @@ def gpu_attention(
     ends = by_tile(visible, metadata)
     queries = Queries(query, metadata.tile_rows, metadata.tile_request, *ends, block_tables)
     kernel = partial(_attend, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    out = _on_each_device(kernel, queries, cache, sinks)
+    # The kernel writes no others. Zeros that it were given instead XLA makes of all layers at once:
+    # 576 MiB where 36 layers have 2,048 queries of 32 heads.
+    slots = jnp.arange(len(query), dtype=jnp.int32)
+    is_row = (metadata.tile_rows.reshape(-1)[metadata.row_slot] == slots) & (visible[0] > 0)
+    return jnp.where(is_row[:, None, None], out, 0)
+
+
+def _on_each_device(
+    kernel: Callable[..., Array],
+    queries: Queries,
+    cache: SlotCache,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "T N _value"]:
+    """Call the kernel, on several devices on each with its heads."""
     sharding = cache.sharding
     if sharding is None:
         return kernel(queries, cache.keys, cache.values, sinks)
@@ -118,28 +134,27 @@ def _attend(
         num_cuts * num_kv_heads * num_tiles,
         cdiv(queries.block_tables.shape[1] * block_size, sizes.num_keys),
     )
-    # Rows of padding, which no program writes, are zeros.
     is_whole = num_splits == 1 and sinks is None
-    outputs = _zeros(queries.query, values.shape[3], None if is_whole else num_splits)
-    num_inputs = len(queries) + 2
     out = pl.pallas_call(
         partial(paged_kernel, sizes=sizes, scale=scale, soft_cap=soft_cap),
         grid=(num_cuts * num_splits, num_kv_heads, num_tiles),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-        input_output_aliases={num_inputs + number: number for number in range(len(outputs))},
+        out_shape=_outputs(queries.query, values.shape[3], None if is_whole else num_splits),
         compiler_params=triton.CompilerParams(num_warps=sizes.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
-    )(*queries, keys, values, *outputs)
+    )(*queries, keys, values)
     return out[0] if is_whole else _combine(*out, sinks=sinks).astype(queries.query.dtype)
 
 
-def _zeros(query: Float[Array, "T N H"], value_dim: int, num_splits: int | None) -> list[Array]:
-    """Return the kernel's outputs before it: each split's state; None: the results themselves."""
+def _outputs(
+    query: Float[Array, "T N H"], value_dim: int, num_splits: int | None
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the kernel's outputs: each split's state; None: the results themselves."""
     rows = query.shape[:2]
     if num_splits is None:
-        return [jnp.zeros((*rows, value_dim), query.dtype)]
+        return [jax.ShapeDtypeStruct((*rows, value_dim), query.dtype)]
     rows = (num_splits, *rows)
-    return [jnp.zeros(shape, jnp.float32) for shape in (rows, rows, (*rows, value_dim))]
+    shapes = (rows, rows, (*rows, value_dim))
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
 def _combine(
@@ -150,7 +165,6 @@ def _combine(
     sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "T N _value"]:
     """Combine the states of the splits; the total of one that saw no key is 0."""
-    peak = jnp.where(total > 0, peak, MASKED)
     highest = peak.max(0, keepdims=True)
     scores = None if sinks is None else sinks.astype(jnp.float32)[None, None] * LOG2_E
     if scores is not None:
@@ -175,14 +189,14 @@ class Rows(NamedTuple):
 def paged_kernel(*refs: Any, sizes: Sizes, scale: float, soft_cap: float | None) -> None:
     """Attend with one cut of a tile's rows to one split of the keys that they see.
 
-    `refs`: of `Queries`, keys and values; then the outputs, as they were before and as they become.
+    `refs`: of `Queries`, keys and values; then the outputs.
     Cuts and splits are the grid's first axis, so that programs that share keys run side by side.
     """
     from jax.experimental import pallas as pl
 
     num_queries = len(Queries._fields)
     queries, (keys_ref, values_ref) = Queries(*refs[:num_queries]), refs[num_queries:][:2]
-    outputs = refs[num_queries + 2 :][(len(refs) - num_queries - 2) // 2 :]
+    outputs = refs[num_queries + 2 :]
     num_splits = 1 if len(outputs) == 1 else outputs[0].shape[0]
     cut, split = (part(pl.program_id(0), num_splits) for part in (jax.lax.div, jax.lax.rem))
     kv_head, tile = pl.program_id(1), pl.program_id(2)
@@ -284,14 +298,13 @@ def _load_keys(
 
 
 def _store(outputs: tuple[Any, ...], state: State, split: Any, rows: Rows) -> None:
-    """Store the rows' outputs, or, of several splits, the state; none if it saw no key."""
+    """Store the rows' outputs, or, of several splits, the state."""
     from jax.experimental.pallas import triton
 
     if len(outputs) == 1:
         store_rows(outputs[0], (rows.token, rows.head), rows.is_row, normalize(state))
         return
     peak_ref, total_ref, summed_ref = outputs
-    is_row = rows.is_row & (state.total > 0)
-    triton.store(peak_ref.at[split, rows.token, rows.head], state.peak, mask=is_row)
-    triton.store(total_ref.at[split, rows.token, rows.head], state.total, mask=is_row)
-    store_rows(summed_ref, (split, rows.token, rows.head), is_row, list(state.summed))
+    triton.store(peak_ref.at[split, rows.token, rows.head], state.peak, mask=rows.is_row)
+    triton.store(total_ref.at[split, rows.token, rows.head], state.total, mask=rows.is_row)
+    store_rows(summed_ref, (split, rows.token, rows.head), rows.is_row, list(state.summed))
