@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.config.engine_config import EngineConfig, MultiModalConfig
+from mmjax.engine.device.compilation import with_exact_products
 from mmjax.engine.device.functions import (
     ModelShape,
     compute_states,
@@ -171,6 +172,13 @@ def score(
         batch: From `model.make_batch`.
         temperature: What logits are divided by, as where the answers were drawn.
     """
+    exact = with_exact_products(_score, jax.default_backend(), model.shape.dtype)
+    return exact(params, model, batch, temperature)
+
+
+def _score(
+    params: Params, model: ScoredModel, batch: ScoreBatch, temperature: float | Float[Array, ""]
+) -> Float[Array, "B A"]:
     cast = jax.tree.map(lambda leaf, own: leaf.astype(own.dtype), params, model.abstract)
     with rematerializing() if model.remat else nullcontext():
         pool = _encode(cast, model, batch)

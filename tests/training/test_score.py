@@ -3,6 +3,7 @@
 Of the families that transformers has no class of, `test_rollout.py` asks the engine itself.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -97,6 +98,20 @@ def test_logits_are_divided_by_the_temperature_and_computed_in_chunks(
     batch = scored.make_batch([(sample, logits.argmax(-1).tolist())])
     found = np.asarray(score(model.paged.params, scored, batch, 3.0))[0, :11]
     np.testing.assert_allclose(found, expected.max(-1), rtol=0, atol=TOLERANCE)
+
+
+def test_an_accelerator_rounds_no_factors_of_float32(monkeypatch: pytest.MonkeyPatch):
+    """The engine's programs round none either, so that a rollout's probabilities are these."""
+    model = served_model("gemma3")
+    [sample, *_] = (model.draw_sample(parts) for parts in model.family.prompts.values())
+    scored = ScoredModel.build(model.family.model_class, model.config)
+    batch = scored.make_batch([(sample, [1, 2])])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax.default_matmul_precision("default"):
+        jaxpr = str(score.trace(scored.abstract, scored, batch).jaxpr)
+    products = re.findall(r"dot_general\[.*?\] ", jaxpr, re.DOTALL)
+    assert products
+    assert all("HIGHEST" in one for one in products)
 
 
 def test_items_that_are_given_by_their_embeddings_are_refused():
