@@ -1,11 +1,22 @@
 """The kernel for weights of 4 bits on CUDA is XLA's product; interpreted without a GPU."""
 
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.layers.cpu.groups import Grouped, Layout, dequantize, grouped_product, pack_nibbles
+from mmjax.layers.cpu.groups import (
+    Grouped,
+    Layout,
+    _by_group_sums,
+    _can_sum_groups,
+    dequantize,
+    grouped_product,
+    pack_nibbles,
+)
 from mmjax.layers.gpu.nibbles import nibble_product
 from tests.layers.on_gpu import as_on_gpu
 
@@ -59,3 +70,25 @@ def test_a_product_of_few_rows_is_lowered_to_it():
     with as_on_gpu():
         text = jax.jit(grouped_product).trace(x, weight).lower(lowering_platforms=("cuda",))
     assert "__gpu$xla.gpu.triton" in text.as_text()
+
+
+@pytest.mark.parametrize("code", ["uint8", "float8"])
+@pytest.mark.parametrize("group_size", [128, 0])
+def test_a_gpu_scales_the_sums_of_codes_of_8_bits(code: Any, group_size: int):
+    """And not the weights, which XLA would write in 16 bits before each product of few rows."""
+    layout = Layout(code=code, group_size=group_size)
+    rng = np.random.default_rng(group_size)
+    codes = jnp.asarray(rng.integers(0, 256, (1024, 512), np.uint8))
+    if code == "float8":
+        codes = jax.lax.bitcast_convert_type(codes & 0xBF, jnp.float8_e4m3fn)  # finite
+    scale = jnp.asarray(rng.uniform(0.5, 2.0, (1024, layout.num_groups(512))), jnp.float32)
+    weight = Grouped(layout=layout, codes=codes, scale=scale)
+    x = jax.random.normal(jax.random.key(0), (2, 512), jnp.bfloat16)
+    assert _can_sum_groups(x, weight)
+    expected = x.astype(jnp.float32) @ dequantize(weight, 512, jnp.float32).T
+    atol = 1e-5 * float(jnp.abs(expected).max())
+    np.testing.assert_allclose(_by_group_sums(x, weight), expected, atol=atol)
+    lowered = jax.jit(grouped_product).trace(x, weight).lower(lowering_platforms=("cuda",))
+    [product] = re.findall(r"stablehlo.dot_general.*", lowered.as_text())
+    groups = layout.num_groups(512)
+    assert f"tensor<{groups}x2x1024xf32>" in product

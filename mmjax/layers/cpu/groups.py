@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 
 from mmjax.layers.cpu.dispatch import by_platform
 from mmjax.layers.cpu.product import MAX_FEW_ROWS, MIN_WEIGHT_SIZE, product
+from mmjax.layers.gpu.capability import widens_float8
 from mmjax.layers.gpu.nibbles import MIDDLE, PACK, nibble_product, takes
 from mmjax.rounding import cdiv
 
@@ -145,7 +146,11 @@ def grouped_product(x: Float[Array, "T D"], weight: Grouped) -> Float[Array, "T 
         x = x[:, weight.order]
     is_large = weight.codes.shape[0] * x.shape[1] >= MIN_WEIGHT_SIZE
     if is_large and 0 < x.shape[0] <= MAX_FEW_ROWS and has_expert_kernel(x):
-        gpu = _by_triton if takes(x, weight.layout.code) else _by_xla
+        gpu = _by_xla
+        if takes(x, weight.layout.code):
+            gpu = _by_triton
+        elif _can_sum_groups(x, weight):
+            gpu = _by_group_sums
         return by_platform(x, weight, kernel=_by_kernel, cpu=_by_xla, default=_by_xla, gpu=gpu)
     return _by_xla(x, weight)
 
@@ -180,6 +185,30 @@ def _by_xla(x: Array, weight: Grouped) -> Array:
 def _by_triton(x: Array, weight: Grouped) -> Array:
     arrays = (weight.codes, weight.scale, weight.zero)
     return nibble_product(x, *arrays, group_size=weight.layout.group_size)
+
+
+def _can_sum_groups(x: Array, weight: Grouped) -> bool:
+    """Return whether `_by_group_sums` takes these, and reads codes of 8 bits as they are."""
+    layout, width = weight.layout, x.shape[1]
+    is_even = width % (layout.group_size or width) == 0
+    is_read = layout.code == "uint8" or (layout.code == "float8" and widens_float8())
+    return is_read and is_even and weight.zero is None
+
+
+def _by_group_sums(x: Array, weight: Grouped) -> Array:
+    """Scale each group's sums, and not its weights: XLA for GPUs widens codes within the product.
+
+    Scaled weights it writes in 16 bits first: five bytes written and read of each code.
+    """
+    codes, scale = weight.codes, weight.scale.astype(jnp.float32)
+    if weight.layout.code == "uint8":
+        # It widens signed numbers alone. The difference wraps around: 128 stands for 0.
+        codes = jax.lax.bitcast_convert_type(codes, jnp.int8) - jnp.int8(-128)
+    groups = scale.shape[1]
+    rows, weights = (one.reshape(len(one), groups, -1) for one in (x, codes.astype(x.dtype)))
+    dimensions = (((2,), (2,)), ((1,), (1,)))
+    sums = jax.lax.dot_general(rows, weights, dimensions, preferred_element_type=jnp.float32)
+    return (sums * scale.T[:, None]).sum(0)
 
 
 def _by_kernel(x: Array, weight: Grouped) -> Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-_AMPERE = 8.0
+_AMPERE, _HOPPER = 8.0, 9.0
 
 
 def gpu_attribute(name: str, of_hopper: Any) -> Any:
@@ -17,6 +17,14 @@ def gpu_attribute(name: str, of_hopper: Any) -> Any:
 def compiles_triton() -> bool:
     """Return whether our kernels for CUDA can be used, which Triton compiles from Ampere on."""
     return _capability() >= _AMPERE and _has_pallas_triton()
+
+
+def widens_float8() -> bool:
+    """Return whether XLA's kernels of products read float8 and widen it, which others write first.
+
+    By its compiler (0.10.2): on an H100, and neither on an L4 nor an A100.
+    """
+    return _capability() >= _HOPPER
 
 
 @cache
