@@ -325,8 +325,8 @@ class CacheConfig:
     )
     keep_encoder: bool = setting(
         False,
-        "Whether an engine with `encoder_workers` loads its encoders, too, and encodes while no "
-        "worker can be reached.",
+        "Whether an engine with `encoder_workers` loads its encoders, too, and encodes what no "
+        "worker can be asked for, or answers in time.",
     )
     enable_prefix_caching: bool = setting(
         True, "Whether requests with a common prefix share its KV cache."

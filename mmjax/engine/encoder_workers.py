@@ -375,9 +375,11 @@ class EncoderWorkers:
                     job.tried.add(link.address)
                     self._counts["retries"] += 1
                     self._queue.appendleft(job)
-        is_alone = self._has_own and not any(link.is_welcome for link in self._links)
+        is_alone = not any(link.is_welcome for link in self._links)
+        # One that is alive may be silent about items.
+        own_s = _PATIENCE_S if is_alone else self._timeout_s
         for job in list(self._queue):
-            if is_alone and now - job.asked_at > _PATIENCE_S:
+            if self._has_own and now - job.asked_at > own_s:
                 self._queue.remove(job)
                 self._counts["fallbacks"] += 1
                 job.rows.set_result(None)

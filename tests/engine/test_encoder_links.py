@@ -302,6 +302,16 @@ def test_an_engine_with_an_encoder_has_it_encode_where_no_worker_answers(address
         assert workers.stats()["encoder_workers_fallbacks"] == 1
 
 
+def test_an_engine_with_an_encoder_has_it_encode_what_a_living_worker_is_silent_about(address: str):
+    mute = Worker(lambda ask: [])
+    with serving(mute, address), closing(asking(address, has_own=True, timeout_s=1.5)) as workers:
+        wait_for(lambda: workers.stats()["encoder_workers_alive"] == 1)
+        assert workers.fetch(make_item()).result(timeout=20) is None
+        stats = workers.stats()
+    assert mute.asked
+    assert (stats["encoder_workers_fallbacks"], stats["encoder_workers_alive"]) == (1, 1)
+
+
 def test_an_item_goes_to_its_worker_unless_that_is_behind(address: str, tmp_path: Path):
     places = [address, f"unix://{tmp_path}/two"]
     with serving(Worker(), places[0]) as one, serving(Worker(), places[1]) as two:
