@@ -86,6 +86,7 @@ class MultiModalConfig:
         """Frames of one video, after sampling, and of `video/jpeg`; one with more is refused before
         it is decoded.""",
         minimum=1,
+        maximum=16_000,  # the places of as many, of six digits each, fit a worker's message
     )
     max_video_pixels: int = setting(
         500_000_000, "Pixels of all frames of one video, after sampling.", minimum=1

@@ -1,6 +1,7 @@
 """Videos' files: the frames that are sampled of them, in the order in which they are shown."""
 
 import io
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,14 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmjax.config.multimodal_config import MultiModalConfig
+from mmjax.config.settings import settings_of
 from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.video_file import (
+    VideoHeader,
     VideoSampling,
     decode_frames,
     read_video_header,
 )
-from mmjax.errors import MediaError, RequestValueError
+from mmjax.decoders.worker import MAX_MESSAGE_BYTES
+from mmjax.errors import ConfigError, MediaError, RequestValueError
 from mmjax.processing.hashing.item_hashes import ItemHasher
 from mmjax.processing.items.items import MultiModalDataItems, VideoProcessorItems
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
@@ -236,3 +241,15 @@ def test_a_file_that_is_no_video() -> None:
     with pytest.raises(MediaError) as caught:
         encoded(b"GIF89a" * 10, explain=lambda error: MediaError("told", param="x")).decode()
     assert str(caught.value) == "told"
+
+
+def test_the_most_frames_that_may_be_allowed_fit_a_worker_s_message() -> None:
+    settings = {one.name: one for one in settings_of(MultiModalConfig)}
+    most, total = settings["max_video_frames"].maximum, 10**6
+    assert most is not None
+    sampling = VideoSampling(int(most), -1)
+    header = VideoHeader(2**14, 2**14, int(most), total, 30000 / 1001)
+    reply = {"header": header, "size": header[:2], "indices": sampling.choose(total, 0.0)}
+    assert len(json.dumps(reply).encode()) <= MAX_MESSAGE_BYTES
+    with pytest.raises(ConfigError, match="max_video_frames"):
+        MultiModalConfig(max_video_frames=30_000)
