@@ -23,8 +23,8 @@ def save_checkpoint(params: Params, source: Any, out: str | Path) -> None:
         out: A directory, which is made.
 
     Raises:
-        CheckpointError: If the source is quantised, a snapshot, or `out` itself, or has tensors in
-            other directories.
+        CheckpointError: If `params` or the source are quantised, or the source is a snapshot, or
+            `out` itself, or has tensors in other directories.
     """
     given = source if isinstance(source, str | Path) else source.config.model.path
     config, out = load_model_config(str(given), needs_weights=True), Path(out)

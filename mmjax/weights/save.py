@@ -62,6 +62,12 @@ def save_params(params: Params, source: Path, out: Path, rules: Sequence[RuleTyp
 def _check(
     leaves: Mapping[str, Any], source: Path, files: Sequence[str], rules: Sequence[RuleTypes]
 ) -> None:
+    codes = [name for name, leaf in leaves.items() if np.dtype(leaf.dtype).kind in "iu"]
+    if codes:
+        raise CheckpointError(
+            f"{len(codes)} tensors of the tree, such as `{codes[0]}`, are quantised and cannot be "
+            "written as floats; give those of an engine without `quantization`"
+        )
     found: set[str] = set()
     for file in files:
         with ExitStack() as stack:

@@ -122,6 +122,11 @@ def test_each_change_is_undone(tmp_path: Path):
     ("more", "extra", "message"),
     [
         ({"codes": np.zeros(3, np.int8)}, {}, "`codes` .* is I8: weights that are quantised"),
+        (
+            {},
+            {"none": np.zeros(4, np.int8)},
+            "1 tensors of the tree, such as `none`, are quantised",
+        ),
         ({}, {"another": np.zeros(2)}, "no place for 1 tensors of the tree: `another`"),
     ],
 )
