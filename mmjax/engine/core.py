@@ -15,9 +15,7 @@ from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.runner import InFlight
-from mmjax.engine.scheduling.admission import (
-    resolve_features,
-)
+from mmjax.engine.scheduling.admission import resolve_features
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.logit_rules import Grammars, Transcript
 from mmjax.engine.scheduling.outputs import SchedulerOutput
@@ -25,12 +23,7 @@ from mmjax.engine.scheduling.queues import Deadlines
 from mmjax.engine.scheduling.request import Request
 from mmjax.engine.scheduling.request_maker import RequestMaker
 from mmjax.engine.start import start_engine
-from mmjax.errors import (
-    ConfigError,
-    MMJaxError,
-    RequestError,
-    RequestValueError,
-)
+from mmjax.errors import ConfigError, MMJaxError, RequestError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.models.registry import MULTIMODAL_REGISTRY
 from mmjax.system.host_memory import resident_by_cause
@@ -440,8 +433,11 @@ class EngineCore:
 
     def _leave_directory(self) -> None:
         self._scheduler.kv_cache.leave_directory()
-        if self._runner.host_pool is not None:
-            self._runner.host_pool.close()
+        if (pool := self._runner.host_pool) is not None:
+            if self._has_failed:
+                # Copies behind a failed step may be none.
+                pool.forget_copies()
+            pool.close()
 
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""
@@ -632,7 +628,8 @@ class EngineCore:
         if self.config.lora.enable_lora:
             self._adapters.read_again()
             self._scheduler.adapter_slots.reset()
-        if not self._weights.num_missing and not self.is_sleeping:
+        # What a failed step has left is allocated again by `recover`.
+        if not (self._weights.num_missing or self.is_sleeping or self._has_failed):
             self._runner.write_extra()
 
     def _check_alone(self) -> None:

@@ -2,9 +2,12 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import jax
 import numpy as np
 import pytest
 
@@ -114,6 +117,35 @@ def test_new_weights_leave_the_directory(tmp_path: Path) -> None:
     assert serve(core, "b", 1)[1] == 0
     core.close()
     assert len(files_of(tmp_path)) == num_files
+
+
+def test_new_weights_behind_a_failed_step_write_nothing_of_it(tmp_path: Path) -> None:
+    """On the device a step fails after it was dispatched, and so does each program behind it."""
+    core = start(tmp_path)
+    serve(core, "a", 0)
+    core.add_request(message("b", parts(1)))
+
+    def fail(in_flight: Any) -> Any:
+        core._save_blocks()
+        pool = core._runner.host_pool
+        assert pool is not None
+        assert pool._copies
+        for array in (core._runner._pool, *(one for copy in pool._copies for one in copy.arrays)):
+            array.delete()
+        raise RuntimeError("the device fails")
+
+    # As models with learned rows write them.
+    write = partial(jax.block_until_ready, core._runner._pool)
+    with patch.object(core._runner, "read", fail), patch.object(core._runner, "write_extra", write):
+        core.step()
+        core.step()
+        core.drain()
+        core.replace_weights(core.match_weights(core.params))
+    assert core.weights_version == 1
+    with pytest.raises(RuntimeError, match="the device fails"):
+        core.step()
+    assert core.recover() == ["b"]
+    assert serve(core, "c", 0)[1] == 0
 
 
 def test_little_host_memory_is_enough_for_what_it_holds(tmp_path: Path) -> None:
