@@ -1,4 +1,4 @@
-"""P0's view of adapters, whoever waits until one is loaded."""
+"""P0's view of adapters and of the engine, whoever waits until one is loaded or changed."""
 
 import asyncio
 from pathlib import Path
@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from mmjax.errors import RequestValueError
-from mmjax.frontend.engine_client.control import AdapterClient
+from mmjax.frontend.engine_client.control import AdapterClient, ControlClient
 from mmjax.transport.messages import (
     AdapterLoaded,
+    ControlAction,
+    ControlEngine,
+    EngineChanged,
     EngineMessage,
     LoadAdapter,
     RequestFailed,
@@ -59,3 +62,28 @@ def test_one_that_is_asked_for_during_a_restart_is_loaded_by_the_next_engine() -
         assert client.names == ["a"]
 
     asyncio.run(run())
+
+
+def test_an_engine_that_ends_before_it_sleeps_again_is_followed_by_one_that_sleeps() -> None:
+    async def run() -> None:
+        sent: list[EngineMessage] = []
+        client = ControlClient(put=sent.append)
+        actions: list[ControlAction] = ["load_weights", "sleep"]
+        for number, action in enumerate(actions, 1):
+            asked = asyncio.create_task(client.change(action, path=Path("/weights")))
+            await asyncio.sleep(0)
+            client.on_changed(make_reply(number, is_sleeping=number == 2))
+            await asked
+        for _ in range(2):
+            client.on_exit()
+            sent.clear()
+            client.on_ready()
+            assert [one.action for one in sent if isinstance(one, ControlEngine)] == actions
+            # It has loaded the weights, and ends.
+            client.on_changed(make_reply(0, is_sleeping=False))
+
+    asyncio.run(run())
+
+
+def make_reply(number: int, *, is_sleeping: bool) -> EngineChanged:
+    return EngineChanged(number=number, weights_version=1, is_sleeping=is_sleeping, is_paused=False)

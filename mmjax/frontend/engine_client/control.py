@@ -24,6 +24,9 @@ from mmjax.transport.messages import (
 
 logger = get_logger(__name__)
 
+_AGAIN = 0
+"""The number of messages that let a new P1 be as the last one was."""
+
 
 class AdapterClient:
     """Loads and unloads adapters in P1, and tells the next P1 of them."""
@@ -149,7 +152,9 @@ class ControlClient:
     def on_changed(self, reply: EngineChanged) -> None:
         """Take in what became of a message, and what P1 is like behind it."""
         self.weights_version = reply.weights_version
-        self.is_sleeping, self.is_paused = reply.is_sleeping, reply.is_paused
+        if reply.number != _AGAIN:
+            # Else it is on its way to what the last P1 was, and may end before it is there.
+            self.is_sleeping, self.is_paused = reply.is_sleeping, reply.is_paused
         message, changed = self._waiting.pop(reply.number, (None, None))
         if message is None or changed is None:
             if reply.error is not None:
@@ -187,16 +192,16 @@ class ControlClient:
         if self._weights is not None:
             again.append(
                 ControlEngine(
-                    number=0,
+                    number=_AGAIN,
                     action="load_weights",
                     path=self._weights.path,
                     weights_version=self.weights_version,
                 )
             )
         if self.is_sleeping:
-            again.append(ControlEngine(number=0, action="sleep", level=self._sleep_level))
+            again.append(ControlEngine(number=_AGAIN, action="sleep", level=self._sleep_level))
         if self.is_paused:
-            again.append(ControlEngine(number=0, action="pause"))
+            again.append(ControlEngine(number=_AGAIN, action="pause"))
         # What was asked since the last one ended may not have reached this one.
         for message in (*again, *(message for message, _ in self._waiting.values())):
             self._put(message)
