@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
@@ -79,6 +79,23 @@ def test_a_picked_clip_stays_with_its_conversation(
     expect(page.locator(".user audio")).to_have_count(1)
     playground.ask("and what else")
     assert [one.mm_hash for one in heard(playground)] == [first]
+
+
+def test_a_clip_that_is_picked_before_the_model_is_known_is_kept(
+    make_playground: MakePlayground, hears: InputProcessor
+) -> None:
+    playground = make_playground(processor=hears)
+    page, held = playground.page, list[Route]()
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.reload()
+    expect(page.locator("body[data-started]")).to_be_attached()
+    playground.pick("tone.wav", "audio/wav", write_audio(tones(48_000, 0.4)))
+    expect(page.locator("#drafts audio")).to_have_count(1)
+    assert held
+    page.unroute("**/v1/models")
+    expect(page.locator("#model-box")).to_be_visible()
+    playground.ask("what is heard")
+    assert [one.modality for one in heard(playground)] == ["audio"]
 
 
 def test_what_the_model_does_not_take_is_said(

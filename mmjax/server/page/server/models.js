@@ -46,8 +46,9 @@ export const capabilities = () => card()?.capabilities ?? {};
 /** Return how many items of a kind one prompt may hold; undefined where that is not known. */
 export const limitOf = (kind) => capabilities().limit_mm_per_prompt?.[kind];
 
-/** Whether a prompt may hold items of a kind; pictures, until it is known. */
+/** Whether a prompt may hold items of a kind; until the model is known, what it is asked then tells. */
 export const takes = (kind) => {
+  if (!cards.length) return true;
   const limits = capabilities().limit_mm_per_prompt;
   if (kind === "image") return !limits || "image" in limits;
   return limits?.[kind] > 0;
