@@ -82,6 +82,9 @@ class EngineControl:
 
     def hold(self, message: Message | Remainder) -> bool:
         """Keep a message about requests for later, and return True; False: take it now."""
+        if isinstance(message, LoadAdapter | UnloadAdapter):
+            # Whoever halts the engine may wait for its files to be read, before anything goes on.
+            return False
         if not (self._queue or self.is_halted):
             return False
         if isinstance(message, AbortRequests):

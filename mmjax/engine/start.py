@@ -67,7 +67,7 @@ from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, encode_sizes
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.weights import EngineWeights, WeightsSource
-from mmjax.errors import ConfigError
+from mmjax.errors import CheckpointError, ConfigError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.attention.kv_cache import LayerCache
 from mmjax.layers.cpu.product import MAX_FEW_ROWS
@@ -414,7 +414,13 @@ def _make_adapter_reader(
     """Return what reads adapters; `get_params` returns the present parameters."""
 
     def read_base(name: str) -> np.ndarray | None:
-        leaf = flatten_params(get_params()).get(name)
+        leaves = flatten_params(get_params())
+        if not leaves:
+            raise CheckpointError(
+                "the adapter brings biases or weights, which those of the model must be compared "
+                "with, and the engine has dropped its own; wake it up first"
+            )
+        leaf = leaves.get(name)
         return None if leaf is None else np.asarray(leaf)
 
     lora = config.lora

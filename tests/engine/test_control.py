@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,15 +10,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mmjax.config.lora_config import LoRAConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.process import EngineControl
+from mmjax.engine.start import _make_adapter_reader
+from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
 from mmjax.transport.channel import IpcDirectory
 from mmjax.transport.messages import (
     AbortRequests,
     ControlEngine,
     EngineChanged,
+    LoadAdapter,
     StepOutput,
+    UnloadAdapter,
 )
 from tests.engine.test_process import Frontend
 from tests.engine.test_weights import (
@@ -86,6 +92,34 @@ def test_a_pause_holds_requests_and_a_resume_serves_them(frontend: Frontend, cor
     assert not changed(frontend, "resume").is_paused
     assert collect(frontend, "held")[0] == answer_of(START, KEYS[0], ())
     assert not core.has_unfinished()
+
+
+@pytest.mark.parametrize("action", ["pause", "sleep"])
+def test_adapters_are_not_held(core: EngineCore, action: Any):
+    """Whoever asks for one waits for it, and may be the one who ends the halt."""
+    control = EngineControl(core, lambda deltas: None, lambda reply: None)
+    control.add(ControlEngine(number=1, action=action))
+    load = LoadAdapter(lora_name="a", lora_path="/a")
+    assert not control.hold(load)
+    assert [*control.apply()] == []
+    assert control.is_halted
+    assert not control.hold(load)
+    assert not control.hold(UnloadAdapter(lora_name="a"))
+
+
+def test_an_adapter_s_bias_is_compared_with_no_weights_that_sleep_has_dropped():
+    model: Any = SimpleNamespace(
+        adapted=None, left_out=(), model_class=SimpleNamespace(rules=lambda config: ())
+    )
+    config: Any = SimpleNamespace(
+        lora=LoRAConfig(enable_lora=True), model=SimpleNamespace(hf_config=None)
+    )
+    params: Any = {}
+    reader = _make_adapter_reader(config, model, lambda: params)
+    with pytest.raises(CheckpointError, match="wake it up first"):
+        reader.read_base("layer.bias")
+    params["layer"] = {"bias": np.ones(2)}
+    assert reader.read_base("other.bias") is None
 
 
 def test_nothing_is_kept_of_a_held_request_that_was_given_up_but_its_picture(core: EngineCore):
