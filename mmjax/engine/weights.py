@@ -45,7 +45,7 @@ class EngineWeights:
         self._expected = flatten_params(programs.own_params)
         self._programs, self._runner, self._source = programs, runner, source
         self._path = source.path
-        """Of the directory that was read last."""
+        """Of the directory that was read last, to its end."""
         self._missing: set[str] = set()
 
     @property
@@ -114,8 +114,14 @@ class EngineWeights:
         leaves = self._source.read(path)
         # The first is read when all names and shapes are found to fit.
         first = next(leaves)
+        return self._note_read(path, chain([first], leaves))
+
+    def _note_read(
+        self, path: Path, leaves: Iterator[tuple[str, Array]]
+    ) -> Iterator[tuple[str, Array]]:
+        """Yield all of a directory, which may be read again once it was read to its end."""
+        yield from leaves
         self._path = path
-        return chain([first], leaves)
 
     def load(self, leaves: Iterator[tuple[str, Array]]) -> bool:
         """Put all parameters of a directory in place; return whether encoders changed."""

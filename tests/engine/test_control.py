@@ -176,6 +176,20 @@ def test_sleep_frees_the_caches_and_a_request_waits_for_the_end(
     assert live_bytes() == before
 
 
+def test_a_directory_that_was_not_taken_is_not_what_sleep_reads_again(
+    core: EngineCore, tmp_path: Path
+):
+    """As where requests are held that an update was to wait for."""
+    good, other = write(tmp_path / "good", (1, 2, 1)), write(tmp_path / "other", (0, 1, 1))
+    core.load_weights(core.open_weights(good))
+    core.open_weights(other)
+    core.sleep(level=2)
+    core.wake_up()
+    held = flatten_params(core.params)
+    for name, leaf in whole((1, 2, 1)).items():
+        np.testing.assert_array_equal(held[name], leaf, err_msg=name)
+
+
 def test_weights_of_a_directory(frontend: Frontend, core: EngineCore, tmp_path: Path):
     good, other = write(tmp_path / "good", (1, 2, 1)), write(tmp_path / "other", (0, 1, 1))
     bad = tmp_path / "bad"
