@@ -44,8 +44,9 @@ def run(name: str, *arguments: str) -> str:
 @contextmanager
 def serving() -> Iterator[str]:
     """Serve the default on a free port; yield the address of its API."""
+    flags = ("--precompile", "none", "--no-enable-standby-engine")
     process = subprocess.Popen(
-        [sys.executable, "-m", "mmjax.serve", "--port", "0", "--precompile", "none"],
+        [sys.executable, "-m", "mmjax.serve", "--port", "0", *flags],
         cwd=EXAMPLES.parent,
         env=example_environment(),
         stdout=subprocess.PIPE,

@@ -44,12 +44,22 @@ class Served:
     """A running server: its address, its output."""
 
     def __init__(
-        self, *argv: str, module: str = "mmjax.serve", is_group: bool = False, port: int = 0
+        self,
+        *argv: str,
+        module: str = "mmjax.serve",
+        is_group: bool = False,
+        has_standby: bool = False,
+        port: int = 0,
     ) -> None:
-        """With `is_group`: in a process group of its own, as a terminal has it."""
+        """Start one.
+
+        With `is_group`: in a process group of its own, as a terminal has it. With `has_standby`:
+        with the engine process that waits for the other's death, which takes seconds to start.
+        """
         self.lines: list[str] = []
+        standby = () if has_standby else ("--no-enable-standby-engine",)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *argv, "--port", str(port)],
+            [sys.executable, "-m", module, *argv, *standby, "--port", str(port)],
             start_new_session=is_group,
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -88,7 +98,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tiny_gemma3: Path) -> Iterator[Served]:
     mode = ("--logprobs-mode", "processed_logprobs")
-    server = Served(str(tiny_gemma3), *SMALL, "--enable-mm-embeds", *mode)
+    server = Served(str(tiny_gemma3), *SMALL, "--enable-mm-embeds", *mode, has_standby=True)
     try:
         yield server
     finally:
@@ -306,7 +316,8 @@ def is_listening(address: str) -> bool:
 def test_sigterm_drains_also_where_all_processes_get_it(tiny_gemma3: Path) -> None:
     """Service managers send it to all; P1 goes on until P0 is done with every stream."""
     # Time enough for a slow machine; a second signal would end it.
-    server = Served(str(tiny_gemma3), *SMALL, "--shutdown-timeout", "200", is_group=True)
+    flags = (*SMALL, "--shutdown-timeout", "200")
+    server = Served(str(tiny_gemma3), *flags, is_group=True, has_standby=True)
     try:
         address = server.wait_for(r"mmjax serving tiny at (\S+)\n").group(1)
         pid = int(server.wait_for(r"engine process \(pid (\d+)\)").group(1))

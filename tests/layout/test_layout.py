@@ -55,7 +55,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_picture_passes_few_files_from_http_to_the_tower(trace: Path):
     """All that run meanwhile are counted, whether or not the picture is in their hands."""
     # Without a second engine process, which else loads while the picture is on its way.
-    server = Served(*FEW, "--precompile", "none", "--no-enable-standby-engine")
+    server = Served(*FEW, "--precompile", "none")
     try:
         address = server.wait_for(r"mmjax serving tiny_scenes at (\S+)\n").group(1)
         ask_about(address, Image.new("RGB", (320, 240), "red"))

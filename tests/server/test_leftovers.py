@@ -20,8 +20,8 @@ SHM = ("--mm-processor-cache-type", "shm", "--mm-processor-cache-gb", "0.01")
 def start(tiny_gemma3: Path) -> Iterator[Any]:
     servers: list[Wire] = []
 
-    def start(*argv: str) -> Wire:
-        servers.append(Wire(str(tiny_gemma3), *argv))
+    def start(*argv: str, **options: bool) -> Wire:
+        servers.append(Wire(str(tiny_gemma3), *argv, **options))
         return servers[-1]
 
     yield start
@@ -70,7 +70,7 @@ def test_segments_do_not_outlive_the_next_start(start: Any) -> None:
 
 
 def test_nothing_outlives_a_killed_server(start: Any) -> None:
-    wire = start()
+    wire = start(has_standby=True)
     ask(wire)
     children = psutil.Process(wire.served.process.pid).children(recursive=True)
     assert len(children) > 1

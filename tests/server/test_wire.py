@@ -31,8 +31,9 @@ PROMPTLY_S = 25.0
 class Wire:
     """P0 in a process, and the port that it listens on."""
 
-    def __init__(self, *argv: str, is_group: bool = False) -> None:
-        self.served = Served(*argv, module="tests.server.serve_echo", is_group=is_group)
+    def __init__(self, *argv: str, **options: bool) -> None:
+        """Start it with `options` of `Served`."""
+        self.served = Served(*argv, module="tests.server.serve_echo", **options)
         try:
             found = self.served.wait_for(r"mmjax serving \S+ at http://127\.0\.0\.1:(\d+)\n")
         except BaseException:
@@ -260,6 +261,7 @@ def test_what_all_processes_get_ends_the_server_quietly(own_wire: Any, number: i
         *("--trust-request-chat-template", "--media-decode-workers", "2", "--shutdown-timeout"),
         *("3000", "--max-model-len", "256"),
         is_group=True,
+        has_standby=True,
     )
     # Each process that a request may need has been started.
     picture = message_about(draw(30, 20, 1), "What color?")
@@ -269,7 +271,7 @@ def test_what_all_processes_get_ends_the_server_quietly(own_wire: Any, number: i
     assert wire.ask("POST", CHAT, {"messages": MESSAGES, "chat_template": "red"})[0] == 200
     server = psutil.Process(wire.served.process.pid)
     processes = server.children(recursive=True)
-    assert len(processes) >= 4, "P1, two decoders, and what reads grammars"
+    assert len(processes) >= 5, "P1, the next one, two decoders, and what reads grammars"
     for process in (server, *processes):
         process.send_signal(number)
     assert wire.served.process.wait(PROMPTLY_S) == 0
