@@ -43,7 +43,14 @@ FAR_CASES = [
     for kwargs in family.extra_kwargs
 ]
 NUM_IMAGES = [
-    pytest.param(family, kwargs, number, id=f"{name}-{'-'.join(kwargs) or 'plain'}-{number}")
+    pytest.param(
+        family,
+        kwargs,
+        number,
+        id=f"{name}-{'-'.join(kwargs) or 'plain'}-{number}",
+        # Kwargs are of pictures: by default beside one, and beside the most.
+        marks=pytest.mark.slow if kwargs and number not in (1, min(3, family.max_images)) else (),
+    )
     for name, family in FAMILIES.items()
     for kwargs in family.extra_kwargs
     for number in range(min(3, family.max_images) + 1)
@@ -182,7 +189,14 @@ def test_images_of_any_mode_are_hfs_of_the_image_on_white(family: Family):
         assert_tensors_equal(family, ours, hf.tensors)
 
 
-@pytest.mark.parametrize(("family", "kwargs"), CASES)
+@pytest.mark.parametrize(
+    ("family", "kwargs"),
+    # Kwargs are in `test_prompts_and_pixels_equal_hf`; words are the same code with and without.
+    [
+        pytest.param(*one.values, id=one.id, marks=pytest.mark.slow if one.values[1] else ())
+        for one in CASES
+    ],
+)
 @settings(
     max_examples=num_examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -222,8 +236,20 @@ def test_text_without_special_tokens_gives_the_same_on_every_path(family: Family
     assert_same(text, cached.apply(prompt, mm_data, tokenization_kwargs=plain))
 
 
-@pytest.mark.parametrize(("family", "kwargs"), FAR_CASES)
-@pytest.mark.parametrize("capacity", [0, 50_000, 2**26])
+@pytest.mark.parametrize(
+    ("family", "kwargs", "capacity"),
+    [
+        pytest.param(
+            *one.values,
+            capacity,
+            id=f"{capacity}-{one.id}",
+            # What a cache has room for is the same code with and without kwargs.
+            marks=(*one.marks, *([pytest.mark.slow] if one.values[1] and capacity < 2**26 else [])),
+        )
+        for capacity in (0, 50_000, 2**26)
+        for one in FAR_CASES
+    ],
+)
 def test_cold_warm_and_partly_warm_caches_agree(
     family: Family, kwargs: dict[str, Any], capacity: int
 ):
