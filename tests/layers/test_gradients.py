@@ -25,7 +25,13 @@ def attend_densely(query: Any, key: Any, value: Any, ids: Any) -> Any:
 @pytest.mark.parametrize(
     "lengths", [[7, 5], [300, 41, 280], [1, 512]], ids=["one block", "three blocks", "whole blocks"]
 )
-@pytest.mark.parametrize("is_shuffled", [False, True], ids=["ascending", "in any order"])
+@pytest.mark.parametrize(
+    "is_shuffled",
+    [
+        pytest.param(False, id="ascending", marks=pytest.mark.slow),
+        pytest.param(True, id="in any order"),
+    ],
+)
 def test_attention_within_segments(lengths: list[int], is_shuffled: bool):
     generator = np.random.default_rng(len(lengths))
     ids = np.repeat(np.arange(len(lengths)), lengths)

@@ -35,7 +35,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    # The others have all that the plain one has.
+    [pytest.param(one, marks=pytest.mark.slow if one == "plain" else ()) for one in CONFIGS],
+)
 def test_latents_and_codes_are_hfs(name: str):
     config = HFConfig(**{**TINY, **CONFIGS[name]})
     reference: Any = HFModel(config).eval()

@@ -51,13 +51,19 @@ def pack(clips: list[np.ndarray], size: int) -> dict[str, Any]:
     }
 
 
+CLIPPED: dict[str, Any] = {"use_clipped_linears": False, "gradient_clipping": 0.5}
+WIDE_CHUNKS: dict[str, Any] = {"attention_chunk_size": 6, "attention_context_left": 5}
+CAPPED: dict[str, Any] = {"attention_logit_cap": 1.5, "residual_weight": 0.3}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param({}, id="as published"),
-        pytest.param({"use_clipped_linears": False, "gradient_clipping": 0.5}, id="clipped"),
-        pytest.param({"attention_chunk_size": 6, "attention_context_left": 5}, id="wide chunks"),
-        pytest.param({"attention_logit_cap": 1.5, "residual_weight": 0.3}, id="capped"),
+        pytest.param(CLIPPED | WIDE_CHUNKS | CAPPED, id="all at once"),
+        pytest.param(CLIPPED, id="clipped", marks=pytest.mark.slow),
+        pytest.param(WIDE_CHUNKS, id="wide chunks", marks=pytest.mark.slow),
+        pytest.param(CAPPED, id="capped", marks=pytest.mark.slow),
     ],
 )
 def test_the_states_are_hfs(settings: dict[str, Any]):
