@@ -46,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
 """Two of whose layers read others' keys, and one whose keys are values; the assistant of the
 former computes the logits of some tokens alone, as published."""
 KIND = pytest.mark.parametrize("kind", KINDS)
+SMALL = pytest.mark.parametrize("kind", ["small", pytest.param("large", marks=pytest.mark.slow)])
+"""By default the other is in `test_right_guesses_are_all_accepted`."""
 NUM_BLOCKS = 16
 """So few that requests of PROMPTS are preempted."""
 PROMPTS: tuple[Parts, ...] = (
@@ -184,7 +186,7 @@ def requests_of(kind: str, **fields: Any) -> list[Any]:
         pytest.param({"num_blocks": None}, id="whole", marks=pytest.mark.slow),
     ],
 )
-@KIND
+@SMALL
 def test_it_guesses_as_hf_does(kind: str, settings: dict[str, Any]) -> None:
     """Behind text, pictures and videos, windows that end before a prompt's, and prefix hits."""
     core = start(kind, **settings)
@@ -205,15 +207,14 @@ def test_it_guesses_as_hf_does(kind: str, settings: dict[str, Any]) -> None:
     "settings",
     [
         pytest.param({}, id="one device"),
-        pytest.param(
-            {"size": 2, "num_blocks": 24}, id="two devices", marks=[pytest.mark.slow, TWO_DEVICES]
-        ),
-        pytest.param({"quantization": "int8"}, id="int8", marks=pytest.mark.slow),
-        pytest.param({"quantization": "int4"}, id="int4", marks=pytest.mark.slow),
-        pytest.param({"kv_offload_gb": 0.001}, id="offloaded", marks=pytest.mark.slow),
+        pytest.param({"size": 2, "num_blocks": 24}, id="two devices", marks=TWO_DEVICES),
+        pytest.param({"quantization": "int8"}, id="int8"),
+        pytest.param({"quantization": "int4"}, id="int4"),
+        pytest.param({"kv_offload_gb": 0.001}, id="offloaded"),
     ],
 )
-@pytest.mark.parametrize("kind", ["small", pytest.param("large", marks=pytest.mark.slow)])
+@pytest.mark.slow  # of greedy ones `test_a_failed_guess_and_sleep_leave_nothing_behind` says so
+@KIND
 def test_no_answer_changes(kind: str, settings: dict[str, Any]) -> None:
     core = start(kind, **settings)
     eager = Eager(core)
@@ -267,7 +268,7 @@ def test_mixed_requests_are_answered_as_alone(kind: str) -> None:
     compare_mixed(model(kind), 1, DRAFT, params_of(assistant), **draft)
 
 
-def test_a_failed_guess_and_sleep_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_guess_and_sleep_leave_nothing_behind() -> None:
     """Though the caches that it was lent are gone with the call that failed."""
     core = start("small")
     eager = Eager(core)
@@ -286,7 +287,8 @@ def test_a_failed_guess_and_sleep_leave_nothing_behind(monkeypatch: pytest.Monke
             raise RuntimeError("the device fails")
         return run(function, *args, **given)
 
-    monkeypatch.setattr(runner, "_compiled", Failing(runner._compiled, fail))
+    failing: Any = Failing(runner._compiled, fail)
+    runner._compiled = failing
     for request in requests_of("small", max_tokens=20):
         core.add_request(request)
     found = drain_through_failures(core)
