@@ -81,6 +81,7 @@ def test_vectors_are_hfs(states: list[np.ndarray]) -> None:
         np.testing.assert_allclose(embed(llm, PROMPTS), means, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow  # of the engine by default: `test_the_same_bits` in tests/engine/test_pooling.py
 def test_the_same_bits_whatever_is_beside() -> None:
     """In chunks of 7 and whole, one by one and at once, with cold and warm caches."""
     with open_llm() as llm:

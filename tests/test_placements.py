@@ -10,6 +10,10 @@ from mmjax import LLM, SamplingParams
 from mmjax.config.multimodal_config import ProcessorCacheType
 from tests.kit import IMAGE_START
 
+# By default `test_llm.py` asks for the same of an LRU that evicts and of shared memory, and
+# tests/frontend/test_drift.py of shared memory that evicts.
+pytestmark = pytest.mark.slow
+
 PICTURES = [Image.fromarray(np.full((20, 30, 3), 40 * i, np.uint8)) for i in range(4)]
 ROUNDS = [[0], [0, 1], [1, 0, 1], [2, 3, 0], [0, 1, 2]]
 """Which pictures each prompt shows; most came before."""
@@ -52,10 +56,10 @@ def uncached(tiny_gemma3: Path) -> list[list[int]]:
     ("kind", "size_gb"),
     [
         ("shm", 45_000 / 2**30),  # three pictures: one is evicted, and comes again
-        pytest.param("lru", 40_000 / 2**30, marks=pytest.mark.slow),
-        pytest.param("lru", 0.1, marks=pytest.mark.slow),
-        pytest.param("shm", 0.1, marks=pytest.mark.slow),
-        pytest.param("processor_only", 0.1, marks=pytest.mark.slow),
+        ("lru", 40_000 / 2**30),
+        ("lru", 0.1),
+        ("shm", 0.1),
+        ("processor_only", 0.1),
     ],
 )
 def test_a_cache_changes_no_answer(

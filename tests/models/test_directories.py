@@ -14,12 +14,10 @@ from tests.families.florence2 import fill as fill_florence2
 from tests.kit import draw
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-IN_DEFAULT_RUN = {"qwen2_5_vl"}
-"""The laws of arrays run for every family in any case, and `test_schedules.py` an engine."""
-CASES = [
-    pytest.param(family, id=name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-    for name, family in FAMILIES.items()
-]
+CASES = [pytest.param(family, id=name) for name, family in FAMILIES.items()]
+# By default the laws of arrays run for every family, the command in tests/parity/test_parity.py,
+# and directories as published are asked in `test_hf_answers.py`.
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -52,7 +50,6 @@ def test_the_parity_command_finds_no_difference(
     assert "parity: yes" in said.out
 
 
-@pytest.mark.slow  # 8 s a family; `test_array_laws.py` has engines over four devices
 @pytest.mark.parametrize("family", CASES)
 def test_four_devices_decode_as_one(family: Family, tmp_path: Path):
     path = family.write(tmp_path)

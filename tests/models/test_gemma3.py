@@ -88,7 +88,10 @@ def test_every_layout_of_a_directory_loads_to_the_same(
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("axes", [pytest.param((1, 4), marks=pytest.mark.slow), (2, 2)])
+# By default tests/test_llm_devices.py reads the same files onto a mesh of two axes, and
+# tests/engine/test_parallel.py has four devices.
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [(1, 4), (2, 2)])
 def test_a_model_over_a_mesh_says_what_hf_says(tiny_gemma3: Path, axes: tuple[int, int]):
     config = AutoConfig.from_pretrained(tiny_gemma3)
     _, abstract = build_abstract(Gemma3ForConditionalGeneration, config, dtype=jnp.float32)

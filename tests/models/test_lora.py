@@ -53,7 +53,8 @@ KINDS: dict[str, dict[str, Any]] = {
 OF_EVERY_FAMILY = ("bias", "embeddings", "head")
 """Which layers there are, and under which names; the others are of rules that no family changes."""
 LEAST_ALIKE = ("llava", "gemma3", "molmo2", "qwen2_vl", "qwen3_vl", "internvl")
-DEFAULT = {("llava", "text"), ("gemma3", "towers"), ("qwen2_vl", "towers"), ("internvl", "rank-1")}
+DEFAULT = {("gemma3", "towers"), ("qwen2_vl", "towers"), ("internvl", "rank-1")}
+"""Of the decoder alone, tests/checkpoints/test_italian.py asks PEFT, and `test_text_rules.py`."""
 CASES = [
     pytest.param(name, kind, marks=() if (name, kind) in DEFAULT else pytest.mark.slow)
     for name in NAMES

@@ -41,11 +41,12 @@ def answer(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[in
     return serve(core, requests)
 
 
+@pytest.mark.slow  # 18 s of compiling; by default an engine answers a conversation below
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("molmo_7b_d", {"max_num_batched_tokens": 7, "num_blocks": 15, "size": 2}),
-        pytest.param("molmo_7b_o", {}, marks=pytest.mark.slow),
+        ("molmo_7b_o", {}),
     ],
     ids=["chunks, preempted, two devices", "7b-o"],
 )
