@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,8 +78,10 @@ def test_chat_with_an_image():
     assert run("chat_with_an_image.py") == "red"
 
 
-def test_two_pictures():
-    assert run("two_pictures.py") == "second"
+def test_two_pictures(capsys: pytest.CaptureFixture[str]):
+    """In this process: JAX is loaded, and programs are those of other tests of the default."""
+    runpy.run_path(str(EXAMPLES / "two_pictures.py"), run_name="__main__")
+    assert capsys.readouterr().out.strip() == "second"
 
 
 def test_streaming_client():
