@@ -35,9 +35,9 @@ CONTENT = [START, *[SOFT] * (TOKENS_PER_ITEM - 4), END]
 
 
 SIZES = (500, 1000)
-TURNS = 15
+TURNS = 5
 MOST_TURNS = 150
-"""Alone on a machine 15 suffice; beside others they go on until each size had one turn alone."""
+"""Alone on a machine 5 suffice; beside others they go on until each size had one turn alone."""
 BOUND = 2.3
 
 

@@ -46,7 +46,7 @@ def renderer() -> Iterator[TemplateRenderer]:
 def test_CVE_2026_115911_bombs_end_and_the_others_are_served(
     make_server: MakeServer, source: str
 ) -> None:
-    server = make_server(trust_request_chat_template=True, chat_template_render_timeout_s=2.0)
+    server = make_server(trust_request_chat_template=True, chat_template_render_timeout_s=1.0)
 
     async def run() -> list[Any]:
         async with server.async_openai() as client:
