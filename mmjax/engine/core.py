@@ -710,15 +710,12 @@ class EngineCore:
         pool, info = self._runner.host_pool, self._scheduler.kv_cache.host_info
         if pool is None:
             return {}
-        files = {}
-        if pool.store is not None:
-            files = {
-                "kv_files_hits": pool.store.stats.hits,
-                "kv_files_misses": pool.store.stats.misses,
-                "kv_files_read_bytes": pool.store.stats.bytes_read,
-                "kv_files_written_bytes": pool.store.stats.bytes_written,
-            }
-        return files | {
+        files = pool.file_stats
+        return {
+            "kv_files_hits": files.hits,
+            "kv_files_misses": files.misses,
+            "kv_files_read_bytes": files.bytes_read,
+            "kv_files_written_bytes": files.bytes_written,
             "kv_offload_hits": info.hits,
             "kv_offload_queries": info.total,
             "kv_offload_copied_bytes": pool.copied_bytes,

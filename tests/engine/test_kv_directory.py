@@ -113,6 +113,7 @@ def test_new_weights_leave_the_directory(tmp_path: Path) -> None:
     core = start(tmp_path)
     assert serve(core, "a", 0)[1] == 88
     core.replace_weights(core.match_weights(core.params))
+    assert core.stats().kv_files_hits == 11, "a counter that begins again"
     num_files = len(files_of(tmp_path))
     assert serve(core, "b", 1)[1] == 0
     core.close()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from mmjax.cache.disk_store import DiskStore
+from mmjax.cache.disk_store import DiskStore, DiskStoreStats
 from mmjax.cache.kv.block_hash import BlockHash
 from mmjax.cache.kv.kv_cache_manager import BlockCopy, BlockSource
 from mmjax.engine.device.programs import Programs
@@ -51,6 +51,7 @@ class HostPool:
         `store`: of a directory, in which all that is copied is written; None: there is none.
         """
         self.store = store
+        self._file_stats = DiskStoreStats()
         self._programs, self.num_slots = programs, num_slots
         self._arrays = [
             np.empty((num_slots, *one.shape), one.dtype) for one in programs.describe_block()
@@ -106,7 +107,13 @@ class HostPool:
             while self._copies:
                 self._take(self._copies.popleft())
             self.store.close()
+            self._file_stats = self.store.stats
         self.store = None
+
+    @property
+    def file_stats(self) -> DiskStoreStats:
+        """What was read from the directory and written to it, also of one that was left."""
+        return self._file_stats if self.store is None else self.store.stats
 
     def _await_slots(self, slots: set[int]) -> None:
         """Wait for what is on its way to any of some slots."""
