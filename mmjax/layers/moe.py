@@ -6,6 +6,7 @@ DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); experts with biases as of gpt-oss
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from mmjax.layers.cpu.groups import (
     has_expert_kernel,
     order_rows,
     set_grouped,
+    split_inputs,
 )
 from mmjax.layers.cpu.product import group_product, has_group_kernel, is_small
 from mmjax.layers.linear import linear
@@ -222,7 +224,7 @@ class Experts(nnx.Module):
     def _on_tpu(
         self, x: Float[Array, "R D"], sizes: Int[Array, " E"], weights: ExpertWeights
     ) -> Float[Array, "R D"]:
-        return self._by_products(x, sizes, weights, tpu_group_product)
+        return self._by_products(x, sizes, weights, _tpu_product)
 
     def _by_products(
         self,
@@ -237,7 +239,6 @@ class Experts(nnx.Module):
             cuts_inputs = weight is weights.down_proj
             if isinstance(weight, Grouped):
                 rows = order_rows(rows, weight, sizes)
-                weight = dequantize(weight, rows.shape[1], rows.dtype)
             out = multiply(rows, weight, sizes, cuts_inputs=cuts_inputs)
             if bias is None:
                 return out
@@ -295,15 +296,39 @@ def _has_few_rows(x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> bool:
 
 
 def _ragged_product(
-    x: Float[Array, "R D"], weight: Float[Array, "E F D"], sizes: Int[Array, " E"], **_: bool
+    x: Float[Array, "R D"],
+    weight: Float[Array, "E F D"] | Grouped,
+    sizes: Int[Array, " E"],
+    **_: bool,
 ) -> Float[Array, "R F"]:
     """Return `x @ weight[e].T`, where e is a row's expert; XLA knows how its devices share it."""
+    if isinstance(weight, Grouped):
+        weight = dequantize(weight, x.shape[1], x.dtype)
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
     return jax.lax.ragged_dot_general(x, weight, sizes, dimensions)
+
+
+def _tpu_product(
+    x: Float[Array, "R D"],
+    weight: Float[Array, "E F D"] | Grouped,
+    sizes: Int[Array, " E"],
+    *,
+    cuts_inputs: bool,
+) -> Float[Array, "R F"]:
+    """Return `x @ weight[e].T`; of matrices in groups, those are made wide that have rows."""
+    multiply = partial(tpu_group_product, cuts_inputs=cuts_inputs)
+    if not isinstance(weight, Grouped):
+        return multiply(x, weight, sizes)
+    if len(x) < len(sizes):
+        used = jnp.argsort(sizes == 0)[: len(x)]  # stable: they stay in order
+        sizes, weight = sizes[used], jax.tree.map(lambda array: array[used], weight)
+        assert isinstance(weight, Grouped)
+    outs = [multiply(*part, sizes, dtype=jnp.float32) for part in split_inputs(x, weight)]
+    return reduce(jnp.add, outs).astype(x.dtype)
 
 
 def _each_tile(

@@ -24,13 +24,17 @@ from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.layers.attention.api import attention, choose_cache_type, span_variants
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.attention.metadata import PagedAttentionMetadata
+from mmjax.layers.cpu.groups import Layout
+from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract
 from mmjax.layers.moe import Experts
+from mmjax.layers.quantization import INT4, PackedLinear
 from tests.models.test_full_size import Checkpoint
 
 pytestmark = pytest.mark.slow
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 1024
+WIDE = (Layout(code="uint8", group_size=128), Layout(code="float8", group_size=128))
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +117,41 @@ def test_experts_are_not_copied(device: Any):
     sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
     call = jax.jit(lambda params, rows, sizes: nnx.merge(graph, params)(rows, sizes))
     assert compile_for(device, call, params, rows, sizes) < 2**24
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [INT4, Layout(code="uint4", group_size=128, has_zero=True), *WIDE],
+    ids=["int4", "AWQ", "GPTQ, 8 bits", "FP8 in blocks"],
+)
+@pytest.mark.parametrize("num_rows", [16, 512])
+def test_weights_in_groups_are_not_made_wide(layout: Layout, num_rows: int, device: Any):
+    """Qwen2.5-VL 7B's, 130 MiB in bfloat16."""
+
+    def build() -> PackedLinear:
+        linear = Linear(3584, 18944, use_bias=False, dtype=jnp.bfloat16)
+        return PackedLinear(linear, layout)
+
+    graph, params = nnx.split(nnx.eval_shape(build))
+    x = jax.ShapeDtypeStruct((num_rows, 3584), jnp.bfloat16)
+    call = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+    assert compile_for(device, call, params, x) < 2**22
+
+
+def test_one_half_of_a_matrix_of_experts_in_4_bits_is_made_wide(device: Any):
+    """Qwen3-VL-30B-A3B's: 192 MiB of 1.1 GiB."""
+
+    def build() -> Experts:
+        experts = Experts(128, 2048, 768, activation="silu", dtype=jnp.bfloat16)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            experts.pack(name, INT4)
+        return experts
+
+    graph, params = nnx.split(nnx.eval_shape(build))
+    rows = jax.ShapeDtypeStruct((128, 2048), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
+    call = jax.jit(lambda params, rows, sizes: nnx.merge(graph, params)(rows, sizes))
+    assert compile_for(device, call, params, rows, sizes) < 2**28
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,11 @@
 """The kernels in C++: what they compute, on every instruction set that this machine has."""
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -10,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmjax.layers import moe
 from mmjax.layers.cpu import build, dispatch
 from mmjax.layers.cpu.groups import (
     ORDER,
@@ -20,6 +25,8 @@ from mmjax.layers.cpu.groups import (
     Layout,
     dequantize,
     grouped_product,
+    order_rows,
+    split_inputs,
 )
 from mmjax.layers.cpu.library import SOURCES, find_kernels, library_path
 from mmjax.layers.cpu.product import (
@@ -38,6 +45,7 @@ from mmjax.layers.rope import (
     inverse_frequencies,
     rotary_angles,
 )
+from mmjax.layers.tpu.groups import tpu_group_product
 
 SHAPES = [(512, 1024), (1280, 640), (1281, 640), (262, 1031), (300, 1000)]
 
@@ -246,6 +254,64 @@ def test_experts_in_groups_are_the_numbers_that_they_stand_for(
     # Gradients are of the form for other platforms.
     ragged, _ = jax.jvp(lambda x: packed(x, sizes), (x,), (x,))
     np.testing.assert_allclose(ragged, expected, **close)
+
+
+@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
+@pytest.mark.parametrize("width", [640, 1000])
+def test_on_tpus_inputs_move_and_numbers_stay_the_same(layout: Layout, width: int) -> None:
+    weight = draw_groups(replace(layout, has_order=False), 48, width)
+
+    @jax.jit
+    def multiply(x: jax.Array, weight: Grouped) -> jax.Array:
+        parts = split_inputs(x, weight)
+        return jnp.stack([part @ numbers.T for part, numbers in parts]).sum(0)
+
+    expected = dequantize(weight, width, jnp.float32).T
+    np.testing.assert_array_equal(multiply(jnp.eye(width), weight), expected)
+
+
+def test_no_product_on_tpus_moves_weights_in_groups() -> None:
+    """Which copied the matrix several times, in float32, by what libtpu compiles."""
+    weight = draw_groups(GROUPS[1], 512, 1024)
+    for rows in (2, 64):
+        x = jnp.ones((rows, 1024), jnp.bfloat16)
+        text = jax.jit(grouped_product).trace(x, weight).lower(lowering_platforms=("tpu",))
+        shapes = re.findall(r"tensor<([\dx]+)xf32>", text.as_text())
+        assert f"512x{1024 // 2}" in shapes, "numbers of half a matrix"
+        assert not [one for one in shapes if one.startswith("512x") and one.count("x") > 1]
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
+def test_on_tpus_the_experts_that_have_rows_are_made_wide(
+    layout: Layout, num_devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows have few of them; of devices, each has its part of all."""
+    monkeypatch.setattr(moe, "tpu_group_product", partial(tpu_group_product, interpret=True))
+    weight = draw_groups(layout, 8, 256, 512)
+    sizes = jnp.asarray([0, 3, 0, 0, 1, 2, 0, 0], jnp.int32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 512)), jnp.float32)
+    expected = moe._ragged_product(order_rows(x, weight, sizes), weight, sizes)
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
+    of_outputs = NamedSharding(mesh, PartitionSpec(None, "model"))
+    if num_devices > 1:
+        order = weight.order
+        weight = jax.device_put(replace(weight, order=None), of_outputs)
+        weight = replace(weight, order=order)
+        x, sizes = jax.device_put((x, sizes), NamedSharding(mesh, PartitionSpec()))
+
+    @jax.jit
+    def compute(x: jax.Array, weight: Grouped, sizes: jax.Array) -> jax.Array:
+        rows = order_rows(x, weight, sizes)
+        return moe._tpu_product(rows, weight, sizes, cuts_inputs=False)
+
+    out = compute(x, weight, sizes)
+    np.testing.assert_allclose(out, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+    text = compute.lower(x, weight, sizes).as_text()
+    assert "tensor<8x256x512xf32>" not in text
+    # Devices would send each other the scales of halves.
+    has_halves = layout.code == "uint4" and num_devices == 1
+    assert f"tensor<6x256x{256 if has_halves else 512}xf32>" in text
 
 
 def test_without_kernels_a_head_is_multiplied_in_two_terms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ A number is `(code - zero) * scale`, with a scale, and maybe a zero, of each out
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -144,15 +144,16 @@ def grouped_product(x: Float[Array, "T D"], weight: Grouped) -> Float[Array, "T 
     """Return `x @ weight.T` in float32, without making the whole matrix where rows are few."""
     if weight.order is not None:
         x = x[:, weight.order]
+    forms: dict[str, Any] = {"cpu": _by_xla, "default": _by_xla, "tpu": _on_tpu}
+    kernel = _by_xla
     is_large = weight.codes.shape[0] * x.shape[1] >= MIN_WEIGHT_SIZE
     if is_large and 0 < x.shape[0] <= MAX_FEW_ROWS and has_expert_kernel(x):
-        gpu = _by_xla
+        kernel = _by_kernel
         if takes(x, weight.layout.code):
-            gpu = _by_triton
+            forms["gpu"] = _by_triton
         elif _can_sum_groups(x, weight):
-            gpu = _by_group_sums
-        return by_platform(x, weight, kernel=_by_kernel, cpu=_by_xla, default=_by_xla, gpu=gpu)
-    return _by_xla(x, weight)
+            forms["gpu"] = _by_group_sums
+    return by_platform(x, weight, kernel=kernel, **forms)
 
 
 def has_expert_kernel(x: Any) -> bool:
@@ -180,6 +181,68 @@ def order_rows(
 def _by_xla(x: Array, weight: Grouped) -> Array:
     whole = dequantize(weight, x.shape[1], x.dtype)
     return product(x, whole, jnp.dtype(jnp.float32))
+
+
+def _on_tpu(x: Array, weight: Grouped) -> Array:
+    float32 = jnp.dtype(jnp.float32)
+    return reduce(jnp.add, [product(*part, float32) for part in split_inputs(x, weight)])
+
+
+def split_inputs(
+    x: Float[Array, "R D"], weight: Grouped
+) -> list[tuple[Float[Array, "R _part"], Float[Array, "*lead F _part"]]]:
+    """Return parts of the inputs with their weights' numbers, whose products are to be added.
+
+    For one TPU, where a number that changes its place in a row copies the matrix, in float32:
+    inputs move in place of codes, and scales spread over their groups as products, which XLA
+    computes as it reads codes.
+    """
+    layout, codes = weight.layout, weight.codes
+    if not jax.typeof(codes).sharding.mesh.empty:
+        # Devices that share the inputs would send each other their groups' scales.
+        return [(x, dequantize(weight, x.shape[1], x.dtype))]
+    size = layout.group_size or x.shape[1]
+    places = jnp.arange(codes.shape[-1], dtype=jnp.int32)
+    if layout.code == "uint4":
+        half = PACK // 2
+        padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % PACK)))
+        halves = padded.reshape(len(x), -1, 2, half)
+        first = places // half * PACK + places % half
+        inputs = [halves[:, :, number].reshape(len(x), -1) for number in (0, 1)]
+        parts = zip(inputs, (codes & 15, codes >> 4), (first, first + half), strict=True)
+    else:
+        parts = zip((x,), (codes,), (places,), strict=True)
+    split = []
+    for part, part_codes, part_places in parts:
+        groups = part_places // size
+        numbers = part_codes.astype(jnp.float32)
+        if weight.zero is not None:
+            numbers = numbers - _spread(weight.zero, groups).astype(jnp.float32)
+        elif layout.code in _MIDDLES:
+            numbers = numbers - _MIDDLES[layout.code]
+        split.append(
+            (part, (numbers * _spread(weight.scale, groups).astype(jnp.float32)).astype(x.dtype))
+        )
+    return split
+
+
+def _spread(array: Array, groups: Int32[Array, " _part"]) -> Float[Array, "*lead F _parts"]:
+    """Return each input's number of `array`, exactly, by a product with ones and zeros."""
+    if array.shape[-1] == 1:
+        return array.astype(jnp.float32)
+    terms = [array.astype(jnp.bfloat16)]
+    if array.dtype == jnp.float32:
+        # Three times 8 bits of 24. Without `reduce_precision`, XLA leaves out what is rounded.
+        terms, rest = [], array
+        for _ in range(3):
+            term = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+            terms.append(term.astype(jnp.bfloat16))
+            rest = rest - term
+    is_of_group = jnp.arange(array.shape[-1], dtype=jnp.int32)[:, None] == groups[None, :]
+    ones = jnp.concatenate([is_of_group.astype(jnp.bfloat16)] * len(terms))
+    numbers, contracted = jnp.concatenate(terms, axis=-1), (((array.ndim - 1,), (0,)), ((), ()))
+    dtype = jnp.float32 if len(terms) > 1 else jnp.bfloat16
+    return jax.lax.dot_general(numbers, ones, contracted, preferred_element_type=dtype)
 
 
 def _by_triton(x: Array, weight: Grouped) -> Array:

@@ -1,6 +1,7 @@
 """Products of groups of rows with a matrix each, by JAX's kernel for TPUs, one or several."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +37,16 @@ def tpu_group_product(
     sizes: Int[Array, " E"],
     *,
     cuts_inputs: bool,
+    dtype: Any = None,
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
     """Return `x @ weight[e].T`: rows stand by e, `sizes` rows of each; behind them stands anything.
 
     XLA's `ragged_dot` copies all matrices to transpose them, in every step. `cuts_inputs`: whether
-    devices share the inputs, else the outputs. `interpret`: as in `gpu_attention`.
+    devices share the inputs, else the outputs. `dtype`: of what is returned; None: the inputs'.
+    `interpret`: as in `gpu_attention`.
     """
-    multiply = partial(_multiply, interpret=interpret)
+    multiply = partial(_multiply, dtype=dtype or x.dtype, interpret=interpret)
     mesh = jax.typeof(weight).sharding.mesh
     if mesh.empty:
         return multiply(x, weight, sizes)
@@ -70,7 +73,7 @@ def tpu_group_product(
     )(x, weight, sizes)
 
 
-def _multiply(x: Array, weight: Array, sizes: Array, *, interpret: bool) -> Array:
+def _multiply(x: Array, weight: Array, sizes: Array, *, dtype: Any, interpret: bool) -> Array:
     # Imported here: pallas is not needed elsewhere.
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
@@ -80,7 +83,7 @@ def _multiply(x: Array, weight: Array, sizes: Array, *, interpret: bool) -> Arra
     lies_by_inputs = _lies_by_inputs(*weight.shape[1:])
     matrices = weight.swapaxes(1, 2) if lies_by_inputs else weight
     options = (tiles, None, None, not lies_by_inputs, interpret)
-    return gmm(padded, matrices, sizes, x.dtype, *options)[:num_rows]
+    return gmm(padded, matrices, sizes, dtype, *options)[:num_rows]
 
 
 def _lies_by_inputs(num_outputs: int, width: int) -> bool:
