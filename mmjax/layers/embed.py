@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.layers.cpu.product import product
 from mmjax.layers.lora import EmbedLoRA
+from mmjax.layers.tpu.rows import read_rows
 
 
 class Embed(nnx.Module):
@@ -28,7 +29,7 @@ class Embed(nnx.Module):
 
     def read_rows(self, known: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Return what stands for ids that the table has."""
-        return self.weight[...].at[known].get(mode="promise_in_bounds")
+        return read_rows(self.weight[...], known)
 
     def project(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Return `hidden_states @ weight.T`, accumulated and returned in float32."""

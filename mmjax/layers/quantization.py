@@ -27,6 +27,7 @@ from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.moe import Experts
+from mmjax.layers.tpu.rows import read_rows
 from mmjax.rounding import LEAST_SCALE, MAX_INT8, quantize_rows
 
 INT4 = Layout(code="uint4", group_size=32, scale_dtype="bfloat16")
@@ -118,10 +119,8 @@ class Int8Embed(Embed):
 
     def read_rows(self, known: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Return what stands for ids that the table has."""
-        codes, scale = (
-            array[...].at[known].get(mode="promise_in_bounds").astype(jnp.float32)
-            for array in (self.weight, self.weight_scale)
-        )
+        codes = read_rows(self.weight[...], known).astype(jnp.float32)
+        scale = self.weight_scale[...].at[known].get(mode="promise_in_bounds")
         return (codes * scale[:, None]).astype(self.dtype)
 
     def project(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:

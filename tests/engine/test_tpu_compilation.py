@@ -25,6 +25,7 @@ from mmjax.layers.attention.api import attention, choose_cache_type, span_varian
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.attention.metadata import PagedAttentionMetadata
 from mmjax.layers.cpu.groups import Layout
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract
 from mmjax.layers.moe import Experts
@@ -106,6 +107,22 @@ def test_attention_never_copies_its_cache(
     call = jax.jit(step, donate_argnums=0)
     used = compile_for(device, call, cache, query, key, key, metadata, given)
     assert used < count_bytes(cache) / 4
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width"), [(201_088, 2880), (49_280, 960)], ids=["gpt-oss", "SmolVLM 500M"]
+)
+def test_tables_are_not_copied(num_rows: int, width: int, device: Any):
+    """1.1 GiB, and 90 MiB: rows are read from, and logits made of, one table."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: Embed(num_rows, width, dtype=jnp.bfloat16)))
+
+    @jax.jit
+    def call(params: Any, ids: Any) -> Any:
+        embed = nnx.merge(graph, params)
+        return embed.project(embed(ids))
+
+    ids = jax.ShapeDtypeStruct((16,), jnp.int32)
+    assert compile_for(device, call, params, ids) < 2**22
 
 
 def test_experts_are_not_copied(device: Any):

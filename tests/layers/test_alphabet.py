@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers.activations import ACT2FN
 
 from mmjax.errors import CheckpointError
@@ -25,6 +26,7 @@ from mmjax.layers.rope import (
     multimodal_angles,
     rotary_angles,
 )
+from mmjax.layers.tpu.rows import _read_sides, read_rows
 from mmjax.layers.vision import PatchEmbedding
 
 F32 = jnp.float32
@@ -75,6 +77,28 @@ def test_embed_reads_row_zero_outside_its_table():
     ids = np.array([4, 0, 5, 1000, -1, 2], np.int32)
     ours = apply(lambda: Embed(5, 4, dtype=F32), {"weight": table}, ids)
     np.testing.assert_array_equal(ours, table[[4, 0, 0, 0, 0, 2]])
+
+
+@pytest.mark.parametrize(("num_rows", "dtype"), [(300, F32), (256, jnp.int8), (5, jnp.bfloat16)])
+def test_tpus_read_rows_that_lie_side_by_side(num_rows: int, dtype: Any):
+    table = jnp.asarray(draw(num_rows, 24) * 40, dtype)
+    ids = jnp.asarray([0, num_rows - 1, 3, num_rows // 2, num_rows - 2], jnp.int32)
+    np.testing.assert_array_equal(_read_sides(table, ids), table[ids])
+
+
+@pytest.mark.parametrize(
+    ("width", "num_devices", "is_loop"), [(576, 1, True), (512, 1, False), (576, 2, False)]
+)
+def test_a_tpu_copies_no_table_to_read_a_few_rows(width: int, num_devices: int, is_loop: bool):
+    """By what libtpu compiles: of 576 inputs, it keeps the columns of a table together."""
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
+    by_rows = NamedSharding(mesh, PartitionSpec("model")) if num_devices > 1 else None
+    table = jax.ShapeDtypeStruct((1024, width), jnp.bfloat16, sharding=by_rows)
+    ids = jax.ShapeDtypeStruct((16,), jnp.int32)
+    traced = jax.jit(read_rows).trace(table, ids)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("stablehlo.while" in text) == is_loop
+    assert ("stablehlo.gather" in text) != is_loop
 
 
 def test_logits_are_float32_whatever_comes_in():

@@ -12,7 +12,7 @@ from mmjax.rounding import round_up
 
 _ROWS, _ROW_STEP = 128, 16
 """Rows that the kernel multiplies at once: many, and a multiple of what a register holds."""
-_SUBLANES, _LANES = 8, 128
+_SUBLANES, LANES = 8, 128
 _MAX_WIDTH = 4096
 """Inputs that it adds up at once."""
 _MATRIX_BYTES = 4 * 2**20
@@ -25,9 +25,9 @@ def choose_tiles(num_rows: int, width: int, num_outputs: int, itemsize: int) -> 
     rows = min(_ROWS, round_up(num_rows, _ROW_STEP))
     if width > _MAX_WIDTH:
         # What does not divide the width is masked, which takes time.
-        divisors = (size for size in range(_MAX_WIDTH, 0, -_LANES) if width % size == 0)
+        divisors = (size for size in range(_MAX_WIDTH, 0, -LANES) if width % size == 0)
         width = next(divisors, _MAX_WIDTH)
-    outputs = max(_LANES, _MATRIX_BYTES // (width * itemsize) // _LANES * _LANES)
+    outputs = max(LANES, _MATRIX_BYTES // (width * itemsize) // LANES * LANES)
     return rows, width, min(outputs, _MAX_OUTPUTS, num_outputs)
 
 
@@ -80,13 +80,13 @@ def _multiply(x: Array, weight: Array, sizes: Array, *, dtype: Any, interpret: b
     num_rows = len(x)
     tiles = choose_tiles(num_rows, x.shape[1], weight.shape[1], weight.dtype.itemsize)
     padded = jnp.pad(x, ((0, -num_rows % tiles[0]), (0, 0)))
-    lies_by_inputs = _lies_by_inputs(*weight.shape[1:])
-    matrices = weight.swapaxes(1, 2) if lies_by_inputs else weight
-    options = (tiles, None, None, not lies_by_inputs, interpret)
+    is_by_inputs = lies_by_inputs(*weight.shape[1:])
+    matrices = weight.swapaxes(1, 2) if is_by_inputs else weight
+    options = (tiles, None, None, not is_by_inputs, interpret)
     return gmm(padded, matrices, sizes, dtype, *options)[:num_rows]
 
 
-def _lies_by_inputs(num_outputs: int, width: int) -> bool:
+def lies_by_inputs(num_outputs: int, width: int) -> bool:
     """Return whether a TPU keeps each input's weights together: where that takes less padding."""
-    by_inputs = round_up(width, _SUBLANES) * round_up(num_outputs, _LANES)
-    return by_inputs < round_up(num_outputs, _SUBLANES) * round_up(width, _LANES)
+    by_inputs = round_up(width, _SUBLANES) * round_up(num_outputs, LANES)
+    return by_inputs < round_up(num_outputs, _SUBLANES) * round_up(width, LANES)
