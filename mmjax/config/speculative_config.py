@@ -6,7 +6,7 @@ from typing import Any
 
 from mmjax.errors import ConfigError
 
-METHODS = ("ngram", "draft_model", "mtp")
+METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 MAX_GUESSED = 15
 """Tokens that are guessed at once, at most: with the one before them they are the rows that the
 CPU's kernels multiply in one order of sums (docs/determinism.md)."""
@@ -17,6 +17,7 @@ _NAMES_OF = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model", "revision"),
     "mtp": ("model", "revision"),
+    "eagle3": ("model", "revision"),
 }
 """The fields that not all methods have."""
 
@@ -28,7 +29,8 @@ class SpeculativeConfig:
     method: str
     """ngram: what came behind the last tokens where they stood before; draft_model: what a smaller
     model of the same family answers; mtp: what a layer of the checkpoint predicts, or of another
-    checkpoint that was trained with it."""
+    checkpoint that was trained with it; eagle3: what such a one predicts of several layers'
+    states."""
     num_speculative_tokens: int
     """Tokens that are guessed at once, at most."""
     prompt_lookup_max: int = 0
@@ -53,7 +55,7 @@ class SpeculativeConfig:
         if method not in METHODS:
             raise ConfigError(
                 f"`speculative_config` has {method!r} as its `method`; give 'ngram', "
-                "'draft_model' with a `model`, or 'mtp'"
+                "'draft_model' or 'eagle3' with a `model`, or 'mtp'"
             )
         _check_names(given, method, [one.name for one in fields(cls)])
         number = _number(given, "num_speculative_tokens", MAX_GUESSED)
@@ -64,7 +66,7 @@ class SpeculativeConfig:
             )
         if method == "ngram":
             return cls(method=method, num_speculative_tokens=number, **_parse_ngram(given))
-        names_one = method == "draft_model" or given.get("model") is not None
+        names_one = method in ("draft_model", "eagle3") or given.get("model") is not None
         own = _parse_draft(given) if names_one else {}
         return cls(method=method, num_speculative_tokens=number, **own)
 
@@ -104,7 +106,7 @@ def _parse_draft(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"`speculative_config` has {value!r} as `{name}`; give "
                 + {
                     "model": "the directory or hub id of a smaller model of the same family, or "
-                    "of an assistant",
+                    "of an assistant, or of an EAGLE-3 head",
                     "revision": "a branch, tag or commit",
                 }[name]
             )

@@ -16,6 +16,7 @@ from mmjax.layers.cpu.library import report_kernels
 from mmjax.layers.cpu.product import prefers_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params, unflatten_params
 from mmjax.layers.quantization import Layouts, quantize_params
+from mmjax.models.eagle3.model import is_eagle3, read_tapped_layers
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.model_source import resolve_model, stored_dtype
 from mmjax.models.registry import load_model_class
@@ -66,6 +67,9 @@ def describe_model(
     cache = config.cache
     has_towers = not cache.encoder_workers or cache.keep_encoder
     options: dict[str, Any] = {"dtype": dtype, "has_towers": has_towers}
+    if config.draft is not None and is_eagle3(config.draft):
+        text_config = config.model.hf_config.get_text_config()
+        options["tapped_layers"] = read_tapped_layers(config.draft.hf_config, text_config)
     graphdef, abstract = build_abstract(build_model, *parts, **options)
     model = bind(graphdef, abstract)
     adapted = _make_room(config, model, parts, options)

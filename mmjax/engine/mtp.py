@@ -2,7 +2,8 @@
 
 It reads the states that the engine's steps leave, which are kept by slot, and has the tables of
 tokens and of items, and the head, from the engine's model. An assistant (`Gemma4Assistant`) has a
-checkpoint and a head of its own, and reads the engine's KV cache in place of keys.
+checkpoint and a head of its own, and reads the engine's KV cache in place of keys. So has an
+EAGLE-3 head (`Eagle3Head`), which reads states of several layers.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from mmjax.engine.scheduling.outputs import ScheduledRequest, SchedulerOutput, W
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import ConfigError
 from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
+from mmjax.models.eagle3.model import ARCHITECTURES, check_sizes
 from mmjax.models.host_inputs import Sees
 from mmjax.weights.files.safetensors import is_snapshot
 from mmjax.weights.sharding import Device
@@ -55,11 +57,15 @@ class MtpRunner(DraftRunner):
     def make_arrays(self) -> None:
         """Allocate the cache, and compile what keeps states: no step will."""
         super().make_arrays()
-        self._pool.delete()
-        self._pool = self._placement.put(np.zeros((0, 1), np.float32))
+        self._make_pool()
         for size in self._keep_sizes:
             for hidden in (self.hidden, self._engine.hidden):
                 self._call_keep(hidden, self._empty_keep(size))
+
+    def _make_pool(self) -> None:
+        """Drop the own one: the engine's is read."""
+        self._pool.delete()
+        self._pool = self._placement.put(np.zeros((0, 1), np.float32))
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
         """Encode nothing."""
@@ -117,6 +123,35 @@ class MtpRunner(DraftRunner):
         packed = np.zeros((3, size), np.int32)
         packed[1] = self._num_blocks
         return packed
+
+
+class Eagle3Runner(MtpRunner):
+    """Runs a head that reads states of several layers, and of the items their placeholders."""
+
+    @property
+    def pool(self) -> Array:
+        """Rows of nothing, as wide as its embeddings: the engine's may be wider."""
+        return self._pool
+
+    def _make_pool(self) -> None:
+        """Keep the one that is allocated."""
+
+    def _call_keep(self, hidden: Array, packed: np.ndarray) -> None:
+        if hidden is self.hidden:
+            super()._call_keep(hidden, packed)
+            return
+        own = flatten_params(self.params)
+        kv_cache = self._programs.join_states(
+            params={name: own[name] for name in own if name.startswith(_JOINING)},
+            kv_cache=self._state.kv_cache,
+            hidden=hidden,
+            packed=self._placement.put(packed),
+        )
+        self._state = self._state._replace(kv_cache=kv_cache)
+
+
+_JOINING = ("language_model.fc.", "language_model.input_norm.")
+"""How names of the parameters begin that `Eagle3TextModel.join_states` reads."""
 
 
 class AssistantRunner(MtpRunner):
@@ -196,6 +231,19 @@ def check_mtp(config: EngineConfig, model_class: Any, *, sees: Sees) -> None:
         )
 
 
+def check_eagle3(config: EngineConfig, model: LoadedModel) -> None:
+    """Raise ConfigError where an EAGLE-3 head cannot guess, CheckpointError for another model's."""
+    draft, text = config.draft, bind(model.graphdef, model.params).language_model
+    assert draft is not None, "there is no head"
+    if config.parallel.num_processes > 1:
+        raise ConfigError(
+            f"`speculative_config` names the EAGLE-3 head `{draft.model}`, which cannot guess "
+            f"here: the model is sharded over {config.parallel.num_processes} processes. The "
+            "method 'ngram' can"
+        )
+    check_sizes(draft.hf_config, text.embed_tokens.weight.shape)
+
+
 def load_beside(
     config: EngineConfig,
     layer_class: Any,
@@ -227,8 +275,13 @@ def is_assistant(config: EngineConfig, model_class: Any) -> bool:
 
     Raises ConfigError where it must be one and is not, and where none is served.
     """
-    draft = config.draft
+    draft, method = config.draft, config.speculation and config.speculation.method
     assert draft is not None, "there is no draft model"
+    if method == "eagle3":
+        raise ConfigError(
+            f"`speculative_config` has 'eagle3' as its `method`, and `{draft.model}` is a "
+            f"`{draft.architecture}`; give an EAGLE-3 head: mmjax knows {', '.join(ARCHITECTURES)}"
+        )
     if draft.architecture in model_class.assistant_architectures:
         if config.parallel.num_processes > 1:
             raise ConfigError(
@@ -237,7 +290,7 @@ def is_assistant(config: EngineConfig, model_class: Any) -> bool:
                 "method 'ngram' can"
             )
         return True
-    if config.speculation is not None and config.speculation.method == "mtp":
+    if method == "mtp":
         known = ", ".join(f"`{one}`" for one in model_class.assistant_architectures) or "none"
         raise ConfigError(
             f"`speculative_config` has 'mtp' as its `method`, and `{draft.model}` is a "

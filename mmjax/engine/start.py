@@ -54,7 +54,9 @@ from mmjax.engine.model import (
 )
 from mmjax.engine.mtp import (
     AssistantRunner,
+    Eagle3Runner,
     MtpRunner,
+    check_eagle3,
     check_mtp,
     find_lent,
     find_shared,
@@ -78,6 +80,7 @@ from mmjax.layers.module import (
     unflatten_params,
 )
 from mmjax.layers.recurrent.chunks import CHUNK
+from mmjax.models.eagle3.model import Eagle3Head, is_eagle3
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
 from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger, reporting
@@ -249,6 +252,12 @@ def _load_draft(
     if config.draft is None:
         return None
     own = make_draft_config(config, config.draft)
+    if is_eagle3(config.draft):
+        check_eagle3(config, model)
+        # The table of tokens is the model's.
+        named = replace(own.model, dtype=jnp.dtype(programs.dtype).name)
+        layer = load_beside(replace(own, model=named), Eagle3Head, model, params, devices)
+        return _plan_beside(own, layer, plan._replace(sees="past", num_encoder_rows=1))
     if is_assistant(config, model.model_class):
         layer = load_beside(own, model.model_class.assistant_class, model, params, devices)
         lent, own_plan = find_lent(layer, model), plan._replace(sees="past")
@@ -283,7 +292,8 @@ def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> Dra
     options: dict[str, Any] = {"num_blocks": num_blocks, "has_spans": plan.sees != "past"}
     make: Any = DraftRunner
     if programs.shared:
-        make, options = MtpRunner, {"num_blocks": num_blocks, "engine": engine}
+        make = Eagle3Runner if model.model_class is Eagle3Head else MtpRunner
+        options = {"num_blocks": num_blocks, "engine": engine}
     if lent:
         make, options = AssistantRunner, {**options, "lent": lent}
     own = {n: leaf for n, leaf in flatten_params(model.params).items() if n not in programs.shared}

@@ -345,7 +345,7 @@ class Gemma4TextModel(Decoder):
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
         token_ids: Int[Array, " T"] | None = None,
-    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+    ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
         """As of `Decoder`."""
         parts: Sequence[Array | None] = [None] * len(self.layers)
         if token_ids is not None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ from mmjax.layers.decoder import (
     ScaledQueryAttention,
     read_kept_states,
 )
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.module import call_block
@@ -516,6 +517,92 @@ class MtpTextModel(LlamaTextModel):
         assert self.norm is not None, "the layer has no norm"
         x, cache = call_block(self.layers[-1], x, angles, cache, metadata)
         return self.norm(x), (cache, kept)
+
+
+class Eagle3Config(NamedTuple):
+    """What a head's config.json says beside its layer's keys."""
+
+    target_width: int
+    """Of the states that it reads."""
+    num_tapped: int
+    """Layers of the decoder whose inputs it reads."""
+    draft_vocab_size: int
+    """Tokens that it can guess."""
+    norm_before_residual: bool
+    norm_before_fc: bool
+
+
+class Eagle3TextModel(LlamaTextModel):
+    """One layer that guesses, of a token's embedding and several states of the token before.
+
+    EAGLE-3 (arXiv 2503.01840, section 3.1), as vLLM's `llama_eagle3.py` computes it. `fc` joins the
+    states as they are kept (`join_states`); behind a guess what the layer gives is read in their
+    place, before its norm. The table of tokens is the decoder's, unscaled; where a picture's
+    embedding stands the layer reads its placeholder's, as the published heads were trained. The
+    head has the logits of some tokens, and `d2t` says how far behind its number each one's id is.
+    """
+
+    reads_token_ids = True
+
+    def __init__(self, config: LlamaConfig, own: Eagle3Config, *, dtype: Any) -> None:
+        super().__init__(config, is_tied=False, dtype=dtype)
+        width = config.hidden_size
+        attention = self._layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(attention, name).weight.shape[0]
+            options = {"use_bias": config.has_qkv_bias, "dtype": dtype}
+            setattr(attention, name, Linear(2 * width, rows, **options))
+        self.hidden_norm = _build_norm(config, width, dtype=dtype)
+        joined = own.num_tapped * own.target_width
+        self.input_norm = _build_norm(config, joined, dtype=dtype) if own.norm_before_fc else None
+        self.fc = Linear(joined, width, use_bias=False, dtype=dtype)
+        self.lm_head = Embed(own.draft_vocab_size, width, dtype=dtype)
+        self.has_map = own.draft_vocab_size != config.vocab_size
+        if self.has_map:
+            self.d2t = nnx.Param(jnp.zeros((own.draft_vocab_size,), jnp.int32))
+        self.norm_before_residual = own.norm_before_residual
+        self.kv_cache_spec = replace(self.kv_cache_spec, kept_width=width)
+
+    @property
+    def _layer(self) -> Any:
+        return self.layers[0]
+
+    def join_states(self, states: Float[Array, "T _wide"]) -> Float[Array, "T D"]:
+        """Return what is read of the decoder's states, which `Decoder.tap` has set."""
+        tapped = states[:, -self.fc.weight.shape[1] :]
+        return self.fc(tapped if self.input_norm is None else self.input_norm(tapped))
+
+    def __call__(
+        self,
+        inputs_embeds: Float[Array, "T D"],
+        positions: Int[Array, "3 T"],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+        token_ids: Int[Array, " T"] | None = None,
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """Return the layer's states without their norm; `positions` are of the tokens before."""
+        assert token_ids is not None, "it looks up the tokens itself"
+        (cache,), kept, states = read_kept_states(kv_cache, metadata)
+        layer, (angles,) = self._layer, self.layer_inputs(positions)
+        normed = self.hidden_norm(states)
+        x = normed if self.norm_before_residual else states
+        with jax.named_scope("attn"):
+            embeds = layer.input_layernorm(self.embed_tokens(token_ids))
+            joined = jnp.concatenate([embeds, normed], axis=-1)
+            out, cache = layer.self_attn(joined, angles, cache, metadata)
+            x = x + out
+        with jax.named_scope("mlp"):
+            return x + layer.mlp(layer.post_attention_layernorm(x)), (cache, kept)
+
+    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Project onto the tokens that it can guess; others have none."""
+        assert self.norm is not None, "the layer has no norm"
+        logits = super().compute_logits(self.norm(hidden_states))
+        if not self.has_map:
+            return logits
+        ids = jnp.arange(logits.shape[1]) + self.d2t[...]
+        others = jnp.full((len(logits), self.config.vocab_size), -jnp.inf, logits.dtype)
+        return others.at[:, ids].set(logits)
 
 
 def _build_norm(config: LlamaConfig, width: int, *, dtype: Any) -> nnx.Module:

@@ -114,7 +114,7 @@ class GroupedQueryAttention(nnx.Module):
         angles: Angles | None,
         cache: LayerCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T _width"], LayerCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
         return self.attend(self.q_proj(x), x, angles, cache, metadata)
 
@@ -125,7 +125,7 @@ class GroupedQueryAttention(nnx.Module):
         angles: Angles | None,
         cache: LayerCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T _width"], LayerCache | None]:
         """Attend with projected queries to the keys and values of `x`."""
         key, norms = self.k_proj(x), (self.q_norm, self.k_norm)
         if self.norms_are_wide:
@@ -312,6 +312,8 @@ class Decoder(nnx.Module):
     embedding stands as well, and of the answer."""
     extra_width: int = 0
     """Columns of the states that it returns beside as many as an embedding has."""
+    tapped_layers: Sequence[int] = ()
+    """Layers whose inputs stand there, in this order (`tap`)."""
 
     def __init__(
         self,
@@ -335,6 +337,11 @@ class Decoder(nnx.Module):
         self.num_fed_layers = 0
         """Layers to whose outputs features are added: a model sets that of its `host_inputs`."""
 
+    def tap(self, layers: Sequence[int]) -> None:
+        """Return from now on the inputs of some layers, too; their number is the last's output."""
+        self.tapped_layers = tuple(layers)
+        self.extra_width = len(layers) * self.embed_tokens.weight.shape[1]
+
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens; an id outside the table reads row 0."""
         return self.embed_tokens(token_ids)
@@ -349,7 +356,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "3 T"],
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+    ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
         """Return the hidden states after the final norm, and the cache (None in, None out).
 
         Features for the first layers stand behind each embedding, and are 0 for text.
@@ -366,7 +373,7 @@ class Decoder(nnx.Module):
         metadata: AttentionMetadata,
         *,
         fed: Sequence[Float[Array, "T D"]] = (),
-    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+    ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
         """Return the same, given what each block is; `fed[i]` is added to what block i gives."""
         spec, places = self.kv_cache_spec, range(len(self.layers))
         num_entries = len(spec.layers) + len(spec.states)
@@ -376,15 +383,22 @@ class Decoder(nnx.Module):
         if kv_cache is None and spec.shares_caches:
             caches = [DenseCache()] * len(caches)
         layers = zip(self.layers, inputs, places, strict=True)
+        streams = [hidden]
         for number, (layer, layer_input, place) in enumerate(layers):
             hidden, caches[place] = call_block(layer, hidden, layer_input, caches[place], metadata)
             hidden = hidden + fed[number] if number < len(fed) else hidden
+            streams.append(hidden)
         hidden = hidden if self.norm is None else self.norm(hidden)
+        if self.tapped_layers:
+            tapped = [streams[number] for number in self.tapped_layers]
+            hidden = jnp.concatenate([hidden, *tapped], axis=-1)
         return hidden, None if kv_cache is None else tuple(caches)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
+        if self.tapped_layers:
+            hidden_states = hidden_states[:, : -self.extra_width]
         logits = head.project(hidden_states)
         return (
             logits if self.lora is None else logits + self.lora(hidden_states).astype(logits.dtype)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config.engine_config import MultiModalConfig, Quantization
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, ConfigError
 from mmjax.layers.attention.api import AttentionMetadata, with_gaps
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder
@@ -191,7 +191,7 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
         **more: Array,
-    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+    ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
         """Run the language model; return hidden states after the final norm, and the cache.
 
         `more`: the `token_ids` of a language model that reads them.
@@ -268,13 +268,22 @@ def build_model(
     *,
     dtype: Any,
     has_towers: bool = True,
+    tapped_layers: Sequence[int] = (),
 ) -> Any:
     """Build a model's structure, without its towers where, by `mm`, no prompt needs them.
 
     `has_towers`: as `left_out_names`. `quantization`: what is made of float weights, or how a
-    checkpoint has them.
+    checkpoint has them. `tapped_layers`: as of `Decoder.tap`.
     """
     model = model_class(hf_config, dtype=dtype)
+    if tapped_layers:
+        text = model.language_model
+        if model.max_encoder_len or not isinstance(text, Decoder):
+            raise ConfigError(
+                f"`speculative_config` names an EAGLE-3 head, but `{model_class.__name__}` gives "
+                "no states of its layers; give another method"
+            )
+        text.tap(tapped_layers)
     for name in () if mm is None else left_out_names(model, mm, has_towers=has_towers):
         setattr(model, name, None)
     if isinstance(quantization, str):

@@ -18,7 +18,12 @@ from mmjax.config.engine_config import (
     group_fields,
 )
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.models.original_config import DEEPSEEK_OCR2, build_deepseek_ocr2_config
+from mmjax.models.original_config import (
+    DEEPSEEK_OCR2,
+    SPECULATORS_KIND,
+    build_deepseek_ocr2_config,
+    build_speculator_config,
+)
 
 DEFAULT_MODEL = "tiny_scenes"
 """The checkpoint that is part of mmjax."""
@@ -503,6 +508,8 @@ def _load_hf_config(path: Path, raw: dict[str, Any]) -> Any:
     try:
         if raw.get("architectures") == [DEEPSEEK_OCR2]:
             return build_deepseek_ocr2_config(raw)
+        if SPECULATORS_KIND in raw:
+            return build_speculator_config(raw)
         if raw.get("model_type") in _LANGUAGE_PARTS:
             return _build_hf_config(raw)
         vision = raw.get("vision_config")

@@ -9,6 +9,10 @@ from mmjax.errors import CheckpointError
 DEEPSEEK_OCR2 = "DeepseekOCR2ForCausalLM"
 """The architecture of `deepseek-ai/DeepSeek-OCR-2`, whose `model_type` is DeepSeek-VL2's."""
 _DEEPSEEK_OCR2_OF_HF = "DeepseekOcr2ForConditionalGeneration"
+EAGLE3 = "LlamaForCausalLMEagle3"
+"""The architecture of heads that guess tokens ahead."""
+SPECULATORS_KIND = "speculators_model_type"
+"""The key of config.json that heads in the format of vLLM's `speculators` have."""
 QUERY_ENCODER: Mapping[str, Any] = MappingProxyType(
     {
         "intermediate_size": 4864,
@@ -66,3 +70,22 @@ def build_deepseek_ocr2_config(raw: Mapping[str, Any]) -> Any:
         tie_word_embeddings=language.get("tie_word_embeddings", False),
         dtype=raw.get("torch_dtype") or raw.get("dtype"),
     )
+
+
+def build_speculator_config(raw: Mapping[str, Any]) -> Any:
+    """Return a speculator's configuration: its layer's, and its own keys beside.
+
+    `CheckpointError` for another kind than EAGLE-3; KeyError without a layer.
+    """
+    from transformers import AutoConfig
+
+    kind = raw[SPECULATORS_KIND]
+    if kind != "eagle3":
+        raise CheckpointError(
+            f"`{SPECULATORS_KIND}` of config.json is {kind!r}; mmjax reads speculators of the "
+            "kind 'eagle3'"
+        )
+    own = {key: value for key, value in raw.items() if not isinstance(value, dict)}
+    layer = {"norm_before_residual": True, **own, **raw["transformer_layer_config"]}
+    # Its modules are named as the published ones' of EAGLE-3.
+    return AutoConfig.for_model(**{**layer, "architectures": [EAGLE3]})

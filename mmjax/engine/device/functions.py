@@ -278,6 +278,23 @@ def keep_states(
     return (*layers, kept.write(from_storage(states), blocks, offsets))
 
 
+def join_states(
+    graphdef: Any,
+    *,
+    params: Params,
+    kv_cache: KVCache,
+    hidden: Shaped[Array, "rows _wide"],
+    packed: Int[Array, "3 T"],
+) -> KVCache:
+    """Keep, as `keep_states` does, what the layer that guesses makes of other states."""
+    rows, blocks, offsets = packed
+    *layers, kept = kv_cache
+    assert isinstance(kept, KeptStates), "the cache keeps no states"
+    text = bind(graphdef, params).language_model
+    states = text.join_states(from_storage(hidden[rows]))
+    return (*layers, kept.write(states, blocks, offsets))
+
+
 def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array, "n _arrays ..."]]:
     """Return blocks of a cache, those of arrays of one shape in one; recurrent layers have none.
 

@@ -35,6 +35,7 @@ from mmjax.engine.device.functions import (
     encode,
     encode_prompts,
     gather_blocks,
+    join_states,
     keep_states,
     load_adapter,
     pool_rows,
@@ -256,6 +257,12 @@ class Programs:
         self.copy_states = jit(copy_states, donate_argnames="kv_cache", out_shardings=kv_cache)
         self.keep_states = jit(
             keep_states, donate_argnames="kv_cache", out_shardings=own.state.kv_cache
+        )
+        joining = partial(join_states, self._shape.graphdef)
+        self.join_states = jit(
+            with_read_params(joining, flatten_params(self.params)),
+            donate_argnames="kv_cache",
+            out_shardings=own.state.kv_cache,
         )
         self._block_sharding = self.placement.heads(self.cache_type.HEAD_AXIS + 1)
         self.gather_blocks = jit(gather_blocks, out_shardings=self._block_sharding)
