@@ -148,7 +148,10 @@ def test_it_must_pay() -> None:
     [
         ({"heads": "small"}, "a field `heads`, which mmjax does not know; known are `method`"),
         ({"model": "small"}, "a field `model`, which is of the method 'draft_model', and 'ngram'"),
-        ({"method": "eagle"}, "'eagle' as its `method`; give 'ngram', 'draft_model' with"),
+        (
+            {"method": "eagle"},
+            "'eagle' as its `method`; give 'ngram', 'draft_model' or 'eagle3' with",
+        ),
         ({"method": None}, "None as its `method`"),
         ({"num_speculative_tokens": 16}, "16 as `num_speculative_tokens`; give an integer from 1"),
         ({"num_speculative_tokens": True}, "True as `num_speculative_tokens`"),
