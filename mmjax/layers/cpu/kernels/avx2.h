@@ -57,7 +57,7 @@ inline __m256 even_bf16(__m256i numbers) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(numbers, 16));
 }
 inline __m256 odd_bf16(__m256i numbers) {
-  return _mm256_castsi256_ps(_mm256_and_si256(numbers, _mm256_set1_epi32(-1 << 16)));
+  return _mm256_castsi256_ps(_mm256_and_si256(numbers, _mm256_set1_epi32(-0x10000)));
 }
 
 // Two vectors, so that a sum need not wait for the one before it.

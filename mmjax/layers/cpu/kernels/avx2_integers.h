@@ -138,6 +138,16 @@ struct Blocks {
   }
 };
 
+// Numbers of four blocks, or of one.
+struct FourBlocks {
+  static __m128 load(const float* from) { return _mm_loadu_ps(from); }
+  static void store(float* to, __m128 numbers) { _mm_storeu_ps(to, numbers); }
+};
+struct OneBlock {
+  static __m128 load(const float* from) { return _mm_load_ss(from); }
+  static void store(float* to, __m128 numbers) { _mm_store_ss(to, numbers); }
+};
+
 // What the sums of a feature's blocks are multiplied by, into `blocks.products`. Adds to `offsets`
 // what its zeros make of the inputs.
 template <int kRows>
@@ -162,18 +172,19 @@ inline void scale_blocks(const Blocks& blocks, const Groups& weight, int64_t fea
     const float zero = weight.zero == nullptr ? middle : weight.zero[first + group];
     const float one = weight.scale == nullptr ? 1 : scale_of(weight, first + group);
     const __m128 scale = _mm_set1_ps(one), offset = _mm_set1_ps(one * zero);
-    auto multiply_some = [&](int64_t b, auto load, auto store) {
+    auto multiply_some = [&](int64_t b, auto some) {
       for (int r = 0; r < kRows; ++r) {
         const IntegerRow& row = blocks.rows[r];
-        store(blocks.products + r * blocks.padded + b, _mm_mul_ps(scale, load(row.scales + b)));
-        const __m256 sum = _mm256_zextps128_ps256(_mm_mul_ps(offset, load(row.sums + b)));
+        float* const products = blocks.products + r * blocks.padded + b;
+        some.store(products, _mm_mul_ps(scale, some.load(row.scales + b)));
+        const __m256 sum = _mm256_zextps128_ps256(_mm_mul_ps(offset, some.load(row.sums + b)));
         offsets[r] = _mm256_add_ps(offsets[r], sum);
       }
     };
     int64_t b = group * blocks.each;
     const int64_t last = b + blocks.each, end = last < blocks.padded ? last : blocks.padded;
-    for (; b + 4 <= end; b += 4) multiply_some(b, _mm_loadu_ps, _mm_storeu_ps);
-    for (; b < end; ++b) multiply_some(b, _mm_load_ss, _mm_store_ss);
+    for (; b + 4 <= end; b += 4) multiply_some(b, FourBlocks{});
+    for (; b < end; ++b) multiply_some(b, OneBlock{});
   }
 }
 

@@ -14,14 +14,19 @@ namespace ffi = xla::ffi;
 namespace mmjax {
 namespace {
 
-// Bytes of weights that a thread takes at a time: enough that taking them costs nothing, few enough
-// that no thread waits long for the last one.
-constexpr int64_t kChunkBytes = 1 << 16;
+// Bytes of weights that a thread takes at a time: enough that preparing inputs for them costs
+// little, few enough that no thread waits long for the last one.
+constexpr int64_t kLeastChunkBytes = 1 << 16;
+constexpr int64_t kMostChunkBytes = 1 << 19;
 constexpr int64_t kChunkFeatures = 16;
+constexpr int64_t kChunksOfThread = 16;
 
 // Features that a thread takes at a time.
-int64_t chunk_features(int64_t row_bytes) {
-  const int64_t step = std::max(kChunkFeatures, kChunkBytes / std::max<int64_t>(1, row_bytes));
+int64_t chunk_features(ffi::ThreadPool pool, int64_t features, int64_t row_bytes) {
+  const int64_t num_chunks = kChunksOfThread * std::max<int64_t>(1, pool.num_threads());
+  const int64_t bytes =
+      std::clamp(features * row_bytes / num_chunks, kLeastChunkBytes, kMostChunkBytes);
+  const int64_t step = std::max(kChunkFeatures, bytes / std::max<int64_t>(1, row_bytes));
   return step - step % 4;
 }
 
@@ -50,7 +55,7 @@ ffi::Error multiply(ffi::ThreadPool pool, Product product, const X* x, const W* 
     return ffi::Error::InvalidArgument("x must be [rows, width], weight [features, width]");
   }
   const int64_t rows = x_shape[0], width = x_shape[1], features = weight_shape[0];
-  const int64_t step = chunk_features(width * static_cast<int64_t>(sizeof(W)));
+  const int64_t step = chunk_features(pool, features, width * static_cast<int64_t>(sizeof(W)));
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
     const int64_t begin = chunk * step;
     const int64_t end = std::min(begin + step, features);
@@ -79,14 +84,14 @@ void multiply_by_expert(ffi::ThreadPool pool, const X* x, ffi::Span<const int32_
     first += size;
   }
   std::fill(out + first * features, out + rows * features, 0.0f);
-  const int64_t step = chunk_features(row_bytes);
+  const int64_t step = chunk_features(pool, features, row_bytes);
   const int64_t num_steps = (features + step - 1) / step;
   share(pool, static_cast<int64_t>(groups.size()) * num_steps, [=](int64_t chunk) {
     const ExpertRows group = groups[static_cast<size_t>(chunk / num_steps)];
     const int64_t begin = chunk % num_steps * step;
     product(x + group.first * width, out + group.first * features, group.expert, group.rows, begin,
             std::min(begin + step, features));
-  });
+  }, true);
 }
 
 // Weights of [experts, features, width].
@@ -191,14 +196,15 @@ ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer 
   auto read = read_groups(width, 2, group_size, kBits, codes, scale, zero);
   if (read.has_error()) return read.error();
   const Groups weight = *read;
-  const int64_t features = codes.dimensions()[0], step = chunk_features(weight.row_bytes);
+  const int64_t features = codes.dimensions()[0];
+  const int64_t step = chunk_features(pool, features, weight.row_bytes);
   const auto product = products().*kCodes.*kProduct;
   const auto* from = x.typed_data();
   float* to = out->typed_data();
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
     const int64_t begin = chunk * step;
     product(from, weight, to, rows, features, begin, std::min(begin + step, features));
-  });
+  }, true);
   return ffi::Error::Success();
 }
 
