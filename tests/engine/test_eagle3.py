@@ -28,7 +28,7 @@ from mmjax.models.model_source import load_model_config
 from mmjax.parity.arrays import Sample
 from mmjax.weights.rules import map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
-from tests.engine.test_mtp import SAMPLINGS, TWO_DEVICES, noting, without_layers
+from tests.engine.test_mtp import SAMPLINGS, TWO_DEVICES, noting, serve_without, without_layers
 from tests.families import TINY_FAMILIES, gemma3
 from tests.families.tiny import Media, Parts, TinyModel, Words
 from tests.kit import draw
@@ -268,15 +268,6 @@ def requests_of(kind: str, fields: dict[str, Any]) -> list[Any]:
     return [make_request(f"{n}", one, **given) for n, one in enumerate(samples)]
 
 
-def answer_without(core: EngineCore, kind: str, fields: dict[str, Any]) -> list[list[int]]:
-    speculation, core._scheduler.speculation = core._scheduler.speculation, None
-    core.reset_prefix_cache()
-    answers = serve(core, requests_of(kind, fields))
-    core.reset_prefix_cache()
-    core._scheduler.speculation = speculation
-    return answers
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -294,7 +285,7 @@ def test_it_guesses_as_its_reference(kind: str, settings: dict[str, Any]) -> Non
     """Behind text and pictures, prefix hits and preemption; the answers are those without."""
     core = start(kind, **settings)
     eager = Eager(core)
-    expected = answer_without(core, kind, {})
+    expected = serve_without(core, requests_of(kind, {}))
     with noting(core) as noted:
         for _ in range(2):  # the second time behind prefixes that are found
             assert serve(core, requests_of(kind, {})) == expected
@@ -344,7 +335,7 @@ def test_right_guesses_are_all_accepted(kind: str) -> None:
     eager = Eager(core)
     for sampling in SAMPLINGS:
         fields = {**sampling, "allowed_token_ids": None}  # which no guess knows
-        expected = answer_without(core, kind, fields)
+        expected = serve_without(core, requests_of(kind, fields))
         for _ in range(2):
             assert serve(core, requests_of(kind, fields)) == expected
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 80
