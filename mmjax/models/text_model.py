@@ -15,7 +15,8 @@ from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
 from mmjax.language.encoder_decoder import BartConfig, BartDecoder, T5Config, T5Decoder
 from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
 from mmjax.language.lfm2 import Lfm2Config, Lfm2TextModel
-from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.language.llama.config import LlamaConfig
+from mmjax.language.llama.decoder import LlamaTextModel
 from mmjax.language.qwen3_5 import Qwen35Config, Qwen35TextModel
 from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import Rule, RuleTypes, Split, Stack

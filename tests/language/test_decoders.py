@@ -40,7 +40,8 @@ from transformers import PersimmonConfig as HFPersimmonConfig
 
 from mmjax.errors import CheckpointError
 from mmjax.language.encoder_decoder import BartConfig, BartDecoder
-from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.language.llama.config import LlamaConfig
+from mmjax.language.llama.decoder import LlamaTextModel
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.text_model import text_rules

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmjax.errors import CheckpointError
-from mmjax.language.llama import LlamaConfig
+from mmjax.language.llama.config import LlamaConfig
 from mmjax.layers.module import build_abstract
 from mmjax.layers.vision import join_squares
 from mmjax.models.host_inputs import PromptItem

@@ -8,7 +8,8 @@ from typing import Any
 
 from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import CheckpointError, check_settings
-from mmjax.language.llama import Eagle3Config, Eagle3TextModel, LlamaConfig
+from mmjax.language.llama.config import LlamaConfig
+from mmjax.language.llama.decoder import Eagle3Config, Eagle3TextModel
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.original_config import EAGLE3
 from mmjax.weights.rules import Rule, RuleTypes

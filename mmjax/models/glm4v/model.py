@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mmjax.language.llama import LlamaConfig, MtpTextModel
+from mmjax.language.llama.config import LlamaConfig
+from mmjax.language.llama.decoder import MtpTextModel
 from mmjax.models.glm4v.host_inputs import Glm4vHostInputs
 from mmjax.models.grid_inputs import GridHostInputs
 from mmjax.models.grid_model import GridModel
