@@ -22,6 +22,8 @@ from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.pooling import find_task
 from mmjax.params.pooling_params import PoolingParams
+from mmjax.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from mmjax.server.anthropic.service import MessagesService
 from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
 from mmjax.server.batches.endpoints import Endpoints, Route
 from mmjax.server.batches.lines import Url
@@ -49,7 +51,7 @@ from mmjax.server.middleware import (
 )
 from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.completions import CompletionService
-from mmjax.server.openai.errors import install_error_handlers, json_response
+from mmjax.server.openai.errors import MESSAGES_PATH, install_error_handlers, json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from mmjax.server.openai.request_body import ModelT, RequestReader
@@ -75,6 +77,7 @@ from mmjax.server.request_log import RequestLog
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
+    *(MessagesRequest, CountTokensRequest),
     *(TranscriptionRequest, TranslationRequest),
     *(CreateBatchRequest, UploadFile),
     *(EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest),
@@ -251,6 +254,9 @@ def _add_generation_routes(
     posts.add("/v1/chat/completions", chat, chats.chat_completions, may_stream=True)
     posts.add("/v1/chat/completions/render", chat, chats.render)
     posts.add("/v1/completions", CompletionRequest, texts.completions, may_stream=True)
+    messages = MessagesService(chats, generation)
+    posts.add(MESSAGES_PATH, MessagesRequest, messages.messages, may_stream=True)
+    posts.add(f"{MESSAGES_PATH}/count_tokens", CountTokensRequest, messages.count_tokens)
 
 
 def _add_responses_routes(app: FastAPI, posts: _Posts, service: ResponsesService) -> None:

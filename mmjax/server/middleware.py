@@ -145,10 +145,12 @@ def without_key(api_keys: Iterable[str]) -> Refusal:
         # The path that routes are matched by, not one rebuilt from the Host header.
         if route_path(scope) in OPEN_PATHS:
             return True
-        headers = [value for name, value in scope["headers"] if name == b"authorization"]
+        headers = [pair for pair in scope["headers"] if pair[0] in (b"authorization", b"x-api-key")]
         if len(headers) != 1:
             return False
-        scheme, _, key = headers[0].partition(b" ")
+        name, value = headers[0]
+        # Anthropic's clients send the key alone.
+        scheme, _, key = (b"bearer", b"", value) if name == b"x-api-key" else value.partition(b" ")
         digest = _digest(key.strip())
         # Compares all keys, by digests of one length: the time is independent of the keys.
         matches = [hmac.compare_digest(digest, known) for known in digests]

@@ -91,11 +91,11 @@ class Literals:
         return pieces
 
 
-_REASONING = ("reasoning", "reasoning_content")
+REASONING_FIELDS = ("reasoning", "reasoning_content")
 """Two names of one field, which clients send back under either; templates know one of them."""
 
 _READ_FIELDS = frozenset(
-    {"role", "content", "name", "refusal", "tool_calls", "tool_call_id", *_REASONING}
+    {"role", "content", "name", "refusal", "tool_calls", "tool_call_id", *REASONING_FIELDS}
 )
 
 _RESERVED_OPTIONS = frozenset(
@@ -448,17 +448,21 @@ def _read_extras(message: Mapping[str, Any], place: str, known: frozenset[str]) 
                 f"`{place}.{shown}` has no effect here; leave it out", param=f"{place}.{shown}"
             )
     texts: dict[str, str] = {}
-    for name in (*_REASONING, "refusal"):
+    for name in (*REASONING_FIELDS, "refusal"):
         if name in given:
             texts[name] = text_part(given[name], f"{place}.{name}")["text"]
-    if len({texts[name] for name in _REASONING if name in texts}) > 1:
+    if len({texts[name] for name in REASONING_FIELDS if name in texts}) > 1:
         raise RequestValueError(
             f"`{place}` has `reasoning` and `reasoning_content`, and they differ; give one",
             param=f"{place}.reasoning_content",
         )
     extras: dict[str, str] = {}
     for name, text in texts.items():
-        wanted = [one for one in (_REASONING if name in _REASONING else (name,)) if one in known]
+        wanted = [
+            one
+            for one in (REASONING_FIELDS if name in REASONING_FIELDS else (name,))
+            if one in known
+        ]
         if not wanted:
             raise RequestValueError(
                 f"`{place}.{name}` is given, but this model's chat template has no place for it; "

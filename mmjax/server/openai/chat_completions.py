@@ -96,6 +96,11 @@ class ChatService:
         self._template_renderer.close()
         self._template_threads.close()
 
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's own."""
+        return self._chat_parser.template
+
     async def chat_completions(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve /v1/chat/completions."""
         request_id, answer_id = new_ids("chatcmpl", body)

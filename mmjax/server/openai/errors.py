@@ -33,6 +33,9 @@ _TYPE_BY_STATUS: Mapping[int, str] = {
     500: "server_error",
     503: "server_error",
 }
+_ANTHROPIC_TYPES: Mapping[str, str] = {"server_error": "api_error"}
+MESSAGES_PATH = "/v1/messages"
+"""Below it are Anthropic's bodies."""
 _HTTP_MESSAGES: Mapping[int, str] = {
     400: "the body cannot be read; send one JSON object",
     403: "clients with other API keys share this server, and must not see this; start it with one",
@@ -87,6 +90,13 @@ def error_body(error: RequestError) -> ErrorBody:
     return _make_body(error.status, error.message, error.code, error.param)
 
 
+def messages_error(info: ErrorInfo) -> dict[str, Any]:
+    """Return Anthropic's error body."""
+    kind = _ANTHROPIC_TYPES.get(info.type, info.type)
+    error = {"type": kind, "message": info.message, "param": info.param, "code": info.code}
+    return {"type": "error", "error": error, "request_id": REQUEST_ID.get()}
+
+
 def internal_error_body() -> ErrorBody:
     """Return the body of an internal error: the details are in the log."""
     message = f"the server failed on this request (id {REQUEST_ID.get()}); its log says why"
@@ -138,6 +148,9 @@ class ErrorResponse(Response):
             f" at {_printable(info.param)}" if info.param else "",
             _without_values(info.message),
         )
+        if route_path(scope).startswith(MESSAGES_PATH):
+            self.body = msgspec.json.encode(messages_error(info))
+            self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 

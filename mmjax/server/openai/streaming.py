@@ -14,7 +14,12 @@ from mmjax.errors import RequestCancelledError, RequestError
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.server.openai.continuation import CONTINUATION
-from mmjax.server.openai.errors import ErrorBody, error_body, internal_error_body
+from mmjax.server.openai.errors import (
+    ErrorBody,
+    error_body,
+    internal_error_body,
+    messages_error,
+)
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
@@ -64,6 +69,14 @@ PLAIN_EVENTS = Framing(event=_data, error=_data, end=DONE)
 
 NAMED_EVENTS = Framing(event=_named, error=_named_error, end=b"")
 """The events of responses: a line names each one's type, and the last type is the end."""
+
+
+def _message_error(body: ErrorBody) -> bytes:
+    return _named(messages_error(body.error))
+
+
+MESSAGE_EVENTS = Framing(event=_named, error=_message_error, end=b"")
+"""The events of Anthropic's messages."""
 
 
 class EventStream(StreamingResponse):

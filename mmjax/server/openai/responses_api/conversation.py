@@ -1,7 +1,7 @@
 """The items of a response's input as messages of a chat, and back."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,29 +21,21 @@ _ITEM_FIELDS: Mapping[str, frozenset[str]] = {
 }
 
 
-class Conversation:
-    """Messages for a chat, and where each came from."""
+class PlacedMessages:
+    """Messages for a chat, and where in another API's body each came from."""
 
-    def __init__(self, history: Sequence[Message] = ()) -> None:
-        self.messages: list[Message] = list(history)
-        self._places = ["previous_response_id"] * len(self.messages)
+    def __init__(self, messages: Iterable[tuple[Message, str]] = (), *, whole: str) -> None:
+        """`whole`: the field that all of them come from."""
+        self.messages: list[Message] = []
+        self._places: list[str] = []
+        self._whole = whole
+        for message, place in messages:
+            self.add(message, place)
 
-    def with_instructions(self, text: str | None) -> list[Message]:
-        """Return the messages behind those of `instructions`, which no follow-up inherits."""
-        if text is None:
-            return self.messages
-        self._places.insert(0, "instructions")
-        return [{"role": "system", "content": text}, *self.messages]
-
-    def add_input(self, given: str | Sequence[Mapping[str, Any]]) -> None:
-        """Append the input; RequestError names a wrong item."""
-        if isinstance(given, str):
-            self._add({"role": "user", "content": given}, "input")
-            return
-        if not given:
-            raise RequestValueError.about("input", "is empty; give at least one item")
-        for index, item in enumerate(given):
-            self._add_item(item, f"input[{index}]")
+    def add(self, message: Message, place: str) -> None:
+        """Append a message that comes from `place`."""
+        self.messages.append(message)
+        self._places.append(place)
 
     @contextmanager
     def naming_items(self) -> Iterator[None]:
@@ -57,12 +49,32 @@ class Conversation:
                 error.message = error.message.replace(found[1], place)
                 error.param = place + found[3]
             elif error.param == "messages":
-                error.param = "input"
+                error.param = self._whole
             raise
 
-    def _add(self, message: Message, place: str) -> None:
-        self.messages.append(message)
-        self._places.append(place)
+
+class Conversation(PlacedMessages):
+    """The messages of a response's input, and of what it goes on from."""
+
+    def __init__(self, history: Sequence[Message] = ()) -> None:
+        super().__init__(((one, "previous_response_id") for one in history), whole="input")
+
+    def with_instructions(self, text: str | None) -> list[Message]:
+        """Return the messages behind those of `instructions`, which no follow-up inherits."""
+        if text is None:
+            return self.messages
+        self._places.insert(0, "instructions")
+        return [{"role": "system", "content": text}, *self.messages]
+
+    def add_input(self, given: str | Sequence[Mapping[str, Any]]) -> None:
+        """Append the input; RequestError names a wrong item."""
+        if isinstance(given, str):
+            self.add({"role": "user", "content": given}, "input")
+            return
+        if not given:
+            raise RequestValueError.about("input", "is empty; give at least one item")
+        for index, item in enumerate(given):
+            self._add_item(item, f"input[{index}]")
 
     def _add_item(self, item: Mapping[str, Any], place: str) -> None:
         kind = item.get("type", "message")
@@ -83,13 +95,13 @@ class Conversation:
                     text = f"must be one of {', '.join(_ROLES)}"
                     raise RequestValueError.about(f"{place}.role", text)
                 content = _read_content(content, f"{place}.content")
-                self._add({"role": role, "content": content}, place)
+                self.add({"role": role, "content": content}, place)
             case "function_call":
                 self._add_call(item, place)
             case _:
                 call_id = _text(item, "call_id", place)
                 content = _read_content(item.get("output"), f"{place}.output")
-                self._add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
+                self.add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
 
     def _add_call(self, item: Mapping[str, Any], place: str) -> None:
         """Append a call to the assistant's message before it, if there is one."""
@@ -107,7 +119,7 @@ class Conversation:
             calls = [*last.get("tool_calls", ()), call]
             self.messages[-1] = {**last, "tool_calls": calls}
         else:
-            self._add({"role": "assistant", "content": None, "tool_calls": [call]}, place)
+            self.add({"role": "assistant", "content": None, "tool_calls": [call]}, place)
 
 
 def _read_content(content: Any, place: str) -> Any:

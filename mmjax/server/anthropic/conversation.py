@@ -1,0 +1,206 @@
+"""A body of Anthropic's as a chat completion's."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmjax.errors import RequestTypeError, RequestValueError
+from mmjax.server.anthropic.protocol import CountTokensRequest, MessagesRequest, ToolChoice
+from mmjax.server.openai.protocol import ChatCompletionRequest
+from mmjax.server.openai.request_body import validated
+from mmjax.server.openai.responses_api.conversation import PlacedMessages
+
+_Part = dict[str, Any]
+
+_OWN_FIELDS = frozenset({"messages", "tools", "tool_choice", "metadata", "service_tier"})
+"""Fields that a chat completion has, too, and that are not its own."""
+
+_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def to_chat(
+    body: CountTokensRequest, conversation: PlacedMessages, thinking_option: str | None
+) -> ChatCompletionRequest:
+    """Return the chat completion that `body` asks for; RequestError names that one's fields.
+
+    `thinking_option`: the option of the chat template that says whether the model reasons.
+    """
+    shared = ChatCompletionRequest.model_fields.keys() - _OWN_FIELDS
+    fields: dict[str, Any] = {
+        name: value for name, value in body if name in shared and value is not None
+    }
+    fields["messages"] = conversation.messages
+    if conversation.messages[-1]["role"] == "assistant":
+        # What the client has put into the answer's mouth goes on.
+        fields |= {"add_generation_prompt": False, "continue_final_message": True}
+    if body.tools:
+        fields["tools"] = [_to_tool(tool, i) for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields |= _to_choice(body.tool_choice)
+    thinking = body.thinking
+    if thinking is not None and (thinking.type == "disabled" or thinking.display == "omitted"):
+        fields["include_reasoning"] = False
+    if thinking is not None and thinking_option is not None:
+        thinks = thinking.type != "disabled"
+        given = fields.get("chat_template_kwargs")
+        fields["chat_template_kwargs"] = {thinking_option: thinks, **(given or {})}
+    config = body.output_config
+    if config is not None and config.effort is not None:
+        fields["reasoning_effort"] = config.effort
+    form = body.output_format if config is None or config.format is None else config.format
+    if form is not None:
+        schema = {"name": "output", "schema": form.get("schema")}
+        fields["response_format"] = {"type": form.get("type"), "json_schema": schema}
+    if isinstance(body, MessagesRequest):
+        fields["stop"] = body.stop_sequences
+    return validated(ChatCompletionRequest, fields)
+
+
+def read_messages(body: CountTokensRequest, *, keeps_thoughts: bool) -> PlacedMessages:
+    """Return the messages of a chat; RequestError names a wrong block.
+
+    `keeps_thoughts`: whether the chat template has a place for them.
+    """
+    if not body.messages:
+        raise RequestValueError.about("messages", "is empty; give at least one")
+    read = PlacedMessages(whole="messages")
+    if body.system is not None:
+        read.add({"role": "system", "content": _read_texts(body.system, "system")}, "system")
+    for index, message in enumerate(body.messages):
+        place, content = f"messages[{index}]", message.content
+        if isinstance(content, str):
+            read.add({"role": message.role, "content": content}, place)
+        elif message.role == "user":
+            _read_user(read, content, place)
+        elif message.role == "assistant":
+            message = _read_assistant(content, place)
+            if not keeps_thoughts:
+                message.pop("reasoning", None)
+            read.add(message, place)
+        else:
+            texts = _read_texts(content, f"{place}.content")
+            read.add({"role": "system", "content": texts}, place)
+    return read
+
+
+def _read_user(read: PlacedMessages, blocks: Sequence[Any], place: str) -> None:
+    """Add a user's blocks; the results of tools are messages of their own, at their places."""
+    parts: list[_Part] = []
+    for index, block in enumerate(blocks):
+        at = f"{place}.content[{index}]"
+        block = _read_block(block, at)
+        if block["type"] != "tool_result":
+            parts.append(_read_part(block, at))
+            continue
+        if parts:
+            read.add({"role": "user", "content": parts}, place)
+        parts = []
+        content = block.get("content")
+        if isinstance(content, list):
+            inner = [(one, f"{at}.content[{i}]") for i, one in enumerate(content)]
+            content = [_read_part(_read_block(one, where), where) for one, where in inner]
+        call_id = _text(block, "tool_use_id", at)
+        read.add({"role": "tool", "tool_call_id": call_id, "content": content or ""}, at)
+    if parts:
+        read.add({"role": "user", "content": parts}, place)
+
+
+def _read_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
+    parts: list[_Part] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for index, block in enumerate(blocks):
+        at = f"{place}.content[{index}]"
+        block = _read_block(block, at)
+        match block["type"]:
+            case "tool_use":
+                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+                function = {"name": _text(block, "name", at), "arguments": arguments}
+                calls.append(
+                    {"id": _text(block, "id", at), "type": "function", "function": function}
+                )
+            case "thinking":
+                thoughts.append(_text(block, "thinking", at))
+            case "redacted_thinking":
+                pass  # nothing that this model has thought
+            case _:
+                parts.append(_read_part(block, at))
+    message: dict[str, Any] = {"role": "assistant", "content": parts or None}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    return message
+
+
+def _read_block(block: Any, place: str) -> Mapping[str, Any]:
+    if isinstance(block, str):
+        return {"type": "text", "text": block}
+    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+        raise RequestTypeError.about(place, "must be an object with a `type`")
+    return block
+
+
+def _read_part(block: Mapping[str, Any], place: str) -> _Part:
+    """Return a block of text or a picture as a part of a chat's message."""
+    source = block.get("source")
+    match block["type"], source:
+        case "text", _:
+            return {"type": "text", "text": _text(block, "text", place)}
+        case "document", {"type": "text"}:
+            return {"type": "text", "text": _text(source, "data", f"{place}.source")}
+        case "image", {"type": "base64"}:
+            data = _text(source, "data", f"{place}.source")
+            kind = _text(source, "media_type", f"{place}.source")
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case "image", {"type": "url"}:
+            url = _text(source, "url", f"{place}.source")
+            return {"type": "image_url", "image_url": {"url": url}}
+        case (("image" | "document"), _):
+            raise RequestValueError.about(
+                f"{place}.source",
+                "is none that mmjax reads: it reads images as `base64` and by `url`, and documents "
+                "of `text`; send a PDF's pages as images",
+            )
+    raise RequestValueError.about(
+        f"{place}.type",
+        "is no block that mmjax reads here; it reads text, image, document, tool_use, tool_result "
+        "and thinking",
+    )
+
+
+def _read_texts(content: Any, place: str) -> Any:
+    if isinstance(content, str):
+        return content
+    read = [(_read_block(one, f"{place}[{i}]"), f"{place}[{i}]") for i, one in enumerate(content)]
+    return [{"type": "text", "text": _text(block, "text", at)} for block, at in read]
+
+
+def _text(block: Mapping[str, Any], name: str, place: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestTypeError.about(f"{place}.{name}", "must be a text")
+    return value
+
+
+def _to_tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestValueError.about(
+            f"tools[{index}].type",
+            "is a tool that Anthropic's server runs; this one runs none: describe a function of "
+            "the client's by `name` and `input_schema`",
+        )
+    names = {"input_schema": "parameters"}
+    known = ("name", "description", "input_schema", "strict")
+    function = {names.get(name, name): tool[name] for name in known if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _to_choice(choice: ToolChoice) -> dict[str, Any]:
+    if choice.type == "tool" and choice.name is None:
+        raise RequestValueError.about("tool_choice.name", "is missing; name the tool")
+    by_name = {"type": "function", "function": {"name": choice.name}}
+    wanted: dict[str, Any] = {"tool_choice": _CHOICES.get(choice.type, by_name)}
+    if choice.disable_parallel_tool_use:
+        wanted["parallel_tool_calls"] = False
+    return wanted

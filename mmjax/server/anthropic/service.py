@@ -1,0 +1,86 @@
+"""/v1/messages: Anthropic's API, over chat completions."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.prompt.chat import REASONING_FIELDS
+from mmjax.server.anthropic.answer import Event, MessageBuilder
+from mmjax.server.anthropic.conversation import read_messages, to_chat
+from mmjax.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from mmjax.server.openai.chat_completions import ChatRun, ChatService
+from mmjax.server.openai.continuation import new_hex
+from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.generation import GenerationService
+from mmjax.server.openai.streaming import MESSAGE_EVENTS, begin, collect, media_headers
+from mmjax.server.openai.structure import renamed
+
+_FIELD_OF_CHAT_FIELD = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_THINKING_OPTIONS = ("enable_thinking", "thinking")
+"""What chat templates call the option that says whether the model reasons."""
+
+
+class MessagesService:
+    """Serves /v1/messages and its count_tokens."""
+
+    def __init__(self, chats: ChatService, generation: GenerationService) -> None:
+        self._chats = chats
+        self._generation = generation
+        template = chats.template
+        asked = (one for one in _THINKING_OPTIONS if one in template.variables)
+        self._thinking_option = next(asked, None)
+        self._keeps_thoughts = not template.message_fields.isdisjoint(REASONING_FIELDS)
+
+    async def messages(self, request: Request, body: MessagesRequest) -> Response:
+        """Serve POST /v1/messages."""
+        conversation = read_messages(body, keeps_thoughts=self._keeps_thoughts)
+        with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
+            chat = await asyncio.to_thread(to_chat, body, conversation, self._thinking_option)
+            run = await self._chats.open_chat(request, chat, f"msg_{new_hex()}")
+            builder = MessageBuilder(self._generation.answer_name(body.model))
+            if not body.stream:
+                await _fill(request, builder, run)
+                return json_response(builder.message, headers=media_headers(run.streams))
+            chunks = await begin(request, run.streams)
+        events = _events(builder, chunks, run)
+        return self._generation.event_stream(events, run.streams, framing=MESSAGE_EVENTS)
+
+    async def count_tokens(self, request: Request, body: CountTokensRequest) -> Response:
+        """Serve POST /v1/messages/count_tokens."""
+        conversation = read_messages(body, keeps_thoughts=self._keeps_thoughts)
+        with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
+            chat = await asyncio.to_thread(to_chat, body, conversation, self._thinking_option)
+            explained = await self._chats.explain_chat(request, chat, is_bounded=False)
+        return json_response({"input_tokens": len(explained.prompt_token_ids)})
+
+
+async def _fill(request: Request, builder: MessageBuilder, run: ChatRun) -> None:
+    def take(_: int, output: RequestOutput) -> None:
+        builder.usage.add(output)
+        for item in output.outputs:
+            # Its events are for streams alone.
+            list(builder.add(item, run.reader.read(item)))
+
+    await collect(request, run.streams, take)
+
+
+async def _events(
+    builder: MessageBuilder,
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+    run: ChatRun,
+) -> AsyncGenerator[Event, None]:
+    has_begun = False
+    try:
+        async for _, output in outputs:
+            builder.usage.add(output)
+            if not has_begun:
+                yield builder.begin()
+                has_begun = True
+            for item in output.outputs:
+                for event in builder.add(item, run.reader.read(item)):
+                    yield event
+    finally:
+        await outputs.aclose()
