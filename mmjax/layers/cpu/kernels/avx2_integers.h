@@ -3,6 +3,8 @@
 // namespace, as in tiles.h.
 #pragma once
 
+#include <numeric>
+
 #include "avx2_groups.h"
 
 namespace mmjax {
@@ -18,6 +20,7 @@ struct IntegerRow {
   int16_t* numbers;  // [blocks, kBlock], as `Codes` orders them; zeros behind the last input
   float* scales;     // [blocks], over the units in which `Codes` decodes
   float* sums;       // [blocks], of the inputs that the numbers stand for
+  float total;       // of the sums
 };
 
 inline float power_of_two(int exponent) {
@@ -124,12 +127,13 @@ struct Blocks {
   explicit Blocks(const Groups& weight)
       : padded((weight.width + 8 * kBlock - 1) / (8 * kBlock) * 8),
         each(weight.num_groups == 1 ? padded : weight.group_size / kBlock),
-        takes_eight(each == 1 && weight.has_bf16_scale && weight.zero == nullptr),
+        takes_eight(each == 1 && weight.has_bf16_scale && weight.zero == nullptr &&
+                    weight.num_groups >= 8),
         inputs(kMostRows * padded * kBlock),
         floats(3 * kMostRows * padded) {
     float* next = floats.numbers;
     for (IntegerRow& row : rows) {
-      row = {inputs.numbers + (next - floats.numbers) / 2 * kBlock, next, next + padded};
+      row = {inputs.numbers + (next - floats.numbers) / 2 * kBlock, next, next + padded, 0};
       next += 2 * padded;
     }
     products = next;
@@ -148,29 +152,43 @@ struct OneBlock {
   static void store(float* to, __m128 numbers) { _mm_store_ss(to, numbers); }
 };
 
+// Of eight groups from `group` on, of one block each, whose scales are bfloat16 numbers and have no
+// zeros: what their sums are multiplied by; adds to `offsets` what the middle makes of the inputs of
+// those behind the first `num_known`.
+template <int kRows>
+inline void scale_eight(const Blocks& blocks, const bf16* scales, int64_t group, int64_t num_known,
+                        __m256 middle, __m256 (&offsets)[kRows]) {
+  static constexpr int32_t kUnknown[16] = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
+  const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(scales + group)), 16);
+  const __m256 scale = _mm256_castsi256_ps(bits);
+  const auto* unknown = reinterpret_cast<const float*>(kUnknown + 8 - num_known);
+  const __m256 offset = _mm256_and_ps(_mm256_mul_ps(scale, middle), _mm256_loadu_ps(unknown));
+  for (int r = 0; r < kRows; ++r) {
+    const IntegerRow& row = blocks.rows[r];
+    const __m256 product = _mm256_mul_ps(scale, _mm256_loadu_ps(row.scales + group));
+    _mm256_storeu_ps(blocks.products + r * blocks.padded + group, product);
+    offsets[r] = _mm256_fmadd_ps(offset, _mm256_loadu_ps(row.sums + group), offsets[r]);
+  }
+}
+
 // What the sums of a feature's blocks are multiplied by, into `blocks.products`. Adds to `offsets`
 // what its zeros make of the inputs.
 template <int kRows>
 inline void scale_blocks(const Blocks& blocks, const Groups& weight, int64_t feature, float middle,
                          __m256 (&offsets)[kRows]) {
   const int64_t first = feature * weight.num_groups;
-  int64_t group = 0;
-  // Eight groups of one block each, whose scales are bfloat16 numbers and have no zeros.
-  for (; blocks.takes_eight && group + 8 <= weight.num_groups; group += 8) {
-    const auto* from = static_cast<const bf16*>(weight.scale) + first + group;
-    const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(from)), 16);
-    const __m256 scale = _mm256_castsi256_ps(bits);
-    const __m256 offset = _mm256_mul_ps(scale, _mm256_set1_ps(middle));
-    for (int r = 0; r < kRows; ++r) {
-      const IntegerRow& row = blocks.rows[r];
-      const __m256 product = _mm256_mul_ps(scale, _mm256_loadu_ps(row.scales + group));
-      _mm256_storeu_ps(blocks.products + r * blocks.padded + group, product);
-      offsets[r] = _mm256_fmadd_ps(offset, _mm256_loadu_ps(row.sums + group), offsets[r]);
-    }
+  if (blocks.takes_eight) {
+    const auto* scales = static_cast<const bf16*>(weight.scale) + first;
+    const __m256 middles = _mm256_set1_ps(middle);
+    const int64_t last = weight.num_groups - 8;
+    int64_t group = 0;
+    for (; group <= last; group += 8) scale_eight(blocks, scales, group, 0, middles, offsets);
+    if (group < last + 8) scale_eight(blocks, scales, last, group - last, middles, offsets);
+    return;
   }
-  for (; group < weight.num_groups; ++group) {
+  for (int64_t group = 0; group < weight.num_groups; ++group) {
     const float zero = weight.zero == nullptr ? middle : weight.zero[first + group];
-    const float one = weight.scale == nullptr ? 1 : scale_of(weight, first + group);
+    const float one = scale_of(weight, first + group);
     const __m128 scale = _mm_set1_ps(one), offset = _mm_set1_ps(one * zero);
     auto multiply_some = [&](int64_t b, auto some) {
       for (int r = 0; r < kRows; ++r) {
@@ -189,12 +207,18 @@ inline void scale_blocks(const Blocks& blocks, const Groups& weight, int64_t fea
 }
 
 // A feature with some rows: sums of its blocks' integers, scaled, less what its zeros make of the
-// inputs.
+// inputs. Of one group all sums are scaled at the end.
 template <typename Codes, int kRows>
 inline void multiply_blocks(const Blocks& blocks, const Groups& weight, float* out, int64_t feature,
                             int64_t features) {
-  __m256 sums[kRows] = {}, offsets[kRows] = {};
-  scale_blocks(blocks, weight, feature, Codes::kMiddle, offsets);
+  // Those of the first and of the second block of each pair: one sum would wait for itself.
+  __m256 sums[kRows][2] = {}, offsets[kRows] = {};
+  const bool is_one_group = weight.num_groups == 1;
+  if (!is_one_group) scale_blocks(blocks, weight, feature, Codes::kMiddle, offsets);
+  const float* scales[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    scales[r] = is_one_group ? blocks.rows[r].scales : blocks.products + r * blocks.padded;
+  }
   auto add_pair = [&](const uint8_t* codes, int64_t b) {
     __m256i numbers[4];
     Codes::decode(codes, numbers);
@@ -205,8 +229,8 @@ inline void multiply_blocks(const Blocks& blocks, const Groups& weight, float* o
         const __m256i second =
             _mm256_madd_epi16(numbers[2 * i + 1], _mm256_loadu_si256(x + 2 * i + 1));
         const __m256 part = _mm256_cvtepi32_ps(_mm256_add_epi32(first, second));
-        const float* scale = blocks.products + r * blocks.padded + b + i;
-        sums[r] = _mm256_fmadd_ps(part, _mm256_broadcast_ss(scale), sums[r]);
+        const __m256 scale = _mm256_broadcast_ss(scales[r] + b + i);
+        sums[r][i] = _mm256_fmadd_ps(part, scale, sums[r][i]);
       }
     }
   };
@@ -217,14 +241,20 @@ inline void multiply_blocks(const Blocks& blocks, const Groups& weight, float* o
   }
   if (left > 0) add_pair(Padded<uint8_t, Codes::kPairBytes>(codes, left).numbers, b);
   for (int r = 0; r < kRows; ++r) {
-    out[r * features + feature] = sum_lanes(_mm256_sub_ps(sums[r], offsets[r]));
+    const __m256 all = _mm256_add_ps(sums[r][0], sums[r][1]);
+    float& sum = out[r * features + feature];
+    sum = sum_lanes(_mm256_sub_ps(all, offsets[r]));
+    if (!is_one_group) continue;
+    const float zero = weight.zero == nullptr ? Codes::kMiddle : weight.zero[feature];
+    const float scale = weight.scale == nullptr ? 1 : scale_of(weight, feature);
+    sum = scale * (sum - zero * blocks.rows[r].total);
   }
 }
 
 template <typename Codes>
 void multiply_integers(const bf16* given, const Groups& weight, float* out, int64_t rows,
                        int64_t features, int64_t begin, int64_t end) {
-  const Blocks blocks(weight);
+  Blocks blocks(weight);
   for (int64_t r = 0; r < rows; r += kMostRows) {
     const int64_t count = rows - r < kMostRows ? rows - r : kMostRows;
     for (int64_t i = 0; i < count; ++i) {
@@ -238,6 +268,8 @@ void multiply_integers(const bf16* given, const Groups& weight, float* out, int6
         const Padded<bf16, kBlock> last(x + b * kBlock, left);
         prepare_block<Codes>(last.numbers, blocks.rows[i], b);
       }
+      const float* const sums = blocks.rows[i].sums;
+      blocks.rows[i].total = std::accumulate(sums, sums + blocks.padded, 0.0f);
     }
     with_rows(count, [&](auto some) {
       for (int64_t f = begin; f < end; ++f) {

@@ -21,13 +21,16 @@ constexpr int64_t kMostChunkBytes = 1 << 19;
 constexpr int64_t kChunkFeatures = 16;
 constexpr int64_t kChunksOfThread = 16;
 
-// Features that a thread takes at a time.
+// Features that a thread takes at a time: as many chunks for each thread, where there are several.
 int64_t chunk_features(ffi::ThreadPool pool, int64_t features, int64_t row_bytes) {
-  const int64_t num_chunks = kChunksOfThread * std::max<int64_t>(1, pool.num_threads());
+  const int64_t num_threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t all_bytes = features * row_bytes;
   const int64_t bytes =
-      std::clamp(features * row_bytes / num_chunks, kLeastChunkBytes, kMostChunkBytes);
-  const int64_t step = std::max(kChunkFeatures, bytes / std::max<int64_t>(1, row_bytes));
-  return step - step % 4;
+      std::clamp(all_bytes / (kChunksOfThread * num_threads), kLeastChunkBytes, kMostChunkBytes);
+  int64_t num_chunks = std::max<int64_t>(1, (all_bytes + bytes - 1) / bytes);
+  if (num_chunks > 1) num_chunks += num_threads - 1 - (num_chunks - 1) % num_threads;
+  const int64_t step = (features + num_chunks - 1) / num_chunks;
+  return std::max(kChunkFeatures, (step + 3) / 4 * 4);
 }
 
 // Products as they are written: the sums themselves, or rounded to bfloat16.
