@@ -22,7 +22,16 @@ from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 
 _LLAMAS = (
-    *("chameleon", "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4v_moe_text"),
+    *(
+        "chameleon",
+        "cohere",
+        "cohere2",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4v_moe_text",
+    ),
     *("glm4v_text", "glm_ocr_text", "gpt_oss", "internlm3", "llama", "ministral3", "mistral"),
     *("molmo", "molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen"),
     *(
@@ -138,6 +147,16 @@ def _list_glm(text_config: Any) -> tuple[RuleTypes, ...]:
     return (*norms, *_list_fused_mlp(text_config))
 
 
+def _list_exaone4(text_config: Any) -> tuple[RuleTypes, ...]:
+    """Name the norms by what they are behind, as `PostNormLayer` has them."""
+    del text_config
+    names = {"post_attention": "input", "post_feedforward": "post_attention"}
+    return tuple(
+        Rule(rf"{_LAYER}){old}_layernorm\.", rf"language_model.\1{new}_layernorm.")
+        for old, new in names.items()
+    )
+
+
 def _list_lfm2(text_config: Any) -> tuple[RuleTypes, ...]:
     names = {
         "operator_norm": "input_layernorm",
@@ -235,6 +254,7 @@ def _list_gpt_oss(text_config: Any) -> tuple[RuleTypes, ...]:
 _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
     {
         **dict.fromkeys(("bart", "opt", "whisper"), _list_bart),
+        "exaone4": _list_exaone4,
         "gemma4_text": _list_experts,
         "gemma4_unified_text": _list_experts,
         "glm4v_moe_text": _list_experts,

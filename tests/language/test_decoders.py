@@ -18,6 +18,8 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -313,6 +315,28 @@ DECODERS = (
             },
             "nowhere positions": {"layer_types": ["full_attention"] * 3},
             "linear rope": {"rope_parameters": LINEAR, "attention_bias": True},
+        },
+    ),
+    Decoder(
+        name="exaone4",
+        hf_classes=(Exaone4Config, Exaone4ForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny=LLAMA,
+        rules=own_rules,
+        configs={
+            "three with a window, one without positions": {
+                "num_hidden_layers": 4,
+                "sliding_window": 9,
+                "rope_parameters": LLAMA3,
+                "head_dim": 16,
+            },
+            "no windows, everywhere positions": {
+                "sliding_window": None,
+                "layer_types": ["full_attention"] * 3,
+                "rms_norm_eps": 1e-2,
+                "tie_word_embeddings": True,
+            },
         },
     ),
     Decoder(

@@ -14,10 +14,12 @@ rotated as pairs, a part of each head; its larger ones have experts, and neither
 2404.14219), InternLM3 (Llama's by another name), gpt-oss (sinks, and experts with biases and a gate
 of their own; arXiv 2508.10925), Command R and R7B (attention and MLP side by side behind one layer
 norm, neighbours rotated as pairs, logits scaled; of R7B a layer that sees all tokens has no
-positions, as in arXiv 2501.18795), Persimmon, which is Fuyu's (Adept, 2023: layer norms, a part of
-each head turns, an MLP without a gate, of squared ReLU: Primer, arXiv 2109.08668), Gemma 1 (norms
-with a centred weight, scaled embeddings; arXiv 2403.08295), 2 (norms on both sides, capped scores
-and logits; 2408.00118) and 3 (norms on queries and keys, angles of two kinds; 2503.19786).
+positions, as in arXiv 2501.18795), EXAONE 4 (norms behind, on queries and keys as well; a layer
+that sees all tokens has no positions where others have windows; arXiv 2507.11407), Persimmon, which
+is Fuyu's (Adept, 2023: layer norms, a part of each head turns, an MLP without a gate, of squared
+ReLU: Primer, arXiv 2109.08668), Gemma 1 (norms with a centred weight, scaled embeddings; arXiv
+2403.08295), 2 (norms on both sides, capped scores and logits; 2408.00118) and 3 (norms on queries
+and keys, angles of two kinds; 2503.19786).
 """
 
 import math
@@ -343,6 +345,20 @@ def _read_cohere2(hf_config: Any) -> dict[str, Any]:
     return {**values, "windows": windows, "layer_ropes": ropes}
 
 
+def _read_exaone4(hf_config: Any) -> dict[str, Any]:
+    windows, rope = _read_windows(hf_config), hf_config.rope_parameters
+    is_hybrid = getattr(hf_config, "sliding_window", None) is not None
+    return {
+        "has_qkv_bias": False,
+        "qk_norm": "head",
+        "norm_order": "post",
+        "windows": windows,
+        "layer_ropes": tuple(None if window is None else rope for window in windows)
+        if is_hybrid
+        else None,
+    }
+
+
 def _read_persimmon(hf_config: Any) -> dict[str, Any]:
     return {
         "rms_norm_eps": hf_config.layer_norm_eps,
@@ -392,6 +408,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "chameleon": _read_chameleon,
         "cohere": _read_cohere,
         "cohere2": _read_cohere2,
+        "exaone4": _read_exaone4,
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _read_gemma),
         "glm4v_moe_text": _read_glm_moe,
         "glm4v_text": _read_glm,
