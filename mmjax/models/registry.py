@@ -87,6 +87,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "deepseek_ocr2", "deepseek-ai/DeepSeek-OCR-2"
         ),
         "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2", "deepseek-ai/deepseek-vl2-tiny"),
+        "Exaone4_5_ForConditionalGeneration": ModelRow("exaone4_5", "LGAI-EXAONE/EXAONE-4.5-33B"),
         "Florence2ForConditionalGeneration": ModelRow(
             "florence2", "florence-community/Florence-2-base-ft"
         ),

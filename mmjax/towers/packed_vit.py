@@ -1,10 +1,11 @@
 """Vision transformers over packed patches of pictures of any size, most with rotary places.
 
-Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923),
-PaddleOCR-VL's (arXiv 2510.14528), GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631) and
-Qwen3.5's; without rotary places, SigLIP 2's (arXiv 2502.14786) and MiniCPM-V 4.6's. They differ by
-configuration alone: norms, MLPs, windows, learned positions, whether and how squares of patches
-merge, and after which blocks beside the last.
+Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923), EXAONE
+4.5's (the same with fewer keys than queries; arXiv 2604.08644), PaddleOCR-VL's (arXiv 2510.14528),
+GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631) and Qwen3.5's; without rotary places,
+SigLIP 2's (arXiv 2502.14786) and MiniCPM-V 4.6's. They differ by configuration alone: norms, MLPs,
+windows, learned positions, whether and how squares of patches merge, and after which blocks beside
+the last.
 """
 
 import math
@@ -51,6 +52,8 @@ class PackedViTConfig:
     intermediate_size: int
     num_blocks: int
     num_heads: int
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each for as many heads of queries; None: `num_heads`."""
     kernel: tuple[int, ...]
     """The shape of a patch's pixels: channels, frames where it has several, rows, columns; or one
     number, where files have a matrix."""
@@ -162,6 +165,16 @@ def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_exaone4_5(vision: Any) -> dict[str, Any]:
+    heads, kv_heads = vision.num_heads, vision.num_key_value_heads
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"`vision_config.num_heads` is {heads}; it must be a multiple of "
+            f"`num_key_value_heads`, which is {kv_heads}"
+        )
+    return {**_read_qwen2_5_vl(vision), "num_kv_heads": kv_heads}
+
+
 def _read_qwen2_5_omni(vision: Any) -> dict[str, Any]:
     return {**_read_qwen2_5_vl(vision), "has_fused_qkv": False}
 
@@ -263,6 +276,7 @@ def _read_qwen3_vl(vision: Any) -> dict[str, Any]:
 
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
+        "exaone4_5_vision": _read_exaone4_5,
         "glm4v_moe_vision": _read_glm4v,
         "glm4v_vision": _read_glm4v,
         "glm_ocr_vision": _read_glm_ocr,
@@ -301,12 +315,14 @@ class PackedAttention(nnx.Module):
 
     def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
         width, self.config = config.hidden_size, config
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        keys = self.num_kv_heads * config.head_dim
         options = {"use_bias": config.has_bias, "dtype": dtype}
         if config.has_fused_qkv:
-            self.qkv = Linear(width, 3 * width, **options)
+            self.qkv = Linear(width, width + 2 * keys, **options)
         else:
             self.q_proj, self.k_proj, self.v_proj = (
-                Linear(width, width, **options) for _ in range(3)
+                Linear(width, rows, **options) for rows in (width, keys, keys)
             )
         self.proj = Linear(width, width, **options)
         self.q_norm, self.k_norm = (
@@ -322,11 +338,12 @@ class PackedAttention(nnx.Module):
         """Attend within each segment."""
         config = self.config
         if config.has_fused_qkv:
-            projected = self.qkv(x).reshape(len(x), 3, config.num_heads, -1)
-            query, key, value = (projected[:, part] for part in range(3))
+            ends = (config.num_heads, config.num_heads + self.num_kv_heads)
+            projected = self.qkv(x).reshape(len(x), -1, config.head_dim)
+            query, key, value = jnp.split(projected, ends, axis=1)
         else:
             query, key, value = (
-                project(x).reshape(len(x), config.num_heads, -1)
+                project(x).reshape(len(x), -1, config.head_dim)
                 for project in (self.q_proj, self.k_proj, self.v_proj)
             )
         if self.q_norm is not None and self.k_norm is not None:
@@ -337,6 +354,9 @@ class PackedAttention(nnx.Module):
             query, key = (
                 apply_rotary(part.astype(dtype), *angles).astype(x.dtype) for part in (query, key)
             )
+        per_key = config.num_heads // self.num_kv_heads
+        if per_key > 1:
+            key, value = (jnp.repeat(part, per_key, axis=1) for part in (key, value))
         out = segment_attention(query, key, value, segment_ids, scale=config.head_dim**-0.5)
         return self.proj(out.reshape(x.shape))
 

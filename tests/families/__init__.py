@@ -11,6 +11,7 @@ from tests.families.blip2_t5 import BLIP2_T5
 from tests.families.chameleon import CHAMELEON
 from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from tests.families.deepseek_vl2 import DEEPSEEK_VL2
+from tests.families.exaone4_5 import EXAONE4_5
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
@@ -46,6 +47,7 @@ _ROWS = (
     COHERE2_VISION,
     DEEPSEEK_OCR2,
     DEEPSEEK_VL2,
+    EXAONE4_5,
     FLORENCE2,
     FUYU,
     GEMMA3,

@@ -25,6 +25,7 @@ from transformers import (
     SiglipVisionConfig,
     SiglipVisionModel,
 )
+from transformers.models.exaone4_5.configuration_exaone4_5 import Exaone4_5_VisionConfig
 from transformers.models.florence2.configuration_florence2 import Florence2VisionConfig
 from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
 from transformers.models.ovis2.configuration_ovis2 import Ovis2VisionConfig
@@ -367,6 +368,12 @@ def test_davits_grids_that_fill_no_window_are_hfs(height: int, width: int):
             PixtralVisionConfig(**PIXTRAL),
             {"patch_size": [16, 14]},
             r"`vision_config.patch_size` is \[16, 14\]; .* one number",
+        ),
+        (
+            PackedViTConfig.from_hf,
+            Exaone4_5_VisionConfig(num_heads=16),
+            {"num_key_value_heads": 6},
+            r"`vision_config.num_heads` is 16; .* multiple of `num_key_value_heads`",
         ),
         (
             PackedViTConfig.from_hf,
