@@ -139,6 +139,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "paligemma", "google/paligemma2-3b-mix-224", has_one_unit_items=True
         ),
         "PixtralForConditionalGeneration": ModelRow("pixtral", "mistral-community/pixtral-12b"),
+        "QianfanOCRForConditionalGeneration": ModelRow(
+            "internvl", "baidu/Qianfan-OCR", factories="QIANFAN_FACTORIES"
+        ),
         "Qwen2AudioForConditionalGeneration": ModelRow(
             "qwen2_audio", "Qwen/Qwen2-Audio-7B-Instruct", has_one_unit_items=True
         ),

@@ -29,6 +29,7 @@ from tests.families.ovis2 import OVIS2
 from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.paligemma import PALIGEMMA
 from tests.families.pixtral import PIXTRAL
+from tests.families.qianfan_ocr import QIANFAN_OCR
 from tests.families.qwen2_5_omni import QWEN2_5_OMNI, QWEN2_5_OMNI_CLIPS
 from tests.families.qwen2_audio import QWEN2_AUDIO
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -73,6 +74,7 @@ _ROWS = (
     PADDLEOCR_VL,
     PALIGEMMA,
     PIXTRAL,
+    QIANFAN_OCR,
     QWEN2_5_OMNI,
     QWEN2_5_VL,
     QWEN2_VL,
@@ -103,6 +105,7 @@ NEAR = {
     "glm4v_moe": "glm4v",
     "internvl gpt_oss": "internvl",
     "lighton_ocr": "mistral3",
+    "qianfan_ocr": "internvl",
     "llava siglip": "llava",
     "qwen3_5_moe": "qwen3_5",
     "qwen3_vl_moe": "qwen3_vl",

@@ -1,9 +1,10 @@
 """InternVL (Chen et al., arXiv 2404.16821): InternViT, pixel shuffle, an MLP, a text decoder.
 
 Two layouts of the same model: HF's (`InternVLForConditionalGeneration`), and the original one
-(`InternVLChatModel`).
+(`InternVLChatModel`). Qianfan-OCR (arXiv 2603.13398) has HF's config.json and the original's files.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -73,17 +74,19 @@ _ORIGINAL_NAMES: Mapping[str, str] = MappingProxyType(
 """Names in the original layout -> names in the tree; the first that matches decides."""
 
 
-def rename_tower(prefix: str) -> list[Rule]:
-    """Return rules from the names of HF's tower, behind a prefix, to the tree's."""
+def rename_tower(prefix: str, blocks: str = "encoder.layer") -> list[Rule]:
+    """Return rules from the names of HF's tower, behind a prefix, to the tree's.
+
+    `blocks`: what HF's module calls the list of them.
+    """
+    block = re.escape(blocks) + r"\.(\d+)\."
     names = {
         r"embeddings\.patch_embeddings\.projection\.": "embeddings.patch_embedding.",
-        r"encoder\.layer\.(\d+)\.attention\.projection_layer\.": (
-            r"encoder.layers.\1.self_attn.out_proj."
-        ),
-        r"encoder\.layer\.(\d+)\.attention\.": r"encoder.layers.\1.self_attn.",
-        r"encoder\.layer\.(\d+)\.layernorm_before\.": r"encoder.layers.\1.layer_norm1.",
-        r"encoder\.layer\.(\d+)\.layernorm_after\.": r"encoder.layers.\1.layer_norm2.",
-        r"encoder\.layer\.": "encoder.layers.",
+        rf"{block}attention\.projection_layer\.": r"encoder.layers.\1.self_attn.out_proj.",
+        rf"{block}attention\.": r"encoder.layers.\1.self_attn.",
+        rf"{block}layernorm_before\.": r"encoder.layers.\1.layer_norm1.",
+        rf"{block}layernorm_after\.": r"encoder.layers.\1.layer_norm2.",
+        block: r"encoder.layers.\1.",
         r"layernorm\.": "post_layernorm.",
     }
     return [
@@ -181,6 +184,31 @@ class InternVLForConditionalGeneration(InternVLModel):
         )
 
 
+class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
+    """Served as HF's class of this name."""
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        """Map the published files, which are in InternVL's original layout, and HF's module."""
+        vision = _read_vision(hf_config)
+        tower = r"^(?:model\.)?vision_tower\."
+        unread = range(vision.num_hidden_layers, hf_config.vision_config.num_hidden_layers)
+        dropped = [rf"{tower}layers\.{layer}\." for layer in unread]
+        dropped += [rf"^vision_model\.encoder\.layers\.{layer}\." for layer in unread]
+        dropped.append(rf"{tower}embeddings\.mask_token$")  # of its pre-training
+        if not vision.has_final_norm:
+            dropped.append(rf"{tower}layernorm\.")
+        return (
+            *(Rule(pattern, None) for pattern in dropped),
+            *rename_tower(tower, "layers"),
+            *_list_original_tower(vision),
+            # NOTE: what `save_pretrained` of transformers 5.23 makes of the decoder's layers.
+            Rule(r"^language_model\.model\.encoder\.layers\.", "language_model.layers."),
+            *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
+            *WRAPPER_RULES,
+        )
+
+
 class InternVLChatModel(InternVLModel):
     """Served as the original's class of this name."""
 
@@ -209,22 +237,26 @@ class InternVLChatModel(InternVLModel):
         return (
             *(Rule(rf"^vision_model\.encoder\.layers\.{layer}\.", None) for layer in unread),
             Split.of_qkv(
-                r"^vision_model\.(.*)\.attn\.qkv\.",
-                r"vision_tower.\1.self_attn.",
-                [vision.hidden_size] * 3,
-            ),
-            Split.of_qkv(
                 r"^language_model\.model\.(.*)\.attention\.wqkv\.",
                 r"language_model.\1.self_attn.",
                 [queries, head_dim, head_dim],
             ),
-            *(
-                Rule(rf"^vision_model\.embeddings\.{name}$", *target)
-                for name, target in _EMBEDDINGS.items()
-            ),
+            *_list_original_tower(vision),
             *text_rules(hf_config),
             *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
         )
+
+
+def _list_original_tower(vision: ViTConfig) -> list[RuleTypes]:
+    """Return the rules of what the original's tower joins, or shapes otherwise."""
+    qkv = r"^vision_model\.(.*)\.attn\.qkv\."
+    return [
+        Split.of_qkv(qkv, r"vision_tower.\1.self_attn.", [vision.hidden_size] * 3),
+        *(
+            Rule(rf"^vision_model\.embeddings\.{name}$", *target)
+            for name, target in _EMBEDDINGS.items()
+        ),
+    ]
 
 
 def _check_original(hf_config: Any) -> None:

@@ -2,7 +2,8 @@
 
 Before: `look <image> please`. After: `look <img> <IMG_CONTEXT>*N </img> please`, where only the
 N take embeddings, equally many per tile. In HF's format an image is `<IMG_CONTEXT>`. A
-video is a sequence of `Frame1: <img> <IMG_CONTEXT>*N </img>`.
+video is a sequence of `Frame1: <img> <IMG_CONTEXT>*N </img>`. Qianfan-OCR has HF's format, in which
+an image is `<image>`, and no videos.
 
 Conversation formats of the original layout, by the key `template` of its config.json.
 
@@ -35,6 +36,7 @@ from mmjax.processing.image_processors.tiling import (
     OriginalTileCutter,
 )
 from mmjax.processing.items.parse import (
+    ImageEmbedsDataParser,
     ImageSize,
     MultiModalDataParser,
 )
@@ -265,7 +267,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
-        path, hf_config = self.ctx.model_config.path, self.get_hf_config()
+        path, hf_config, side = self.ctx.model_config.path, self.get_hf_config(), self.tile_size
         facts = {
             "image_token_id": self.get_token_id(CONTEXT),
             "image_seq_length": self.num_unit_tokens,
@@ -274,10 +276,21 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
         check_settings(hf_config, facts, where="config.json", source=source)
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
-            image_processor=HFTileCutter.from_pretrained(path, self.tile_size),
-            video_processor=HFFrameCutter.from_pretrained(path, self.tile_size),
+            image_processor=HFTileCutter.from_pretrained(path, side),
+            video_processor=HFFrameCutter.from_pretrained(path, side)
+            if "video" in self.limits
+            else None,
             defaults={"images_kwargs": {"crop_to_patches": True}},  # as HF's InternVLProcessor
         )
+
+
+class QianfanOCRProcessingInfo(InternVLHFProcessingInfo):
+    tasks: ClassVar = {"Page to Markdown": "Parse this document to Markdown."}
+    data_parser = ImageEmbedsDataParser
+    limits: ClassVar = {"image": None}
+    pixel_keys: ClassVar = {"image": PIXEL_KEYS["hf"]["image"]}
+    reserves_embed_token = True
+    placeholders: ClassVar = {"image": "<image>"}
 
 
 class InternVLMultiModalProcessor(FamilyProcessor[BaseInternVLProcessingInfo]):
@@ -289,7 +302,7 @@ class InternVLMultiModalProcessor(FamilyProcessor[BaseInternVLProcessingInfo]):
         tok_kwargs: Mapping[str, object],
     ) -> BatchFeature:
         outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
-        for modality in ("image", "video"):
+        for modality in self.info.pixel_keys:
             outputs[f"{modality}_token_id"] = np.array(self.info.get_token_id(CONTEXT))
         return outputs
 
@@ -297,4 +310,5 @@ class InternVLMultiModalProcessor(FamilyProcessor[BaseInternVLProcessingInfo]):
 FACTORIES = make_factories(
     InternVLProcessingInfo, InternVLMultiModalProcessor, load_tokenizer=load_tokenizer
 )
+QIANFAN_FACTORIES = make_factories(QianfanOCRProcessingInfo, InternVLMultiModalProcessor)
 HF_FACTORIES = make_factories(InternVLHFProcessingInfo, InternVLMultiModalProcessor)
