@@ -1,8 +1,10 @@
 """SAM's image encoder (arXiv 2304.02643): a ViT of windows, with relative positions and a neck.
 
-As DeepSeek's OCR models have it: two convolutions behind the neck halve rows and columns twice.
+As models of documents have it (GOT, Vary, DeepSeek-OCR): two convolutions behind the neck halve
+rows and columns twice. They are the tower's, or a projector's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +46,15 @@ class SamConfig:
     global_attn_indexes: tuple[int, ...]
     """Blocks that attend over the whole image, and not within windows."""
     output_channels: int
-    downsample_channels: tuple[int, int]
+    downsample_channels: tuple[int, int] | None
+    """Of the convolutions behind the neck; None: they are not the tower's."""
 
     @classmethod
-    def from_hf(cls, hf_config: Any) -> "SamConfig":
-        """Read HF's configuration; `CheckpointError` for values that are not served."""
+    def from_hf(cls, hf_config: Any, **given: Any) -> "SamConfig":
+        """Read HF's configuration; `CheckpointError` for values that are not served.
+
+        `given`: fields that it has no keys for.
+        """
         for name in _ALWAYS:
             if not getattr(hf_config, name):
                 raise CheckpointError(f"`{name}` of SAM's config is false; mmjax serves true alone")
@@ -57,7 +63,7 @@ class SamConfig:
                 raise CheckpointError(
                     f"`{name}` of SAM's config is {side!r}; give one number, the side of a square"
                 )
-        return read_config(cls, hf_config)
+        return read_config(cls, hf_config, **given)
 
     @property
     def side(self) -> int:
@@ -182,10 +188,11 @@ class SamNeck(nnx.Module):
 class SamDownsampling(nnx.Module):
     """Two convolutions, each of which halves rows and columns."""
 
-    def __init__(self, config: SamConfig, *, dtype: Any) -> None:
+    def __init__(self, channels: Sequence[int], *, dtype: Any) -> None:
+        """`channels`: before them, between and behind."""
         options = {"stride": 2, "padding": ((1, 1), (1, 1)), "use_bias": False, "dtype": dtype}
-        first, second = config.downsample_channels
-        self.conv1 = Conv2d(config.output_channels, first, 3, is_channels_last=True, **options)
+        before, first, second = channels
+        self.conv1 = Conv2d(before, first, 3, is_channels_last=True, **options)
         self.conv2 = Conv2d(first, second, 3, is_channels_last=True, **options)
 
     def __call__(self, x: Float[Array, "I Y X C"]) -> Float[Array, "I _y _x _c"]:
@@ -205,16 +212,21 @@ class SamEncoder(nnx.Module):
             for number in range(config.num_hidden_layers)
         )
         self.neck = SamNeck(config, dtype=dtype)
-        self.proj = SamDownsampling(config, dtype=dtype)
+        channels = config.downsample_channels
+        self.proj = (
+            None
+            if channels is None
+            else SamDownsampling((config.output_channels, *channels), dtype=dtype)
+        )
 
     def __call__(self, pixel_values: Float[Array, "I C S S"]) -> Float[Array, "I P D"]:
-        """Return the states of square images, row by row: one for each 4 x 4 patches."""
+        """Return the states of square images, row by row: of each patch, or 4 x 4 patches."""
         patches = self.patch_embed.projection(pixel_values)
         side = round(patches.shape[1] ** 0.5)
         x = patches.reshape(len(patches), side, side, -1) + self._resize_positions(side)
         for layer in self.layers:
             x = call_block(layer, x)
-        grid = self.proj(self.neck(x))
+        grid = self.neck(x) if self.proj is None else self.proj(self.neck(x))
         return grid.reshape(len(grid), -1, grid.shape[-1])
 
     def _resize_positions(self, side: int) -> Float[Array, "1 Y X D"]:

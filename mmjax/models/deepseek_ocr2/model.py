@@ -30,9 +30,10 @@ class DeepseekOcr2Tower(nnx.Module):
     def __init__(self, vision_config: Any, *, dtype: Any) -> None:
         sam = SamConfig.from_hf(vision_config.sam_config)
         encoder = QueryEncoderConfig.from_hf(vision_config.encoder_config)
-        if sam.downsample_channels[-1] != encoder.hidden_size:
+        channels = sam.downsample_channels or ()
+        if channels[-1:] != (encoder.hidden_size,):
             raise CheckpointError(
-                f"`sam_config.downsample_channels` is {list(sam.downsample_channels)}, and "
+                f"`sam_config.downsample_channels` is {list(channels)}, and "
                 f"`encoder_config.hidden_size` {encoder.hidden_size}; the last channels must be as "
                 "wide"
             )
