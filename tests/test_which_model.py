@@ -67,6 +67,7 @@ TASKS = {
     "OCR:": "PaddlePaddle/PaddleOCR-VL",
     "Table Recognition:": "PaddlePaddle/PaddleOCR-VL",
     "Formula Recognition:": "zai-org/GLM-OCR",
+    "OCR with format: ": "stepfun-ai/GOT-OCR-2.0-hf",
     "Parse this document to Markdown.": "baidu/Qianfan-OCR",
     "QwenVL HTML": "Qwen/Qwen2.5-VL-3B-Instruct",
     "Outline the position of each shape and output all the coordinates in JSON format.": (

@@ -109,6 +109,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "GlmOcrForConditionalGeneration": ModelRow(
             "glm4v", "zai-org/GLM-OCR", factories="OCR_FACTORIES"
         ),
+        "GotOcr2ForConditionalGeneration": ModelRow(
+            "got_ocr2", "stepfun-ai/GOT-OCR-2.0-hf", has_one_unit_items=True
+        ),
         "Idefics3ForConditionalGeneration": ModelRow(
             "idefics3", "HuggingFaceTB/SmolVLM-256M-Instruct"
         ),

@@ -55,6 +55,12 @@ class TiledInfo(FamilyInfo):
             "image", units=["pixel_values"], counts=tiles, on_host=["image_num_patches"]
         )
 
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        """Demand the rows of whole tiles."""
+        each, most = self.num_unit_tokens, self.get_max_image_tokens()
+        hint = f"{each} for each of its tiles, the whole included, {most} at most"
+        self.check_rows(modality, num_embeds, range(each, most + 1, each), hint)
+
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
         """Return how many embeddings all tiles of an item have."""
         return int(tensors[f"{modality}_num_patches"]) * self.num_unit_tokens

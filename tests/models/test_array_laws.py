@@ -33,7 +33,7 @@ NEVER = np.finfo(np.float32).min
 FIRST_ALONE = {
     *NEAR,
     *("blip2_t5", "deepseek_ocr2", "exaone4_5", "fuyu", "gemma3", "gemma4", "gemma4_unified"),
-    "glm4v",
+    *("glm4v", "got_ocr2"),
     *("glm_ocr", "lfm2_vl", "llava", "minicpmv4_6", "mistral3", "molmo2", "paddleocr_vl"),
     *("paligemma", "pixtral", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"),
 }

@@ -37,6 +37,10 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"qformer": {"hidden_act": "mish"}}, "activation `mish` is unknown"),
     ],
     "glm4v": [({"vision": {"attention_bias": True}}, "`vision_config.attention_bias` is true")],
+    "got_ocr2": [
+        ({"vision": {"use_rel_pos": False}}, "`use_rel_pos` of SAM's config is false"),
+        ({"vision": {"image_size": 34}}, "are 34 and 4; give one number each"),
+    ],
     "mistral3": [
         ({"vision_feature_layer": [-1, -2]}, r"`vision_feature_layer` is \[-1, -2\]; the norm"),
         ({"spatial_merge_size": 0}, "`spatial_merge_size` of config.json is 0"),
@@ -92,6 +96,7 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
 }
 """Keywords of a family's `make_config`."""
 REFUSED_VALUES: Mapping[str, list[tuple[Values, str]]] = {
+    "got_ocr2": [({"model_type": "pp_chart2table"}, "`model_type` is `pp_chart2table`, whose")],
     "blip2": [
         (
             {

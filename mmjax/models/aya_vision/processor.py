@@ -64,12 +64,6 @@ class AyaVisionProcessingInfo(TiledInfo):
                 f"config.json {side}; make them agree"
             )
 
-    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
-        """Demand the rows of whole tiles."""
-        each, most = self.num_unit_tokens, self.get_max_image_tokens()
-        hint = f"{each} for each of its tiles, the whole included, {most} at most"
-        self.check_rows(modality, num_embeds, range(each, most + 1, each), hint)
-
     def get_target(self, modality: str) -> Target:
         return as_ids(self.placeholders[modality], self.get_tokenizer())
 
