@@ -1,10 +1,12 @@
-"""Rounding, of integers to multiples and of matrices to 8 bits."""
+"""Rounding, of integers to multiples and of matrices to 8 bits; two integers in one."""
 
 from typing import Any
 
 import numpy as np
 
 MAX_INT8 = 127
+MARKED_LIMIT = 1 << 13
+"""Of what `mark` takes."""
 LEAST_SCALE = np.finfo(np.float32).tiny
 """The scale of rows of zeros, or of numbers so small that a quotient by theirs would overflow."""
 
@@ -25,6 +27,15 @@ def count_halvings(number: int, limit: int) -> int:
     while number > limit << count:
         count += 1
     return count
+
+
+def mark(number: Any, group: Any = 0) -> Any:
+    """Return integers, or arrays of them, as negative ones, which hold a number of a group as well.
+
+    The integers are from 0 to `MARKED_LIMIT` - 1. So a token's position may say that the token is
+    a picture's, and which picture's (`layers.rope.unmark`).
+    """
+    return -1 - (group * MARKED_LIMIT + number)
 
 
 def quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -40,6 +40,7 @@ def attend_by_heads(
     angles: Angles | None = None,
     is_interleaved: bool = False,
     norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
+    norms_are_last: bool = False,
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -49,20 +50,29 @@ def attend_by_heads(
 
     `angles` None: nothing is rotated; positions are in the hidden states, or the layer has none.
     `is_interleaved`: whether neighbours are a pair that is rotated, and not the halves of a head.
-    `norms`: of each head's queries and keys, before they are rotated. `scale`: what scores are
-    multiplied by; None: `head_dim ** -0.5`. `sinks` are as in `attention`.
+    `norms`: of each head's queries and keys, before they are rotated; behind that where they
+    `are_last`. `scale`: what scores are multiplied by; None: `head_dim ** -0.5`. `sinks` are as in
+    `attention`.
     """
     query, key, value = (x.reshape(x.shape[0], -1, head_dim) for x in (query, key, value))
-    query, key = (
-        x if norm is None else norm(x) for norm, x in zip(norms, (query, key), strict=True)
-    )
+    first, last = ((None, None), norms) if norms_are_last else (norms, (None, None))
+    query, key = _apply_norms(first, query, key)
     if angles is not None:
         rotate = apply_interleaved_rotary if is_interleaved else apply_rotary
         query, key = rotate(query, *angles), rotate(key, *angles)
+    query, key = _apply_norms(last, query, key)
     scale = head_dim**-0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     out, cache = attention(query, key, value, cache, metadata, sinks=sinks, **options)
     return out.reshape(out.shape[0], -1), cache
+
+
+def _apply_norms(norms: tuple[Any, Any], query: Array, key: Array) -> tuple[Array, Array]:
+    query_norm, key_norm = norms
+    return (
+        query if query_norm is None else query_norm(query),
+        key if key_norm is None else key_norm(key),
+    )
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -82,6 +92,7 @@ class GroupedQueryAttention(nnx.Module):
         has_output_bias: bool,
         norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
         norms_are_wide: bool = False,
+        norms_are_last: bool = False,
         is_interleaved: bool = False,
         scale: float | None = None,
         window: int | None = None,
@@ -101,6 +112,7 @@ class GroupedQueryAttention(nnx.Module):
         self.o_proj = Linear(inner, width, use_bias=has_output_bias, dtype=dtype)
         self.q_norm, self.k_norm = norms
         self.norms_are_wide = norms_are_wide
+        self.norms_are_last = norms_are_last
         self.is_interleaved = is_interleaved
         self.head_dim = head_dim
         self.scale = scale
@@ -129,10 +141,7 @@ class GroupedQueryAttention(nnx.Module):
         """Attend with projected queries to the keys and values of `x`."""
         key, norms = self.k_proj(x), (self.q_norm, self.k_norm)
         if self.norms_are_wide:
-            query, key = (
-                part if norm is None else norm(part)
-                for norm, part in zip(norms, (query, key), strict=True)
-            )
+            query, key = _apply_norms(norms, query, key)
             norms = (None, None)
         out, cache = attend_by_heads(
             query,
@@ -144,6 +153,7 @@ class GroupedQueryAttention(nnx.Module):
             angles=angles,
             is_interleaved=self.is_interleaved,
             norms=norms,
+            norms_are_last=self.norms_are_last,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,

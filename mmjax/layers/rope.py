@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.rows import rotate_rows
+from mmjax.rounding import MARKED_LIMIT
 
 
 def prevent_fusion(compute: Callable[[Array], Any], x: Array, always: Bool[Array, ""]) -> Any:
@@ -161,9 +162,11 @@ def text_angles(
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of a decoder's tokens, as `rope_parameters` says.
 
-    On three axes where it has `mrope_section`, else on the first. Where longer prompts than the
-    trained ones have frequencies of their own, the third axis is which of them a prompt has
-    (`HostInputs.rotary_positions`): with `longrope` 0 or 1, with `level_thetas` the base's number.
+    On as many axes as it has sections (`mrope_section`), else on the first. With four (those of
+    HunYuan-VL) the third of `positions` is a row, or of a picture's tokens a row with the fourth in
+    it (`rounding.mark`). Where longer prompts than the trained ones have frequencies of their own,
+    the third axis is which of them a prompt has (`HostInputs.rotary_positions`): with `longrope` 0
+    or 1, with `level_thetas` the base's number.
     """
     frequencies = inverse_frequencies(parameters, head_dim)
     factor, sections = attention_factor(parameters), parameters.get("mrope_section")
@@ -174,12 +177,27 @@ def text_angles(
         table = np.stack([inverse_frequencies(level, head_dim) for level in levels])
         index = positions[0].astype(jnp.float32)
         return cos_sin(index[:, None] * jnp.asarray(table)[positions[2]], factor)
+    if sections and len(sections) == 4:
+        _, rows, pictures = unmark(positions[2])
+        positions = jnp.stack([*positions[:2], rows, pictures])
     if sections:
         is_interleaved = bool(parameters.get("mrope_interleaved"))
         return multimodal_angles(
             positions, frequencies, sections, factor, is_interleaved=is_interleaved
         )
     return rotary_angles(positions[0], frequencies, factor)
+
+
+def unmark(
+    positions: Int[Array, " T"],
+) -> tuple[Bool[Array, " T"], Int[Array, " T"], Int[Array, " T"]]:
+    """Return which positions are marked, what they are without, and their groups.
+
+    `rounding.mark` marks. The group of what is not marked is the position itself.
+    """
+    is_marked = positions < 0
+    number, group = (-1 - positions) % MARKED_LIMIT, (-1 - positions) // MARKED_LIMIT
+    return is_marked, *(jnp.where(is_marked, one, positions) for one in (number, group))
 
 
 def rotary_angles(
@@ -190,7 +208,7 @@ def rotary_angles(
 
 
 def multimodal_angles(
-    positions: Int[Array, "3 T"],
+    positions: Int[Array, "_axes T"],
     frequencies: Float[np.ndarray, " P"],
     sections: Sequence[int],
     factor: float = 1.0,
@@ -199,17 +217,17 @@ def multimodal_angles(
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of M-RoPE (arXiv 2409.12191, section 2.1).
 
-    The first `sections[0]` frequencies turn by a token's time, the next by its row, the last by its
-    column (`mrope_section`). Interleaved (`mrope_interleaved`, arXiv 2511.21631), they turn by
-    time, row and column in this order again and again, until row or column has its number; the rest
-    turn by time.
+    The first `sections[0]` frequencies turn by a token's time, the next by its row, the next by its
+    column (`mrope_section`), or by what other axes the positions have. Interleaved
+    (`mrope_interleaved`, arXiv 2511.21631), they turn by time, row and column in this order again
+    and again, until row or column has its number; the rest turn by time.
     """
     if sum(sections) != len(frequencies):
         raise CheckpointError(
             f"`mrope_section` is {list(sections)}, of a sum of {sum(sections)}; it must be "
             f"{len(frequencies)}, the half of a head's rotated width"
         )
-    axes = np.repeat(np.arange(3), sections)
+    axes = np.repeat(np.arange(len(sections)), sections)
     if is_interleaved:
         axes = np.zeros(len(frequencies), int)
         for axis in (1, 2):

@@ -22,27 +22,11 @@ from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 
 _LLAMAS = (
-    *(
-        "chameleon",
-        "cohere",
-        "cohere2",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4v_moe_text",
-    ),
-    *("glm4v_text", "glm_ocr_text", "gpt_oss", "internlm3", "llama", "ministral3", "mistral"),
-    *("molmo", "molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen"),
-    *(
-        "qwen2",
-        "qwen2_5_omni_text",
-        "qwen2_5_vl_text",
-        "qwen2_vl_text",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_vl_moe_text",
-    ),
+    *("chameleon", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text"),
+    *("glm4v_moe_text", "glm4v_text", "glm_ocr_text", "gpt_oss", "hunyuan_v1_dense"),
+    *("hunyuan_vl_text", "internlm3", "llama", "ministral3", "mistral", "molmo", "molmo2_text"),
+    *("paddleocr_vl_text", "persimmon", "phi3", "qwen", "qwen2", "qwen2_5_omni_text"),
+    *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
     "qwen3_vl_text",
 )
 """The `model_type`s that `LlamaConfig` reads."""
@@ -157,6 +141,14 @@ def _list_exaone4(text_config: Any) -> tuple[RuleTypes, ...]:
     )
 
 
+def _list_hunyuan(text_config: Any) -> tuple[RuleTypes, ...]:
+    del text_config
+    return (
+        Rule(_LAYER + r"self_attn\.)query_layernorm\.", r"language_model.\1q_norm."),
+        Rule(_LAYER + r"self_attn\.)key_layernorm\.", r"language_model.\1k_norm."),
+    )
+
+
 def _list_lfm2(text_config: Any) -> tuple[RuleTypes, ...]:
     names = {
         "operator_norm": "input_layernorm",
@@ -261,6 +253,8 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "glm4v_text": _list_glm,
         "glm_ocr_text": _list_glm,
         "gpt_oss": _list_gpt_oss,
+        "hunyuan_v1_dense": _list_hunyuan,
+        "hunyuan_vl_text": _list_hunyuan,
         "lfm2": _list_lfm2,
         "molmo": _list_molmo,
         "molmo2_text": _list_molmo,

@@ -5,6 +5,7 @@ One runner, and a table: a further decoder is a row of `DECODERS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -286,6 +289,28 @@ DECODERS = (
         },
     ),
     Decoder(
+        name="hunyuan",
+        hf_classes=(HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny={**LLAMA, "head_dim": 16},
+        rules=own_rules,
+        fill=partial(fill_with_unit_norms, sharpness=1.4),
+        configs={
+            "longer prompts, biases, tied": {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "alpha": 1000.0,
+                    "factor": 1.0,
+                },
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+            },
+            "plain angles": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        },
+    ),
+    Decoder(
         name="cohere",
         hf_classes=(CohereConfig, CohereForCausalLM),
         config_class=LlamaConfig,
@@ -465,6 +490,19 @@ REFUSED = [
     ),
     (PERSIMMON_ROW, {"hidden_act": "prelu"}, "activation `prelu` is unknown"),
     (COHERE_ROW, {"use_qk_norm": True}, "`use_qk_norm` is true"),
+    (
+        ROWS["hunyuan"],
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+        "is `dynamic`, `alpha` None",
+    ),
+    (
+        ROWS["hunyuan"],
+        {
+            "model_type": "hunyuan_vl_text",
+            "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+        },
+        "has four axes",
+    ),
 ]
 
 

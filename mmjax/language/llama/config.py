@@ -10,16 +10,17 @@ of a block, as Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, a
 (queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's,
 without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours
 rotated as pairs, a part of each head; its larger ones have experts, and neither of both; arXiv
-2507.01006), Phi-3 (angles that longer prompts than the trained ones have of their own; arXiv
-2404.14219), InternLM3 (Llama's by another name), gpt-oss (sinks, and experts with biases and a gate
-of their own; arXiv 2508.10925), Command R and R7B (attention and MLP side by side behind one layer
-norm, neighbours rotated as pairs, logits scaled; of R7B a layer that sees all tokens has no
-positions, as in arXiv 2501.18795), EXAONE 4 (norms behind, on queries and keys as well; a layer
-that sees all tokens has no positions where others have windows; arXiv 2507.11407), Persimmon, which
-is Fuyu's (Adept, 2023: layer norms, a part of each head turns, an MLP without a gate, of squared
-ReLU: Primer, arXiv 2109.08668), Gemma 1 (norms with a centred weight, scaled embeddings; arXiv
-2403.08295), 2 (norms on both sides, capped scores and logits; 2408.00118) and 3 (norms on queries
-and keys, angles of two kinds; 2503.19786).
+2507.01006), HunYuan (norms on queries and keys behind their rotation, whose base is raised for
+longer prompts; HunyuanOCR's has four axes of positions, arXiv 2511.19575), Phi-3 (angles that
+longer prompts than the trained ones have of their own; arXiv 2404.14219), InternLM3 (Llama's by
+another name), gpt-oss (sinks, and experts with biases and a gate of their own; arXiv 2508.10925),
+Command R and R7B (attention and MLP side by side behind one layer norm, neighbours rotated as
+pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795),
+EXAONE 4 (norms behind, on queries and keys as well; a layer that sees all tokens has no positions
+where others have windows; arXiv 2507.11407), Persimmon, which is Fuyu's (Adept, 2023: layer norms,
+a part of each head turns, an MLP without a gate, of squared ReLU: Primer, arXiv 2109.08668), Gemma
+1 (norms with a centred weight, scaled embeddings; arXiv 2403.08295), 2 (norms on both sides, capped
+scores and logits; 2408.00118) and 3 (norms on queries and keys, angles of two kinds; 2503.19786).
 """
 
 import math
@@ -64,6 +65,8 @@ class LlamaConfig:
     qk_norm: Literal["head", "own", "wide"] | None = None
     """How queries and keys are normed, before they are rotated: each head by one norm; each head by
     a norm of its own; all heads together; None: not at all."""
+    norms_rotated_heads: bool = False
+    """Whether they are normed behind that, and not before."""
     norm_order: Literal["pre", "post", "both", "parallel"] = "pre"
     """Whether what attention and MLP read is normed, what they give, or both; parallel: they read
     the same, normed once."""
@@ -310,6 +313,33 @@ def _read_paddleocr_vl(hf_config: Any) -> dict[str, Any]:
     return {**_read_llama(hf_config), **dict.fromkeys(biases, bool(hf_config.use_bias))}
 
 
+def _read_hunyuan(hf_config: Any) -> dict[str, Any]:
+    rope, sections = dict(hf_config.rope_parameters), None
+    if hf_config.model_type == "hunyuan_vl_text":
+        sections = rope.get("mrope_section")
+        if len(sections or ()) != 4:
+            raise CheckpointError(
+                f"`mrope_section` (or `xdrope_section`) of the decoder is {sections}; mmjax's "
+                "HunYuan-VL has four axes: position, column, row and image"
+            )
+    kind, theta = rope.get("rope_type", "default"), float(rope["rope_theta"])
+    if kind == "dynamic" and rope.get("alpha"):
+        head_dim = hf_config.head_dim
+        theta *= rope["alpha"] ** (head_dim / (head_dim - 2))
+    elif kind != "default":
+        raise CheckpointError(
+            f"`rope_type` is `{kind}`, `alpha` {rope.get('alpha')}; a HunYuan is served with "
+            "`dynamic` (or `xdrope`) and an `alpha`, or with `default`"
+        )
+    return {
+        **_read_llama(hf_config),
+        "qk_norm": "head",
+        "norms_rotated_heads": True,
+        "rope_parameters": {"rope_theta": theta}
+        | ({"mrope_section": sections} if sections else {}),
+    }
+
+
 def _read_ministral3(hf_config: Any) -> dict[str, Any]:
     rope = hf_config.rope_parameters
     given = ("llama_4_scaling_beta", "original_max_position_embeddings")
@@ -414,6 +444,8 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "glm4v_text": _read_glm,
         "glm_ocr_text": _read_glm,
         "gpt_oss": _read_gpt_oss,
+        "hunyuan_v1_dense": _read_hunyuan,
+        "hunyuan_vl_text": _read_hunyuan,
         "ministral3": _read_ministral3,
         "molmo": _read_molmo,
         "molmo2_text": _read_molmo2,

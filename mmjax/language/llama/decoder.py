@@ -266,6 +266,7 @@ def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
             _build_qk_norm(config, config.num_key_value_heads, dtype=dtype),
         ),
         norms_are_wide=config.qk_norm == "wide",
+        norms_are_last=config.norms_rotated_heads,
         is_interleaved=config.is_interleaved,
         scale=config.score_scale,
         window=config.windows[number],
