@@ -69,6 +69,7 @@ TASKS = {
     "Formula Recognition:": "zai-org/GLM-OCR",
     "OCR with format: ": "stepfun-ai/GOT-OCR-2.0-hf",
     "Parse this document to Markdown.": "baidu/Qianfan-OCR",
+    "Parse the table in the image into HTML.": "tencent/HunyuanOCR",
     "QwenVL HTML": "Qwen/Qwen2.5-VL-3B-Instruct",
     "Outline the position of each shape and output all the coordinates in JSON format.": (
         "Qwen/Qwen2.5-VL-3B-Instruct"

@@ -57,9 +57,17 @@ class GridDataParser(MultiModalDataParser):
         "video": {"video_embeds": "values", "video_grid_thw": "metadata"},
     }
 
-    def __init__(self, *, merge_size: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        merge_size: int,
+        count_embeds: Callable[[str, np.ndarray], np.ndarray],
+        **kwargs: Any,
+    ) -> None:
+        """`count_embeds`: as of `GridInfo`."""
         super().__init__(**kwargs)
         self.merge_size = merge_size
+        self.count_embeds = count_embeds
 
     @staticmethod
     def is_embeddings(data: object) -> bool:
@@ -83,7 +91,7 @@ class GridDataParser(MultiModalDataParser):
                 f"grids are {grids.tolist()}; expected (time, rows, columns) from 1 on, rows and "
                 f"columns multiples of {self.merge_size}"
             )
-        return make_fields(modality, grids, self.merge_size)
+        return make_fields(modality, grids, self.count_embeds(modality, grids))
 
 
 class GridInfo(FamilyInfo):
@@ -125,6 +133,7 @@ class GridInfo(FamilyInfo):
     def get_data_parser(self) -> MultiModalDataParser:
         return self.parser(
             merge_size=self.merge_size,
+            count_embeds=self.count_embeds,
             limits=self.get_media_limits(),
             expected_hidden_size=self.get_expected_hidden_size(),
         )
@@ -256,12 +265,16 @@ class GridInfo(FamilyInfo):
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         fields: dict[str, MultiModalFieldConfig] = {}
         for modality in self.limits:
-            grids = outputs.get(f"{modality}_grid_thw", np.empty((0, 3), np.int64))
-            fields |= make_fields(modality, np.asarray(grids), self.merge_size)
+            grids = np.asarray(outputs.get(f"{modality}_grid_thw", np.empty((0, 3), np.int64)))
+            fields |= make_fields(modality, grids, self.count_embeds(modality, grids))
         return fields
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
-        return self.count_cells(tensors[f"{modality}_grid_thw"])
+        return int(self.count_embeds(modality, tensors[f"{modality}_grid_thw"][None])[0])
+
+    def count_embeds(self, modality: str, grids: np.ndarray) -> np.ndarray:
+        """Return how many embeddings items of a modality have: int[items] of int[items, 3]."""
+        return grids.prod(-1) // self.merge_size**2
 
     def count_cells(self, grid: np.ndarray) -> int:
         """Return how many embeddings an item of a grid has."""
@@ -374,13 +387,15 @@ def _make_times(grids: np.ndarray) -> dict[str, MultiModalFieldConfig]:
 
 
 def make_fields(
-    modality: str, grid_thw: np.ndarray, merge_size: int
+    modality: str, grid_thw: np.ndarray, num_embeds: np.ndarray
 ) -> dict[str, MultiModalFieldConfig]:
-    """Return the fields of a modality by its grids, int[items, 3]: (time, rows, columns)."""
+    """Return the fields of a modality by its grids, int[items, 3]: (time, rows, columns).
+
+    `num_embeds`: int[items], how many embeddings each has.
+    """
     num_patches = grid_thw.prod(-1)
     pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
     fields = item_fields(
         modality, units=[pixels], counts=num_patches, on_host=[f"{modality}_grid_thw"]
     )
-    cells = num_patches // merge_size**2
-    return fields | item_fields(modality, units=[f"{modality}_embeds"], counts=cells)
+    return fields | item_fields(modality, units=[f"{modality}_embeds"], counts=num_embeds)

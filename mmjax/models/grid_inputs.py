@@ -214,4 +214,7 @@ def read_grid(item: Mapping[str, np.ndarray]) -> Grid:
 def find_side(vision: Any) -> int:
     """Return the side of the square of a tower's learned positions."""
     number = getattr(vision, "num_position_embeddings", None)
-    return vision.image_size // vision.patch_size if number is None else math.isqrt(number)
+    if number is not None:
+        return math.isqrt(number)
+    size = getattr(vision, "max_image_size", None) or vision.image_size
+    return size // vision.patch_size

@@ -112,6 +112,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "GotOcr2ForConditionalGeneration": ModelRow(
             "got_ocr2", "stepfun-ai/GOT-OCR-2.0-hf", has_one_unit_items=True
         ),
+        "HunYuanVLForConditionalGeneration": ModelRow("hunyuan_vl", "tencent/HunyuanOCR"),
         "Idefics3ForConditionalGeneration": ModelRow(
             "idefics3", "HuggingFaceTB/SmolVLM-256M-Instruct"
         ),

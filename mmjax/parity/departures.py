@@ -12,7 +12,7 @@ from mmjax.parity.reference import import_torch
 
 
 @contextmanager
-def obeying(model: Any, settings: Mapping[str, float]) -> Iterator[None]:
+def obeying(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """Let HF's model obey `settings`, keys of `DEPARTURES`, within the context."""
     with ExitStack() as stack:
         for key, value in settings.items():
@@ -20,16 +20,18 @@ def obeying(model: Any, settings: Mapping[str, float]) -> Iterator[None]:
         yield
 
 
-def find_settings(config: Any) -> list[dict[str, float]]:
+def find_settings(config: Any) -> list[dict[str, Any]]:
     """Return the sets of those that a model's configuration has, the smallest first."""
     text = config.get_text_config()
     found = {key: getattr(text, key, None) for key in DEPARTURES}
+    if text.model_type == "hunyuan_vl_text":
+        found[AXES] = text.rope_parameters[AXES]
     items = [(key, value) for key, value in found.items() if value is not None]
     sizes = range(1, len(items) + 1)
     return [dict(some) for some in chain.from_iterable(combinations(items, n) for n in sizes)]
 
 
-def describe(explained: Sequence[tuple[str, Mapping[str, float]]], model: Any) -> list[str]:
+def describe(explained: Sequence[tuple[str, Mapping[str, Any]]], model: Any) -> list[str]:
     """Return a note for each set of settings that explains the differences of named cases."""
     cases: dict[str, list[str]] = {}
     for name, settings in explained:
@@ -89,9 +91,38 @@ def _capping_scores(model: Any, cap: float) -> Iterator[None]:
             handle.remove()
 
 
-DEPARTURES: Mapping[str, Callable[[Any, float], AbstractContextManager[None]]] = {
+@contextmanager
+def _pairing_axes(model: Any, sections: Sequence[int]) -> Iterator[None]:
+    rotary = model.model.language_model.rotary_emb
+    pair_axes(model)
+    try:
+        yield
+    finally:
+        del rotary.recomposition_frequencies
+
+
+def pair_axes(model: Any) -> None:
+    """Let HF's HunYuan-VL turn both numbers of a pair by one axis of positions.
+
+    As its published code does, and vLLM's: sections are of the frequencies. HF's class doubles
+    each, and cuts the whole head by them, so that the halves of a head turn by different axes.
+    """
+    torch = import_torch()
+    rotary = model.model.language_model.rotary_emb
+
+    def choose(waves: Any) -> Any:
+        parts = waves.split(rotary.mrope_section, dim=-1)
+        half = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
+        return torch.cat([half, half], dim=-1)
+
+    rotary.recomposition_frequencies = choose
+
+
+AXES = "mrope_section"
+DEPARTURES: Mapping[str, Callable[[Any, Any], AbstractContextManager[None]]] = {
     "final_logit_softcapping": _capping_logits,
     "attn_logit_softcapping": _capping_scores,
     "logit_scale": _scaling_logits,
+    AXES: _pairing_axes,
 }
 """By their keys in the configuration of the text model."""

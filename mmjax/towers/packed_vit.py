@@ -3,8 +3,8 @@
 Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923), EXAONE
 4.5's (the same with fewer keys than queries; arXiv 2604.08644), PaddleOCR-VL's (arXiv 2510.14528),
 GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631) and Qwen3.5's; without rotary places,
-SigLIP 2's (arXiv 2502.14786) and MiniCPM-V 4.6's. They differ by configuration alone: norms, MLPs,
-windows, learned positions, whether and how squares of patches merge, and after which blocks beside
+SigLIP 2's (arXiv 2502.14786), MiniCPM-V 4.6's and HunyuanOCR's (arXiv 2511.19575). They differ by
+configuration alone: norms, MLPs, windows, learned positions, whether and how squares of patches merge, and after which blocks beside
 the last.
 """
 
@@ -202,6 +202,25 @@ def _read_siglip(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_hunyuan_vl(vision: Any) -> dict[str, Any]:
+    if vision.interpolate_mode != "bilinear":
+        raise CheckpointError(
+            f"`vision_config.interpolate_mode` is `{vision.interpolate_mode}`; mmjax's HunYuan-VL "
+            "stretches learned positions by `bilinear`, as published"
+        )
+    return {
+        "num_blocks": vision.num_hidden_layers,
+        "num_heads": vision.num_attention_heads,
+        "kernel": (vision.num_channels, vision.patch_size, vision.patch_size),
+        "norm_eps": vision.rms_norm_eps,
+        # The first is of a class token, which the tower does not have.
+        "num_positions": (vision.max_image_size // vision.patch_size) ** 2 + 1,
+        "has_patch_bias": True,
+        "has_rotary": False,
+        "merge_size": vision.spatial_merge_size,
+    }
+
+
 def _read_siglip2(vision: Any) -> dict[str, Any]:
     if math.isqrt(vision.num_patches) ** 2 != vision.num_patches:
         raise CheckpointError(
@@ -280,6 +299,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "glm4v_moe_vision": _read_glm4v,
         "glm4v_vision": _read_glm4v,
         "glm_ocr_vision": _read_glm_ocr,
+        "hunyuan_vl_vision": _read_hunyuan_vl,
         "minicpmv4_6_vision": _read_minicpmv4_6,
         "paddleocr_vl_vision": _read_paddleocr_vl,
         "pixtral": _read_pixtral,

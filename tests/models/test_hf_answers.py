@@ -71,6 +71,8 @@ def load(family: Family) -> tuple[Any, list[dict[str, Any]]]:
     """Return HF's model, and what it takes of each prompt."""
     config = load_model_config(str(family.checkpoint))
     reference = load_reference(family.checkpoint, config.architecture)
+    if family.tiny is not None:
+        family.tiny.mend(reference)
     return reference, [as_inputs(family, reference, prompt) for prompt in write_prompts(family)]
 
 

@@ -190,6 +190,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
     def get_data_parser(self) -> MultiModalDataParser:
         return self.parser(
             merge_size=self.merge_size,
+            count_embeds=self.count_embeds,
             target_sr=self.audio_rate,
             target_channels=1,
             limits=self.get_media_limits(),

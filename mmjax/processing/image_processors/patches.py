@@ -68,6 +68,19 @@ class _RowByRow(_BytePatches):
         return patches.reshape(len(patches), -1, patch_size, patch_size), rows, columns
 
 
+def keep_flat_bytes_row_by_row(hf_class: Any) -> Any:
+    """Return the same of HunYuan-VL's, whose patches are flat: uint8[P, C * size * size]."""
+    return type(hf_class.__name__, (_FlatRowByRow, keep_bytes(hf_class)), {})
+
+
+class _FlatRowByRow(_BytePatches):
+    def patchify(
+        self, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
+    ) -> tuple[np.ndarray, int, int]:
+        """Cut an image as HF, which makes float32 of it."""
+        return super().patchify(image, patch_size, 1, temporal_patch_size)
+
+
 class ImagePatcher:
     """HF's image processor, with every way to say its smallest and largest number of pixels."""
 
