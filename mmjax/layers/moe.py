@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.activation import get_activation
 from mmjax.layers.cpu.dispatch import by_platform
@@ -187,19 +187,29 @@ class Experts(nnx.Module):
         return by_platform(x, sizes, weights, kernel=kernel, default=self._by_ragged_dot, **forms)
 
     def mix(
-        self, x: Float[Array, "T D"], weights: Float[Array, "T _k"], experts: Int[Array, "T _k"]
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T _k"],
+        experts: Int[Array, "T _k"],
+        is_own: Bool[Array, " T"] | None = None,
     ) -> Float[Array, "T D"]:
         """Return each token's sum over its experts, by their weights.
 
-        Shapes are static: `T * k` rows, sorted by expert.
+        Shapes are static: `T * k` rows, sorted by expert. `is_own`: which tokens have experts; the
+        others' sums are 0, and no expert multiplies them.
         """
         num_tokens, top_k = experts.shape
+        if is_own is not None:
+            experts = jnp.where(
+                is_own[:, None], experts, self.num_experts
+            )  # behind all, and of none
         order = jnp.argsort(experts.reshape(-1))
         sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts)
         rows = self(x[order // top_k], sizes.astype(jnp.int32))
         rows = rows[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
         # Summed in the order of a token's choices, whatever its neighbours are.
-        return (rows * weights[:, :, None]).sum(1).astype(x.dtype)
+        total = (rows * weights[:, :, None]).sum(1).astype(x.dtype)
+        return total if is_own is None else jnp.where(is_own[:, None], total, 0)
 
     def _transform(
         self,
@@ -394,5 +404,13 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Transform every token by its experts, and by the shared ones."""
-        out = self.experts.mix(x, *self.gate(x))
+        return self._add_shared(x, self.experts.mix(x, *self.gate(x)))
+
+    def transform_some(
+        self, x: Float[Array, "T D"], is_own: Bool[Array, " T"]
+    ) -> Float[Array, "T D"]:
+        """Transform some tokens by routed experts; the others have the shared ones alone."""
+        return self._add_shared(x, self.experts.mix(x, *self.gate(x), is_own))
+
+    def _add_shared(self, x: Float[Array, "T D"], out: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return out if self.shared_experts is None else out + self.shared_experts(x)

@@ -196,8 +196,9 @@ def unmark(
     `rounding.mark` marks. The group of what is not marked is the position itself.
     """
     is_marked = positions < 0
-    number, group = (-1 - positions) % MARKED_LIMIT, (-1 - positions) // MARKED_LIMIT
-    return is_marked, *(jnp.where(is_marked, one, positions) for one in (number, group))
+    whole = -1 - positions
+    number = jnp.where(is_marked, whole % MARKED_LIMIT, positions)
+    return is_marked, number, jnp.where(is_marked, whole // MARKED_LIMIT, positions)
 
 
 def rotary_angles(

@@ -88,6 +88,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         ),
         "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2", "deepseek-ai/deepseek-vl2-tiny"),
         "Exaone4_5_ForConditionalGeneration": ModelRow("exaone4_5", "LGAI-EXAONE/EXAONE-4.5-33B"),
+        "Ernie4_5_VLMoeForConditionalGeneration": ModelRow(
+            "ernie4_5_vl", "baidu/ERNIE-4.5-VL-28B-A3B-PT"
+        ),
         "Florence2ForConditionalGeneration": ModelRow(
             "florence2", "florence-community/Florence-2-base-ft"
         ),

@@ -13,13 +13,22 @@ from typing import Any
 from mmjax.errors import CheckpointError
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
 from mmjax.language.encoder_decoder import BartConfig, BartDecoder, T5Config, T5Decoder
+from mmjax.language.ernie4_5_vl import Ernie45VLConfig, Ernie45VLTextModel
 from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
 from mmjax.language.lfm2 import Lfm2Config, Lfm2TextModel
 from mmjax.language.llama.config import LlamaConfig
 from mmjax.language.llama.decoder import LlamaTextModel
 from mmjax.language.qwen3_5 import Qwen35Config, Qwen35TextModel
 from mmjax.layers.decoder import Decoder
-from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
+from mmjax.weights.rules import (
+    Rule,
+    RuleTypes,
+    Split,
+    Squeeze,
+    Stack,
+    Transposition,
+    Unstack,
+)
 
 _LLAMAS = (
     *("chameleon", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text"),
@@ -36,6 +45,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         **dict.fromkeys(("bart", "opt", "whisper"), (BartConfig.from_hf, BartDecoder)),
         "deepseek_ocr2_text": (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
+        "ernie4_5_vl_moe_text": (Ernie45VLConfig.from_hf, Ernie45VLTextModel),
         **dict.fromkeys(
             ("gemma4_text", "gemma4_unified_text"), (Gemma4Config.from_hf, Gemma4TextModel)
         ),
@@ -229,6 +239,50 @@ def _list_experts(text_config: Any) -> tuple[RuleTypes, ...]:
     )
 
 
+def _list_ernie(text_config: Any) -> tuple[RuleTypes, ...]:
+    """Part the experts of text from those of pictures, which stand behind them in the files."""
+    mlp, number = _LAYER + r"mlp\.)", text_config.moe_num_experts
+    bias = "gate.e_score_correction_bias"
+    rules: list[RuleTypes] = [
+        Rule(mlp + r"gate\.weight$", r"language_model.\1text_moe.gate.weight", Transposition()),
+        Rule(mlp + r"gate\.weight_1$", r"language_model.\1vision_moe.gate.weight", Transposition()),
+        Rule(
+            _LAYER + r"mlp\.\w+_moe\.)gate\.moe_statics\.e_score_correction_bias$",
+            rf"language_model.\1{bias}",
+            Squeeze(),
+        ),
+        Unstack(
+            mlp + r"moe_statics\.e_score_correction_bias$",
+            [rf"language_model.\1{kind}_moe.{bias}" for kind in ("text", "vision")],
+            _keep,
+            axis=0,
+        ),
+    ]
+    for kind, width in zip(("text", "vision"), text_config.moe_intermediate_size, strict=True):
+        first = number * (kind == "vision")
+        indices = "|".join(str(index) for index in range(first, first + number))
+        ours = rf"language_model.\1{kind}_moe.experts."
+        stacked = _LAYER + rf"mlp\.){kind}_moe\.experts\."
+        parts = [f"{ours}{part}_proj" for part in ("gate", "up")]
+        rules += [
+            Stack(
+                mlp + rf"experts\.(?P<index>{indices})\.(\w+_proj)\.weight$", rf"{ours}\3", first
+            ),
+            Split(f"{stacked}gate_up_proj$", parts, (width, width), of_stack=True),
+            Split(
+                f"{stacked}down_proj$",
+                [f"{ours}down_proj"],
+                (text_config.hidden_size,),
+                of_stack=True,
+            ),
+        ]
+    return tuple(rules)
+
+
+def _keep(tensor: Any) -> Any:
+    return tensor
+
+
 def _list_gpt_oss(text_config: Any) -> tuple[RuleTypes, ...]:
     """Turn the experts' matrices, which are `[in, out]`; those of gate and up alternate."""
     experts, width = _LAYER + r"mlp\.experts\.)", text_config.hidden_size
@@ -246,6 +300,7 @@ def _list_gpt_oss(text_config: Any) -> tuple[RuleTypes, ...]:
 _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
     {
         **dict.fromkeys(("bart", "opt", "whisper"), _list_bart),
+        "ernie4_5_vl_moe_text": _list_ernie,
         "exaone4": _list_exaone4,
         "gemma4_text": _list_experts,
         "gemma4_unified_text": _list_experts,

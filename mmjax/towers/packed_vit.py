@@ -2,10 +2,10 @@
 
 Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923), EXAONE
 4.5's (the same with fewer keys than queries; arXiv 2604.08644), PaddleOCR-VL's (arXiv 2510.14528),
-GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631) and Qwen3.5's; without rotary places,
-SigLIP 2's (arXiv 2502.14786), MiniCPM-V 4.6's and HunyuanOCR's (arXiv 2511.19575). They differ by
-configuration alone: norms, MLPs, windows, learned positions, whether and how squares of patches merge, and after which blocks beside
-the last.
+GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631), Qwen3.5's and ERNIE 4.5 VL's; without
+rotary places, SigLIP 2's (arXiv 2502.14786), MiniCPM-V 4.6's and HunyuanOCR's (arXiv 2511.19575).
+They differ by configuration alone: norms, MLPs, windows, learned positions, whether and how squares
+of patches merge, and after which blocks beside the last.
 """
 
 import math
@@ -179,6 +179,17 @@ def _read_qwen2_5_omni(vision: Any) -> dict[str, Any]:
     return {**_read_qwen2_5_vl(vision), "has_fused_qkv": False}
 
 
+def _read_ernie4_5_vl(vision: Any) -> dict[str, Any]:
+    return {
+        "num_blocks": vision.depth,
+        "kernel": (vision.in_channels * vision.patch_size**2,),
+        "norm_eps": vision.rms_norm_eps,
+        "has_fused_qkv": True,
+        "has_last_norm": True,
+        "merge_size": vision.spatial_merge_size,
+    }
+
+
 def _read_paddleocr_vl(vision: Any) -> dict[str, Any]:
     return {
         **_read_siglip(vision),
@@ -295,6 +306,7 @@ def _read_qwen3_vl(vision: Any) -> dict[str, Any]:
 
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
+        "ernie4_5_vl_moe_vision": _read_ernie4_5_vl,
         "exaone4_5_vision": _read_exaone4_5,
         "glm4v_moe_vision": _read_glm4v,
         "glm4v_vision": _read_glm4v,

@@ -174,29 +174,33 @@ class Turn(Change):
 
     function: Callable[[Any], Any]
     index: int | None = None
-    """The place of the tensor on the file's second axis; None: it stands alone."""
+    """The place of the tensor on the file's `axis`; None: it stands alone."""
     count: int = 1
     """Of those that are stacked there."""
+    axis: int = 1
 
     def apply(self, tensor: Any) -> Any:
-        return self.function(tensor if self.index is None else tensor[:, self.index])
+        if self.index is None:
+            return self.function(tensor)
+        return self.function(tensor[(slice(None),) * self.axis + (self.index,)])
 
     def is_fit(self, shape: Sequence[int]) -> bool:
-        return self.index is None or (len(shape) > 1 and shape[1] == self.count)
+        return self.index is None or (len(shape) > self.axis and shape[self.axis] == self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """A tensor of a file that is several of the tree's, side by side on its second axis.
+    """A tensor of a file that is several of the tree's, side by side on its `axis`.
 
     So a trainer that scans its layers keeps them.
     """
 
     pattern: str
     names: Sequence[str]
-    """In the tree, in the order of that axis."""
+    """What the match expands to, in the order of that axis."""
     function: Callable[[Any], Any]
     """Of `Turn`, for each of them."""
+    axis: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +213,8 @@ class Stack:
     pattern: str
     replacement: str
     """What `re.sub` makes of the name: the same for all of them."""
+    first: int = 0
+    """The index of the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +264,14 @@ def map_tensor(
         if not found:
             continue
         if isinstance(rule, Stack):
-            place = Place(int(found.group("index")))
+            place = Place(int(found.group("index")) - rule.first)
             yield re.sub(rule.pattern, rule.replacement, name), place
         elif isinstance(rule, Unstack):
             for index, replacement in enumerate(rule.names):
-                yield replacement, Turn(rule.function, index, len(rule.names))
+                yield (
+                    found.expand(replacement),
+                    Turn(rule.function, index, len(rule.names), rule.axis),
+                )
         elif isinstance(rule, Split):
             for replacement, part in zip(rule.replacements, rule.parts(), strict=True):
                 yield re.sub(rule.pattern, replacement, name), part

@@ -12,6 +12,7 @@ from tests.families.chameleon import CHAMELEON
 from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.exaone4_5 import EXAONE4_5
+from tests.families.ernie4_5_vl import ERNIE4_5_VL
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
@@ -51,6 +52,7 @@ _ROWS = (
     DEEPSEEK_OCR2,
     DEEPSEEK_VL2,
     EXAONE4_5,
+    ERNIE4_5_VL,
     FLORENCE2,
     FUYU,
     GEMMA3,

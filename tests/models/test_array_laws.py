@@ -32,9 +32,9 @@ NEVER = np.finfo(np.float32).min
 """The logit of a token that is never sampled."""
 FIRST_ALONE = {
     *NEAR,
-    *("blip2_t5", "deepseek_ocr2", "exaone4_5", "fuyu", "gemma3", "gemma4", "gemma4_unified"),
-    *("glm4v", "glm_ocr", "got_ocr2", "hunyuan_vl", "lfm2_vl", "llava", "minicpmv4_6", "mistral3"),
-    *("molmo2", "paddleocr_vl"),
+    *("blip2_t5", "deepseek_ocr2", "ernie4_5_vl", "exaone4_5", "fuyu", "gemma3", "gemma4"),
+    *("gemma4_unified", "glm4v", "glm_ocr", "got_ocr2", "hunyuan_vl", "lfm2_vl", "llava"),
+    *("minicpmv4_6", "mistral3", "molmo2", "paddleocr_vl"),
     *("paligemma", "pixtral", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"),
 }
 """Of which a variant takes seconds to compile: the slow run has the others. What they vary is
