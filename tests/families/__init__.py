@@ -11,8 +11,8 @@ from tests.families.blip2_t5 import BLIP2_T5
 from tests.families.chameleon import CHAMELEON
 from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from tests.families.deepseek_vl2 import DEEPSEEK_VL2
-from tests.families.exaone4_5 import EXAONE4_5
 from tests.families.ernie4_5_vl import ERNIE4_5_VL
+from tests.families.exaone4_5 import EXAONE4_5
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
