@@ -3,6 +3,9 @@
 Qwen2-Audio (arXiv 2407.10759) and Voxtral (arXiv 2507.13264) have it too, by the same names;
 Qwen2.5-Omni (arXiv 2503.20215) has it over each chunk of a clip, and Ultravox
 (github.com/fixie-ai/ultravox) over chunks of 30 seconds of which the last may be shorter.
+
+Qwen3-Omni's (arXiv 2509.17765), which is also Qwen3-ASR's, has Whisper's blocks behind other
+convolutions: over time and mel bins, of a second each, to a state every 80 ms.
 """
 
 from dataclasses import dataclass
@@ -15,17 +18,24 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config.hf_config import read_config
+from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear, linear
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
+from mmjax.layers.vision import Conv2d
+from mmjax.rounding import cdiv
 
 FRAMES_PER_STATE = 2
 """The second convolution's stride: of 3,000 frames, 1,500 states."""
 _KERNEL_SIZE = 3
 _EPS = 1e-5
 """The epsilon of every norm; no key of the config names it."""
+_NUM_HALVINGS = 3
+"""Qwen3-Omni's convolutions, each of which takes every second frame and bin."""
+_STATES_PER_CHUNK = 13
+"""Of a whole chunk; HF's model counts with this number, whatever a chunk's length is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +103,9 @@ class WhisperPositions(nnx.Module):
 class WhisperEncoderAttention(nnx.Module):
     """Attention among all states of a clip."""
 
-    def __init__(self, width: int, num_heads: int, *, dtype: Any) -> None:
+    def __init__(self, width: int, num_heads: int, *, has_key_bias: bool, dtype: Any) -> None:
         self.q_proj = Linear(width, width, use_bias=True, dtype=dtype)
-        self.k_proj = Linear(width, width, use_bias=False, dtype=dtype)
+        self.k_proj = Linear(width, width, use_bias=has_key_bias, dtype=dtype)
         self.v_proj = Linear(width, width, use_bias=True, dtype=dtype)
         self.out_proj = Linear(width, width, use_bias=True, dtype=dtype)
         self.head_dim = width // num_heads
@@ -115,10 +125,18 @@ class WhisperEncoderAttention(nnx.Module):
 class WhisperEncoderLayer(nnx.Module):
     """A pre-norm block."""
 
-    def __init__(self, config: WhisperEncoderConfig, *, dtype: Any) -> None:
+    def __init__(
+        self,
+        config: "WhisperEncoderConfig | Qwen3AudioConfig",
+        *,
+        has_key_bias: bool = False,
+        dtype: Any,
+    ) -> None:
         width, inner = config.d_model, config.encoder_ffn_dim
         heads = config.encoder_attention_heads
-        self.self_attn = WhisperEncoderAttention(width, heads, dtype=dtype)
+        self.self_attn = WhisperEncoderAttention(
+            width, heads, has_key_bias=has_key_bias, dtype=dtype
+        )
         self.self_attn_layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
         self.fc1 = Linear(width, inner, use_bias=True, dtype=dtype)
         self.fc2 = Linear(inner, width, use_bias=True, dtype=dtype)
@@ -185,6 +203,133 @@ class WhisperEncoder(nnx.Module):
         for layer in self.encoder_layers if is_chunked else self.layers:
             x = call_block(layer, x, mask)
         return self.layer_norm(_average(x, self.config.pool_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3AudioConfig:
+    """The keys of Qwen3-Omni's and Qwen3-ASR's `audio_config` that the arrays depend on."""
+
+    num_mel_bins: int
+    d_model: int
+    encoder_layers: int
+    encoder_attention_heads: int
+    encoder_ffn_dim: int
+    activation_function: str
+    downsample_hidden_size: int
+    """Channels of the convolutions."""
+    n_window: int
+    """Half the frames of a chunk, which the convolutions see by itself."""
+    n_window_infer: int
+    """Frames whose states see each other."""
+
+    @classmethod
+    def from_hf(cls, hf_config: Any) -> "Qwen3AudioConfig":
+        """Read HF's config; `CheckpointError` for chunks that its model counts no states of."""
+        config = read_config(cls, hf_config)
+        if config.count_states(config.chunk_size - 1) != _STATES_PER_CHUNK:
+            raise CheckpointError(
+                f"`audio_config.n_window` is {config.n_window}; expected 49 to 52: twice as many "
+                f"frames are {_STATES_PER_CHUNK} states, as HF's model has them"
+            )
+        if config.n_window_infer < config.chunk_size:
+            raise CheckpointError(
+                f"`audio_config.n_window_infer` is {config.n_window_infer}; expected "
+                f"{config.chunk_size} or more, twice `n_window`"
+            )
+        return config
+
+    @property
+    def chunk_size(self) -> int:
+        """Frames of a chunk."""
+        return 2 * self.n_window
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks whose states see each other: a window."""
+        return self.n_window_infer // self.chunk_size
+
+    @property
+    def window_size(self) -> int:
+        """Frames of a window."""
+        return self.num_chunks * self.chunk_size
+
+    @property
+    def num_rows(self) -> int:
+        """States of a window."""
+        return self.num_chunks * _STATES_PER_CHUNK
+
+    def count_states(self, num_frames: int) -> int:
+        """Return how many states a clip has."""
+        whole, rest = divmod(num_frames, self.chunk_size)
+        return whole * _STATES_PER_CHUNK + cdiv(rest, 2**_NUM_HALVINGS)
+
+
+class Qwen3AudioEncoder(nnx.Module):
+    """Windows of spectrograms to states; parameters bear HF's names, but for the layers.
+
+    HF has the states of all clips in a row, so that the layers' are not its row by row.
+    """
+
+    def __init__(self, config: Qwen3AudioConfig, *, dtype: Any) -> None:
+        width, inner, num_bins = config.d_model, config.downsample_hidden_size, config.num_mel_bins
+        options: dict[str, Any] = {"stride": 2, "padding": ((1, 1), (1, 1)), "dtype": dtype}
+        options["is_channels_last"] = True
+        self.conv2d1 = Conv2d(1, inner, _KERNEL_SIZE, **options)
+        self.conv2d2 = Conv2d(inner, inner, _KERNEL_SIZE, **options)
+        self.conv2d3 = Conv2d(inner, inner, _KERNEL_SIZE, **options)
+        num_bins = cdiv(num_bins, 2**_NUM_HALVINGS)
+        self.conv_out = Linear(inner * num_bins, width, use_bias=False, dtype=dtype)
+        self.encoder_layers = nnx.List(
+            [
+                WhisperEncoderLayer(config, has_key_bias=True, dtype=dtype)
+                for _ in range(config.encoder_layers)
+            ]
+        )
+        self.ln_post = LayerNorm(width, eps=_EPS, dtype=dtype)
+        self.config = config
+        self.activation = get_activation("gelu")
+
+    def __call__(
+        self,
+        input_features: Float[Array, "U C _frames"],
+        num_frames: Int[Array, " U"],
+        num_seen: Int[Array, " U"],
+    ) -> Float[Array, "U P D"]:
+        """Return the normed states of windows; those behind a window's frames mean nothing.
+
+        `num_frames`: of a window, behind which are zeros. `num_seen`: how many frames of a chunk
+        the convolutions see, behind which each of them sees zeros: all of a chunk, or those of a
+        clip that has less than one, as HF has it.
+        """
+        x = self._convolve(input_features, num_seen)
+        chunk = self.config.chunk_size
+        num_keys = num_frames // chunk * _STATES_PER_CHUNK
+        num_keys = num_keys + (num_frames % chunk + 2**_NUM_HALVINGS - 1) // 2**_NUM_HALVINGS
+        is_key = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < num_keys[:, None]
+        mask = jnp.broadcast_to(is_key[:, None, :], (len(x), x.shape[1], x.shape[1]))
+        for layer in self.encoder_layers:
+            x = call_block(layer, x, mask)
+        return self.ln_post(x)
+
+    def _convolve(
+        self, input_features: Float[Array, "U C _frames"], num_seen: Int[Array, " U"]
+    ) -> Float[Array, "U P D"]:
+        """Return each window's states before the first layer, chunk by chunk."""
+        num_units, num_bins = input_features.shape[:2]
+        size = (num_units, num_bins, self.config.num_chunks, self.config.chunk_size)
+        x = input_features.astype(self.conv2d1.weight.dtype).reshape(size)
+        x = x.transpose(0, 2, 1, 3).reshape(-1, num_bins, self.config.chunk_size, 1)
+        left = jnp.repeat(num_seen, self.config.num_chunks)
+        for convolution in (self.conv2d1, self.conv2d2, self.conv2d3):
+            x = self.activation(convolution(x))
+            left = (left + 1) // 2
+            is_seen = jnp.arange(x.shape[2], dtype=jnp.int32)[None, :] < left[:, None]
+            x = jnp.where(is_seen[:, None, :, None], x, 0)
+        # Of a state, all bins of the first channel come before those of the second.
+        num_chunks, _, num_states, _ = x.shape
+        x = self.conv_out(x.transpose(0, 2, 3, 1).reshape(num_chunks, num_states, -1))
+        x = x + jnp.asarray(_sinusoids(*x.shape[1:]), x.dtype)[None, :, :]
+        return x.reshape(num_units, -1, x.shape[-1])
 
 
 def _sinusoids(length: int, width: int) -> np.ndarray:

@@ -1,0 +1,99 @@
+"""Qwen3-Omni's and Qwen3-ASR's encoder of sounds against HF's two, a clip at a time."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ASREncoderConfig
+from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASREncoder
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+    Qwen3OmniMoeAudioEncoderConfig,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.module import bind, build_abstract
+from mmjax.towers.whisper import Qwen3AudioConfig, Qwen3AudioEncoder
+from mmjax.weights.rules import Rule
+from tests.oracle import assert_close, fill_with_unit_norms, params_of
+
+TINY: dict[str, Any] = {
+    **{"num_mel_bins": 10, "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 2},
+    **{"encoder_ffn_dim": 40, "downsample_hidden_size": 4, "n_window_infer": 230},
+}
+"""Windows of two chunks of a hundred frames."""
+RULES = (Rule(r"^proj[12]\.", None), Rule(r"^layers\.", "encoder_layers."))
+LENGTHS = (519, 400, 207, 100, 99, 31, 1)
+"""Frames: several windows, whole ones and parts; one chunk, and less."""
+
+
+@cache
+def make(config_class: Any, reference_class: Any, activation: str) -> tuple[Any, Any, Any]:
+    """Return HF's encoder, our config of it, and what runs ours with its weights."""
+    hf_config = config_class(**TINY, activation_function=activation)
+    hf_config._attn_implementation = "eager"
+    reference = reference_class(hf_config).eval()
+    fill_with_unit_norms(reference, sharpness=3.0)
+    config = Qwen3AudioConfig.from_hf(hf_config)
+    graphdef, abstract = build_abstract(Qwen3AudioEncoder, config, dtype=jnp.float32)
+    params = params_of(reference, abstract, RULES)
+    return reference, config, jax.jit(lambda *inputs: bind(graphdef, params)(*inputs))
+
+
+def run_reference(reference: Any, features: np.ndarray, chunk: int) -> np.ndarray:
+    """Return HF's normed states of a clip."""
+    states: list[torch.Tensor] = []
+    hook = reference.ln_post.register_forward_hook(lambda *call: states.append(call[-1]))
+    with torch.no_grad():
+        if isinstance(reference, Qwen3ASREncoder):
+            end = -features.shape[1] % chunk
+            mask = np.pad(np.ones((1, features.shape[1]), np.int64), ((0, 0), (0, end)))
+            padded = np.pad(features[None], ((0, 0), (0, 0), (0, end)))
+            reference(torch.tensor(padded), torch.tensor(mask))
+        else:
+            reference(torch.tensor(features), torch.tensor([features.shape[1]]))
+    hook.remove()
+    return states[0].numpy()
+
+
+@pytest.mark.parametrize(
+    ("classes", "activation"),
+    [
+        ((Qwen3OmniMoeAudioEncoderConfig, Qwen3OmniMoeAudioEncoder), "gelu"),
+        ((Qwen3ASREncoderConfig, Qwen3ASREncoder), "relu"),
+    ],
+    ids=["omni", "asr"],
+)
+def test_the_states_of_clips_are_hfs(classes: tuple[Any, Any], activation: str):
+    """Qwen3-Omni's convolutions see no silence behind a clip of less than a chunk."""
+    reference, config, run = make(*classes, activation)
+    pads_short = isinstance(reference, Qwen3ASREncoder)
+    num_windows = max(LENGTHS) // config.window_size + 1
+    for number, length in enumerate(LENGTHS):
+        features = np.random.default_rng(number).normal(size=(10, length)).astype(np.float32)
+        padded = np.pad(features, ((0, 0), (0, num_windows * config.window_size - length)))
+        windows = padded.reshape(10, num_windows, -1).swapaxes(0, 1)
+        left = np.clip(length - config.window_size * np.arange(num_windows), 0, config.window_size)
+        seen = config.chunk_size if pads_short else min(length, config.chunk_size)
+        ours = run(windows, left.astype(np.int32), np.full(num_windows, seen, np.int32))
+        assert ours.shape == (num_windows, config.num_rows, 24)
+        found = np.asarray(ours).reshape(-1, 24)[: config.count_states(length)]
+        expected = run_reference(reference, features, config.chunk_size)
+        assert_close({"states": found}, {"states": expected}, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"n_window": 48}, "`audio_config.n_window` is 48; expected 49 to 52"),
+        ({"n_window": 53}, "`audio_config.n_window` is 53; expected 49 to 52"),
+        ({"n_window_infer": 99}, "`audio_config.n_window_infer` is 99; expected 100 or more"),
+    ],
+)
+def test_chunks_whose_states_hfs_model_does_not_count_are_refused(keys: dict[str, int], match: str):
+    with pytest.raises(CheckpointError, match=match):
+        Qwen3AudioConfig.from_hf(Qwen3ASREncoderConfig(**{**TINY, **keys}))
