@@ -9,7 +9,7 @@ of `FamilyProcessor`.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 from transformers import BatchFeature
@@ -33,6 +33,7 @@ from mmjax.processing.items.parse import (
     MultiModalDataDict,
     MultiModalDataItems,
 )
+from mmjax.processing.media.clip_windows import ClipWindows
 from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.prepared import AnswerParser
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -376,6 +377,30 @@ class FamilyInfo(BaseProcessingInfo):
     ) -> dict[str, Any]:
         """Return a part's kwargs: a request's, merged with the operator's."""
         return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))[scope]
+
+
+class WindowedClipsInfo(FamilyInfo):
+    """Clips of any length, which the host inputs cut into windows (`ClipWindows`)."""
+
+    @property
+    def clip_windows(self) -> ClipWindows:
+        """How clips are cut."""
+        return cast(Any, self._own_host_inputs).windows
+
+    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
+        num_frames = self.clip_windows.count_frames(self.get_max_clip_tokens(seq_len, mm_counts))
+        # So many are mirrored at either end.
+        return max(num_frames * self.log_mel.hop_length, self.log_mel.n_fft // 2 + 1)
+
+    def get_max_clip_tokens(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> int:
+        """Return the most that the operator's limits allow, if all clips share a prompt."""
+        limits, made = self.get_media_limits(), self.log_mel
+        most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
+        num_clips = max((mm_counts or {}).get("audio", 0), 1)
+        share = self.ctx.model_config.max_model_len // num_clips
+        return max(min(self.clip_windows.count_rows(most // made.hop_length), share), 1)
 
 
 def item_fields(

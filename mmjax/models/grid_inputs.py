@@ -148,10 +148,25 @@ class GridHostInputs(HostInputs):
         return np.arange(count)
 
 
-class WindowGridHostInputs(GridHostInputs):
-    """The same, window by window; seconds on the axis of time."""
+class TimedGridHostInputs(GridHostInputs):
+    """The same, seconds on the axis of time."""
 
     tokens_per_second: float
+
+    def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+        """Return the steps of a video in `tokens_per_second`, cut to whole ones; as HF, in float32.
+
+        Embeddings may come without seconds: a step is one then, as in HF.
+        """
+        if "video_grid_thw" not in item:
+            return super().times(item, count)
+        seconds = np.float32(item.get("second_per_grid_ts", 1.0))
+        interval = np.float32(self.tokens_per_second) * seconds
+        return (np.arange(count, dtype=np.float32) * interval).astype(np.int64)
+
+
+class WindowGridHostInputs(TimedGridHostInputs):
+    """The same, window by window."""
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
@@ -181,17 +196,6 @@ class WindowGridHostInputs(GridHostInputs):
         """Return where each cell of the grid stands among the windows' cells."""
         order, _ = self._find_windows(read_grid(item))
         return np.argsort(order).astype(np.int32)
-
-    def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-        """Return the steps of a video in `tokens_per_second`, cut to whole ones; as HF, in float32.
-
-        Embeddings may come without seconds: a step is one then, as in HF.
-        """
-        if "video_grid_thw" not in item:
-            return super().times(item, count)
-        seconds = np.float32(item.get("second_per_grid_ts", 1.0))
-        interval = np.float32(self.tokens_per_second) * seconds
-        return (np.arange(count, dtype=np.float32) * interval).astype(np.int64)
 
     def _find_windows(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
         """Return the cells in the order of their windows, and the window of each of these."""

@@ -103,8 +103,11 @@ _TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl", "t5"})
 """Model types, or those of a text model, whose class in transformers ties the head of published
 configurations that do not say so; their files tell."""
 
-_OMNI = "qwen2_5_omni"
-"""A model type whose configuration holds several models'."""
+_THINKERS = {
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
+"""Model types whose configuration holds several models' -> the one that reads and writes text."""
 
 _AS_WRITTEN = frozenset({"deepseek_v2"})
 """Model types whose class in transformers refuses configurations that are published."""
@@ -516,7 +519,8 @@ def _load_hf_config(path: Path, raw: dict[str, Any]) -> Any:
         if isinstance(vision, dict) and vision.get("model_type") == "davit":
             return _build_florence2_config(raw, path)
         found = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        parts = {_OMNI: _take_thinker, "colpali": _take_vlm, "colqwen2": _take_vlm}
+        parts = dict.fromkeys(_THINKERS, _take_thinker)
+        parts |= {"colpali": _take_vlm, "colqwen2": _take_vlm}
         taken = parts.get(found.model_type, lambda whole: whole)(found)
         if (published := getattr(found, "quantization_config", None)) is not None:
             # Quantisers write it beside the part that is taken.
@@ -532,7 +536,7 @@ def _load_hf_config(path: Path, raw: dict[str, Any]) -> Any:
 def _take_thinker(hf_config: Any) -> Any:
     """Return the configuration of an omni model's part that reads and writes text."""
     thinker = hf_config.thinker_config
-    thinker.architectures = ["Qwen2_5OmniThinkerForConditionalGeneration"]
+    thinker.architectures = [_THINKERS[hf_config.model_type]]
     return thinker
 
 

@@ -166,6 +166,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Qwen3_5MoeForConditionalGeneration": ModelRow(
             "qwen3_vl", "Qwen/Qwen3.5-35B-A3B", factories="QWEN3_5_FACTORIES"
         ),
+        "Qwen3OmniMoeThinkerForConditionalGeneration": ModelRow(
+            "qwen2_5_omni", "Qwen/Qwen3-Omni-30B-A3B-Instruct", factories="QWEN3_FACTORIES"
+        ),
         "Qwen3VLForConditionalGeneration": ModelRow("qwen3_vl", "Qwen/Qwen3-VL-2B-Instruct"),
         "Qwen3VLMoeForConditionalGeneration": ModelRow(
             "qwen3_vl", "Qwen/Qwen3-VL-30B-A3B-Instruct"

@@ -35,8 +35,8 @@ _LLAMAS = (
     *("glm4v_moe_text", "glm4v_text", "glm_ocr_text", "gpt_oss", "hunyuan_v1_dense"),
     *("hunyuan_vl_text", "internlm3", "llama", "ministral3", "mistral", "molmo", "molmo2_text"),
     *("paddleocr_vl_text", "persimmon", "phi3", "qwen", "qwen2", "qwen2_5_omni_text"),
-    *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
-    "qwen3_vl_text",
+    *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_omni_moe_text"),
+    *("qwen3_vl_moe_text", "qwen3_vl_text"),
 )
 """The `model_type`s that `LlamaConfig` reads."""
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
@@ -87,7 +87,7 @@ def is_head_tied(hf_config: Any) -> bool:
     return hf_config.tie_word_embeddings
 
 
-_PREFIX = r"^(?:model\.|mtp\.)?(?:language_model\.)?(?:model\.)?"
+_PREFIX = r"^(?:thinker\.)?(?:model\.|mtp\.)?(?:language_model\.)?(?:model\.)?"
 _LAYER = _PREFIX + r"(layers\.\d+\."
 """The beginning of a name in a layer, of any layout; the group is closed by what follows."""
 _GATE, _UP, _DOWN = (rf"language_model.\1{name}_proj" for name in ("gate", "up", "down"))
@@ -317,6 +317,7 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "phi3": _list_phi3,
         "qwen3_5_moe_text": _list_experts,
         "qwen3_moe": _list_experts,
+        "qwen3_omni_moe_text": _list_experts,
         "qwen3_vl_moe_text": _list_experts,
     }
 )

@@ -320,6 +320,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "qwen2_5_vl_vision": _read_qwen2_5_vl,
         "qwen3_5_moe_vision": _read_qwen3_vl,
         "qwen3_5_vision": _read_qwen3_vl,
+        "qwen3_omni_moe_vision_encoder": _read_qwen3_vl,
         "qwen3_vl_vision": _read_qwen3_vl,
         "qwen3_vl_moe_vision": _read_qwen3_vl,
         "siglip2_vision_model": _read_siglip2,

@@ -34,6 +34,7 @@ def test_each_class_is_listed_with_its_media_and_a_checkpoint(
         "Gemma4ForConditionalGeneration",
         "Gemma4UnifiedForConditionalGeneration",
         "Qwen2_5OmniThinkerForConditionalGeneration",
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
     }
     _, text, _ = run(capsys)
     assert all(name in text and row.example in text for name, row in MODELS.items())

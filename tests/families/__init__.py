@@ -36,6 +36,7 @@ from tests.families.qianfan_ocr import QIANFAN_OCR
 from tests.families.qwen2_5_omni import QWEN2_5_OMNI, QWEN2_5_OMNI_CLIPS
 from tests.families.qwen2_audio import QWEN2_AUDIO
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from tests.families.qwen3_omni import QWEN3_OMNI, QWEN3_OMNI_CLIPS
 from tests.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
@@ -86,6 +87,7 @@ _ROWS = (
     QWEN2_VL,
     QWEN3_5,
     QWEN3_5_MOE,
+    QWEN3_OMNI,
     QWEN3_VL,
     QWEN3_VL_MOE,
     QWEN_VL,
@@ -96,7 +98,8 @@ FAMILIES = {row.name: row for row in _ROWS}
 CLIP_FAMILIES = {
     row.name: row
     for row in (
-        *(GEMMA4_CLIPS, GEMMA4_UNIFIED_CLIPS, QWEN2_5_OMNI_CLIPS, QWEN2_AUDIO, ULTRAVOX, VOXTRAL),
+        *(GEMMA4_CLIPS, GEMMA4_UNIFIED_CLIPS, QWEN2_5_OMNI_CLIPS, QWEN2_AUDIO, QWEN3_OMNI_CLIPS),
+        *(ULTRAVOX, VOXTRAL),
         WHISPER,
     )
 }
@@ -114,6 +117,7 @@ NEAR = {
     "qianfan_ocr": "internvl",
     "llava siglip": "llava",
     "qwen3_5_moe": "qwen3_5",
+    "qwen3_omni": "qwen2_5_omni",
     "qwen3_vl_moe": "qwen3_vl",
     "smolvlm": "idefics3",
     "ultravox": "voxtral",

@@ -79,7 +79,7 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
         return add_sound(config, media.seed, drawn) if is_heard else drawn
     frames = draw_frames(config, media.seed)
     tensors = {"input_features": frames, "num_clip_frames": np.array(len(frames))}
-    ids = [AUDIO_TOKEN] * Qwen25OmniHostInputs.count_rows(len(frames))
+    ids = [AUDIO_TOKEN] * Qwen25OmniHostInputs(config).count_rows(len(frames))
     return DrawnItem(tensors, ids, before=[AUDIO_START], after=[AUDIO_END])
 
 

@@ -39,8 +39,17 @@ ROWS = [
 """Whisper's prompts hold no placeholders: `test_whisper_transcripts.py` has what it says."""
 ASKED_BY_HF = [row for row in ROWS if CLIP_FAMILIES[str(row.id)].has_reference]
 """transformers has no class of an Ultravox: `test_ultravox.py` has what the published one says."""
-SLOW_ENGINES = {"gemma4 clips", "gemma4_unified clips", "qwen2_5_omni clips", "voxtral"}
-"""Items of many sizes have more programs to compile; `test_voxtral_transcripts.py` has a few,
+SLOW_ENGINES = {
+    *(
+        "gemma4 clips",
+        "gemma4_unified clips",
+        "qwen2_5_omni clips",
+        "qwen3_asr",
+        "qwen3_omni clips",
+    ),
+    "voxtral",
+}
+"""Items of many sizes have more programs to compile; tests of transcripts have a few of those,
 `tests/engine/test_schedules.py` those of Gemma 4, and `test_qwen2_5_omni.py` those of that."""
 LOGITS_IN_DEFAULT_RUN = {"voxtral"}
 """Of the others an engine's tokens are compared below, or clips' logits in `test_array_laws.py`

@@ -4,7 +4,8 @@ Mistral (a window, arXiv 2310.06825), the first Qwen (the base of its angles gro
 and queries behind the trained length do; arXiv 2309.16609, section 2.3), Qwen2 (biases on queries,
 keys and values; arXiv 2407.10671), Qwen2-VL's text model (three axes of positions; arXiv
 2409.12191), Qwen3 (norms on queries and keys; arXiv 2505.09388), Qwen3-VL's (both; its larger ones
-have experts; arXiv 2511.21631), Chameleon (other such norms, and in the 34B norms behind each half
+have experts, as Qwen3-Omni's; arXiv 2511.21631, 2509.17765),
+Chameleon (other such norms, and in the 34B norms behind each half
 of a block, as Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv
 2409.17146), Molmo 2's Qwen3 and OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3
 (queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's,
@@ -135,7 +136,7 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
     has_axes = kind in of_axes
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
     given = dict(hf_config.rope_parameters)
-    if kind in ("qwen3_vl_text", "qwen3_vl_moe_text"):
+    if kind in ("qwen3_omni_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text"):
         sections = {"mrope_section": [24, 20, 20]}
         given["mrope_interleaved"] = True  # HF's whatever the config says; all published say so
     return {
@@ -163,17 +164,24 @@ def _read_windows(hf_config: Any) -> tuple[int | None, ...]:
 def _read_qwen3_moe(hf_config: Any) -> dict[str, Any]:
     step, without = hf_config.decoder_sparse_step, set(hf_config.mlp_only_layers or ())
     numbers = range(hf_config.num_hidden_layers)
-    is_qwen3 = hf_config.model_type == "qwen3_moe"
+    obeys = hf_config.model_type != "qwen3_vl_moe_text"
     return {
         **_read_llama(hf_config),
         "router": RouterConfig(
             num_experts=hf_config.num_experts,
             top_k=hf_config.num_experts_per_tok,
-            is_normalized=hf_config.norm_topk_prob if is_qwen3 else True,  # HF's, whatever it says
+            is_normalized=hf_config.norm_topk_prob if obeys else True,  # HF's, whatever it says
         ),
         "moe_intermediate_size": hf_config.moe_intermediate_size,
         "dense_layers": tuple(n for n in numbers if n in without or (n + 1) % step),
     }
+
+
+def _read_qwen3_omni_moe(hf_config: Any) -> dict[str, Any]:
+    # HF's class has the key, and obeys it nowhere.
+    where = {"where": "config.json", "source": "mmjax's decoder has"}
+    check_settings(hf_config, {"sliding_window": None}, **where)
+    return _read_qwen3_moe(hf_config)
 
 
 def _read_gpt_oss(hf_config: Any) -> dict[str, Any]:
@@ -454,6 +462,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "phi3": _read_phi3,
         "qwen": _read_qwen,
         "qwen3_moe": _read_qwen3_moe,
+        "qwen3_omni_moe_text": _read_qwen3_omni_moe,
         "qwen3_vl_moe_text": _read_qwen3_moe,
     }
 )

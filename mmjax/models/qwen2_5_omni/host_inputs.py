@@ -1,17 +1,22 @@
-"""Qwen2.5-Omni's host inputs: Qwen2.5-VL's grids, and sound in chunks of some seconds.
+"""Host inputs of Qwen's that see and hear: grids, and sound in chunks of some seconds.
 
-A video with its sound is one item: cells and sound by turns, in pieces of two seconds.
+A video with its sound is one item: cells and sound by turns, in pieces of two seconds (Qwen2.5),
+or by their times (Qwen3).
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.grid_inputs import WindowGridHostInputs, read_grid
+from mmjax.models.grid_inputs import TimedGridHostInputs, WindowGridHostInputs, read_grid
 from mmjax.models.host_inputs import EncoderSpec, PromptItem, RotaryPositions
+from mmjax.processing.media.clip_windows import ClipWindows
 
 
 class Piece(NamedTuple):
@@ -22,12 +27,91 @@ class Piece(NamedTuple):
     end: int
 
 
-class Qwen25OmniHostInputs(WindowGridHostInputs):
-    """Patches window by window, and a clip's spectrogram chunk by chunk."""
+class OmniHostInputs(TimedGridHostInputs):
+    """A clip's spectrogram chunk by chunk, and a video's beside its patches."""
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
         self.tokens_per_second = hf_config.position_id_per_seconds
+
+    @abstractmethod
+    def count_rows(self, num_frames: int) -> int:
+        """Return how many embeddings a clip has; none where it is too short."""
+
+    @abstractmethod
+    def find_pieces(self, item: Mapping[str, np.ndarray]) -> list[Piece]:
+        """Return the pieces of a video with its sound, in their order, as HF's processor does."""
+
+    def count_sound(self, item: Mapping[str, np.ndarray]) -> int:
+        """Return how many embeddings the sound of a video has."""
+        return self.count_rows(int(item.get("num_sound_frames", 0)))
+
+    def find_merged(self, item: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
+        """Return the grid of an item's embeddings."""
+        time, rows, columns = read_grid(item)
+        return time, rows // self.merge_size, columns // self.merge_size
+
+    # ---- the encoders' inputs --------------------------------------------------------------------
+
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return a clip's chunks, or a grid's patches, beside them those of a video's sound."""
+        if "input_features" in item:
+            return self.cut(item["input_features"])
+        units = super().units(item)
+        return {**units, **self.cut(item["sound_features"])} if self.count_sound(item) else units
+
+    @abstractmethod
+    def cut(self, features: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the units of a spectrogram, float32[frames, bins]."""
+
+    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the rows of a clip's sound, or those of a grid's cells and of its sound."""
+        if "input_features" in item:
+            return np.arange(self.count_rows(len(item["input_features"])), dtype=np.int32)
+        cells, number = super().embed_rows(item), self.count_sound(item)
+        if cells is None:
+            cells = np.arange(prod(self.find_merged(item)), dtype=np.int32)
+        if not number:
+            return cells
+        sound = np.arange(len(cells), len(cells) + number, dtype=np.int32)
+        parts = [
+            (sound if one.is_sound else cells)[one.start : one.end]
+            for one in self.find_pieces(item)
+        ]
+        return np.concatenate(parts)
+
+    # ---- positions -------------------------------------------------------------------------------
+
+    def rotary_positions(
+        self, num_tokens: int, items: Sequence[PromptItem]
+    ) -> RotaryPositions | None:
+        """Return positions as HF's `get_rope_index`: a clip's are those of text."""
+        seen = [item for item in items if any("grid" in name for name in item.tensors)]
+        found = super().rotary_positions(num_tokens, seen)
+        if found is None:
+            return None
+        # A short text behind a video with its sound may not reach the video's last position.
+        return replace(found, offset=int(found.prompt.max()) + 1 - num_tokens)
+
+    def find_extent(self, cells: np.ndarray) -> int:
+        """Return the same, behind a video's time as well."""
+        return int(cells.max()) + 1
+
+    def find_heard(self, item: PromptItem) -> list[np.ndarray]:
+        """Return int[3, embeddings] of each piece of a video with its sound, from 0 on."""
+        cells = self.find_cells(item.tensors, self.find_merged(item.tensors))
+        sound = np.tile(np.arange(self.count_sound(item.tensors)), (3, 1))
+        return [
+            (sound if one.is_sound else cells)[:, one.start : one.end]
+            for one in self.find_pieces(item.tensors)
+        ]
+
+
+class Qwen25OmniHostInputs(OmniHostInputs, WindowGridHostInputs):
+    """Patches window by window, and a clip's spectrogram chunk by chunk."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
         self.times_per_piece = int(self.tokens_per_second * hf_config.seconds_per_chunk)
         if self.times_per_piece < 1:
             raise CheckpointError(
@@ -50,14 +134,19 @@ class Qwen25OmniHostInputs(WindowGridHostInputs):
             tokens_per_unit=audio.n_window // 2,
         )
 
-    @staticmethod
-    def count_rows(num_frames: int) -> int:
+    def cut(self, features: np.ndarray) -> dict[str, np.ndarray]:
+        """Return a spectrogram's chunks, the last one with zeros behind it."""
+        frames = np.asarray(features)  # frames, bins
+        num_chunks = -(-len(frames) // self.chunk_size)
+        padded = np.zeros((num_chunks * self.chunk_size, frames.shape[1]), np.float32)
+        padded[: len(frames)] = frames
+        left = len(frames) - self.chunk_size * np.arange(num_chunks)
+        chunks = padded.reshape(num_chunks, self.chunk_size, -1).transpose(0, 2, 1)
+        return {"input_features": chunks, "num_frames": np.minimum(left, self.chunk_size)}
+
+    def count_rows(self, num_frames: int) -> int:
         """Return how many embeddings a clip has; none where it is too short."""
         return ((num_frames - 1) // 2 + 1) // 2
-
-    def count_sound(self, item: Mapping[str, np.ndarray]) -> int:
-        """Return how many embeddings the sound of a video has."""
-        return self.count_rows(int(item.get("num_sound_frames", 0)))
 
     def find_pieces(self, item: Mapping[str, np.ndarray]) -> list[Piece]:
         """Return the pieces of a video with its sound, in their order, as HF's processor does."""
@@ -81,77 +170,61 @@ class Qwen25OmniHostInputs(WindowGridHostInputs):
                 starts.append(place)
         return list(zip(starts, [*starts[1:], len(times)], strict=True))
 
-    def find_merged(self, item: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
-        """Return the grid of an item's embeddings."""
-        time, rows, columns = read_grid(item)
-        return time, rows // self.merge_size, columns // self.merge_size
-
-    # ---- the encoders' inputs --------------------------------------------------------------------
-
-    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return a clip's chunks, or a grid's patches, beside them those of a video's sound."""
-        if "input_features" in item:
-            return self._cut(item["input_features"])
-        units = super().units(item)
-        return {**units, **self._cut(item["sound_features"])} if self.count_sound(item) else units
-
-    def _cut(self, features: np.ndarray) -> dict[str, np.ndarray]:
-        """Return a spectrogram's chunks, the last one with zeros behind it."""
-        frames = np.asarray(features)  # frames, bins
-        num_chunks = -(-len(frames) // self.chunk_size)
-        padded = np.zeros((num_chunks * self.chunk_size, frames.shape[1]), np.float32)
-        padded[: len(frames)] = frames
-        left = len(frames) - self.chunk_size * np.arange(num_chunks)
-        chunks = padded.reshape(num_chunks, self.chunk_size, -1).transpose(0, 2, 1)
-        return {"input_features": chunks, "num_frames": np.minimum(left, self.chunk_size)}
-
-    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the rows of a clip's sound, or those of a grid's cells and of its sound."""
-        if "input_features" in item:
-            return np.arange(self.count_rows(len(item["input_features"])), dtype=np.int32)
-        cells, number = super().embed_rows(item), self.count_sound(item)
-        if not number:
-            return cells
-        sound = np.arange(len(cells), len(cells) + number, dtype=np.int32)
-        parts = [
-            (sound if one.is_sound else cells)[one.start : one.end]
-            for one in self.find_pieces(item)
-        ]
-        return np.concatenate(parts)
-
-    # ---- positions -------------------------------------------------------------------------------
-
-    def rotary_positions(
-        self, num_tokens: int, items: Sequence[PromptItem]
-    ) -> RotaryPositions | None:
-        """Return positions as HF's `get_rope_index`: a clip's are those of text."""
-        seen = [item for item in items if any("grid" in name for name in item.tensors)]
-        found = super().rotary_positions(num_tokens, seen)
-        if found is None:
-            return None
-        # A short text behind a video with its sound may not reach the video's last position.
-        return replace(found, offset=int(found.prompt.max()) + 1 - num_tokens)
-
     def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
         """Yield the run of a grid; of a video with its sound, with the marks around it.
 
         Its first mark has the position of the token before it, its last one that of the token
         behind it.
         """
-        number = self.count_sound(item.tensors)
-        if not number:
+        if not self.count_sound(item.tensors):
             yield from super().find_runs(item)
             return
-        cells = self.find_cells(item.tensors, self.find_merged(item.tensors))
-        sound = np.tile(np.arange(number), (3, 1))
-        pieces = [
-            (sound if one.is_sound else cells)[:, one.start : one.end]
-            for one in self.find_pieces(item.tensors)
-        ]
+        pieces = self.find_heard(item)
         extent = self.find_extent(pieces[-1])
         first, last = np.full((3, 1), -1), np.full((3, 1), extent)
         yield item.position.offset, np.concatenate([first, *pieces, last], axis=1), extent
 
-    def find_extent(self, cells: np.ndarray) -> int:
-        """Return the same, behind a video's time as well."""
-        return int(cells.max()) + 1
+
+class Qwen3OmniHostInputs(OmniHostInputs):
+    """Qwen3-VL's grids; windows of spectrograms, whose chunks of a second are convolved alone."""
+
+    position_kernel = "bilinear"
+    aligns_corners = True
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        self.num_fed_layers = len(hf_config.vision_config.deepstack_visual_indexes)
+        self.windows = ClipWindows(hf_config.audio_config, pads_short=False)
+        self.clip_spec = EncoderSpec(
+            inputs=self.windows.inputs, tokens_per_unit=self.windows.num_rows
+        )
+
+    def count_rows(self, num_frames: int) -> int:
+        return self.windows.count_rows(num_frames)
+
+    def cut(self, features: np.ndarray) -> dict[str, np.ndarray]:
+        return self.windows.cut(np.asarray(features))
+
+    def find_pieces(self, item: Mapping[str, np.ndarray]) -> list[Piece]:
+        """Return the runs of cells and of sound, ordered by their times; cells come first."""
+        time, rows, columns = self.find_merged(item)
+        seconds = float(item.get("second_per_grid_ts", 1.0))
+        times = np.repeat(np.arange(time) * seconds * self.tokens_per_second, rows * columns)
+        number = self.count_sound(item)
+        order = np.argsort(np.concatenate([times, np.arange(number)]), kind="stable")
+        is_sound = order >= len(times)
+        starts = [0, *(np.flatnonzero(np.diff(is_sound)) + 1).tolist(), len(order)]
+        places = np.where(is_sound, order - len(times), order).tolist()
+        return [
+            Piece(bool(is_sound[start]), places[start], places[end - 1] + 1)
+            for start, end in pairwise(starts)
+        ]
+
+    def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
+        """Yield the run of a grid; of a video with its sound, whose marks are as text."""
+        if not self.count_sound(item.tensors):
+            yield from super().find_runs(item)
+            return
+        pieces = self.find_heard(item)
+        extent = self.find_extent(pieces[-1])
+        yield item.position.offset + 1, np.concatenate(pieces, axis=1), extent

@@ -1,10 +1,11 @@
-"""Qwen2.5-Omni's prompt side: pictures, videos and clips, each token of which becomes many.
+"""Qwen2.5-Omni's and Qwen3-Omni's prompt side: pictures, videos, clips, which become many tokens.
 
 Where videos are heard, `<|VIDEO|>` becomes `<|audio_bos|> <|VIDEO|>*N <|AUDIO|>*M <|VIDEO|>*N ...
-<|audio_eos|>`: pieces of two seconds of what is seen and what is heard, by turns.
+<|audio_eos|>`: pieces of two seconds of what is seen and what is heard, by turns. Of Qwen3-Omni,
+whose tokens have other names, they come by their times.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -12,9 +13,19 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from mmjax.errors import RequestTypeError, RequestValueError, check_settings
-from mmjax.models.family import FamilyProcessor, item_fields, make_factories
+from mmjax.models.family import (
+    FamilyProcessor,
+    WindowedClipsInfo,
+    item_fields,
+    make_factories,
+)
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
-from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen25OmniHostInputs
+from mmjax.models.qwen2_5_omni.host_inputs import (
+    OmniHostInputs,
+    Piece,
+    Qwen3OmniHostInputs,
+    Qwen25OmniHostInputs,
+)
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
 from mmjax.processing.image_processors.frames import read_speed, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts
@@ -36,8 +47,11 @@ PLACEHOLDERS = {
     "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
     "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
 }
-FRAMES_PER_SECOND = 2.0
-"""Of videos whose speed nobody says, as in HF."""
+QWEN3_PLACEHOLDERS = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    "audio": "<|audio_start|><|audio_pad|><|audio_end|>",
+}
 USE_AUDIO = "use_audio_in_video"
 """The name in `mm_processor_kwargs` of whether videos are heard, as in vLLM."""
 SOUND = "sound"
@@ -50,6 +64,8 @@ class OmniFeatures:
     """Makes the spectrograms of clips; called as HF's feature extractors are."""
 
     log_mel: LogMel
+    count: Callable[[int], int]
+    """How many embeddings are made of so many frames."""
     valid_kwargs: ClassVar[Sequence[str]] = ()
 
     def __call__(self, clips: Sequence[np.ndarray], *, return_tensors: str) -> dict[str, Any]:
@@ -58,7 +74,7 @@ class OmniFeatures:
             if not self.count_rows(clip):
                 raise RequestValueError(
                     f"a clip has {len(clip)} samples, {self._tell_seconds(clip):.3f} s, of which "
-                    f"no embedding is made; send one of more than {2 * self.log_mel.hop_length}",
+                    f"no embedding is made; send one of more than {self.most_unheard}",
                     param=_PARAM.format(modality="audio"),
                 )
         found = [self.make_frames(clip, "a clip", "audio") for clip in clips]
@@ -67,9 +83,14 @@ class OmniFeatures:
             "num_clip_frames": np.array([len(frames) for frames in found]),
         }
 
+    @property
+    def most_unheard(self) -> int:
+        """The most samples of which no embedding is made."""
+        return 2 * self.log_mel.hop_length
+
     def count_rows(self, samples: np.ndarray) -> int:
         """Return how many embeddings are made of samples."""
-        return Qwen25OmniHostInputs.count_rows(cdiv(len(samples), self.log_mel.hop_length))
+        return self.count(cdiv(len(samples), self.log_mel.hop_length))
 
     def make_frames(self, samples: np.ndarray, what: str, modality: str) -> np.ndarray:
         """Return float32[frames, bins] of samples at the model's rate; errors name `what`."""
@@ -90,11 +111,30 @@ class OmniFeatures:
         return len(samples) / self.log_mel.sampling_rate
 
 
+class Qwen3OmniFeatures(OmniFeatures):
+    """The same of clips of any length, without silence behind them: as HF's, given one alone."""
+
+    @property
+    def most_unheard(self) -> int:
+        # HF's mirrors so many at either end.
+        return max(self.log_mel.n_fft // 2, self.log_mel.hop_length - 1)
+
+    def count_rows(self, samples: np.ndarray) -> int:
+        if len(samples) <= self.most_unheard:
+            return 0
+        return self.count(len(samples) // self.log_mel.hop_length)
+
+    def make_frames(self, samples: np.ndarray, what: str, modality: str) -> np.ndarray:
+        return self.log_mel(samples).T
+
+
 class OmniVideoPatcher(TimedVideoPatcher):
-    """The same, with the sound that metadata have; frames of unknown speed are two a second."""
+    """The same, with the sound that metadata have."""
 
     features: OmniFeatures
     """Of sounds."""
+    usual_fps: ClassVar[float] = 2.0
+    """Of videos whose speed nobody says, as in HF."""
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
@@ -108,7 +148,7 @@ class OmniVideoPatcher(TimedVideoPatcher):
         `sound_features` float32[frames, bins], and `num_sound_frames` int64[videos], of which a
         silent video has none.
         """
-        fps = read_speed(kwargs) or FRAMES_PER_SECOND
+        fps = read_speed(kwargs) or self.usual_fps
         timed = [
             (frames, {"fps": fps} if metadata.get("fps") is None else metadata)
             for frames, metadata in split_pairs(videos)
@@ -127,6 +167,10 @@ class OmniVideoPatcher(TimedVideoPatcher):
         if sound is None or not self.features.count_rows(sound):
             return np.empty((0, self.features.log_mel.feature_size), np.float32)
         return self.features.make_frames(sound, "a video's sound", "video")
+
+
+class Qwen3OmniVideoPatcher(OmniVideoPatcher):
+    usual_fps = 1.0
 
 
 class OmniDataParser(TimedDataParser):
@@ -170,11 +214,17 @@ class Qwen25OmniProcessingInfo(GridInfo):
     video_patcher = OmniVideoPatcher
     placeholders: ClassVar = PLACEHOLDERS
     sound_limits: ClassVar = {"audio": None}
+    features: ClassVar[type[OmniFeatures]] = OmniFeatures
 
     def choose_video_settings(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the default's number of pixels, whatever the files say, as HF's processor does."""
         kept = {k: v for k, v in own.items() if k not in ("size", "min_pixels", "max_pixels")}
         return {**kept, **self.video_defaults}
+
+    @property
+    def omni_inputs(self) -> OmniHostInputs:
+        """The host inputs, which count what items have."""
+        return cast(OmniHostInputs, self._own_host_inputs)
 
     @cached_property
     def log_mel(self) -> LogMel:
@@ -198,7 +248,8 @@ class Qwen25OmniProcessingInfo(GridInfo):
         )
 
     def load_hf_processor(self) -> ProcessorOfParts:
-        features, parts = OmniFeatures(log_mel=self.log_mel), super().load_hf_processor()
+        features = self.features(log_mel=self.log_mel, count=self.omni_inputs.count_rows)
+        parts = super().load_hf_processor()
         parts.video_processor.features = features
         return replace(parts, feature_extractor=features)
 
@@ -219,14 +270,14 @@ class Qwen25OmniProcessingInfo(GridInfo):
     def get_max_clip_tokens(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> int:
-        most = Qwen25OmniHostInputs.count_rows(self.log_mel.num_frames)
+        most = self.omni_inputs.count_rows(self.log_mel.num_frames)
         return min(most, self.ctx.model_config.max_model_len)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
         most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
-        return {**most, "audio": self.get_max_clip_tokens()}
+        return {**most, "audio": self.get_max_clip_tokens(seq_len, mm_counts)}
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return {
@@ -251,7 +302,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
         return [self.get_embed_token_id(modality), *heard]
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | tuple[Piece, ...]:
-        host_inputs = cast(Qwen25OmniHostInputs, self._own_host_inputs)
+        host_inputs = self.omni_inputs
         if modality == "audio":
             return host_inputs.count_rows(int(tensors["num_clip_frames"]))
         if host_inputs.count_sound(tensors):
@@ -266,12 +317,20 @@ class Qwen25OmniProcessingInfo(GridInfo):
         tokens = [config.audio_start_token_id]
         for piece in size:
             tokens += [sound if piece.is_sound else cell] * (piece.end - piece.start)
-        return [*tokens, config.audio_end_token_id]
+        return [*tokens, self.get_sound_end()]
+
+    def get_sound_end(self) -> int:
+        """Return the token behind what is heard."""
+        return self.get_hf_config().audio_end_token_id
+
+    def count_padded_frames(self, num_frames: np.ndarray) -> int:
+        """Return to how many frames HF's processor pads clips of so many."""
+        return self.log_mel.num_frames
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Say HF's names; pad clips to the longest that there may be, as its processor does."""
+        """Say HF's names; pad clips as its processor does."""
         kept = dict(tensors)
         if "second_per_grid_ts" in kept:
             kept["video_second_per_grid"] = kept.pop("second_per_grid_ts")
@@ -286,7 +345,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
         behind = config.vision_start_token_id
         found = [(sounds if ids[at - 1] == behind else clips).pop(0) for at in starts]
         counts = np.array([len(frames) for frames in found])
-        mask = np.arange(self.log_mel.num_frames)[None, :] < counts[:, None]
+        mask = np.arange(self.count_padded_frames(counts))[None, :] < counts[:, None]
         padded = np.zeros((*mask.shape, self.log_mel.feature_size), np.float32)
         padded[mask] = np.concatenate(found)
         kept["input_features"] = padded.transpose(0, 2, 1)
@@ -301,6 +360,24 @@ class Qwen25OmniProcessingInfo(GridInfo):
         ends = np.cumsum(np.reshape(tensors.pop(counts), -1))
         found = np.split(np.asarray(tensors.pop(name)), ends[:-1])
         return [frames for frames in found if len(frames)]
+
+
+class Qwen3OmniProcessingInfo(WindowedClipsInfo, Qwen25OmniProcessingInfo):
+    chat_template = write_chatml(write_parts(**QWEN3_PLACEHOLDERS))
+    host_inputs = Qwen3OmniHostInputs
+    box_unit = "thousandths"
+    video_patcher = Qwen3OmniVideoPatcher
+    placeholders: ClassVar = QWEN3_PLACEHOLDERS
+    features = Qwen3OmniFeatures
+    video_defaults: ClassVar = {
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
+    }
+
+    def get_sound_end(self) -> int:
+        return self.get_token_id(self.find_token("audio_eos_token", "<|audio_end|>"))
+
+    def count_padded_frames(self, num_frames: np.ndarray) -> int:
+        return int(num_frames.max())
 
 
 class Qwen25OmniProcessor(FamilyProcessor[Qwen25OmniProcessingInfo]):
@@ -318,3 +395,4 @@ class Qwen25OmniProcessor(FamilyProcessor[Qwen25OmniProcessingInfo]):
 
 
 FACTORIES = make_factories(Qwen25OmniProcessingInfo, Qwen25OmniProcessor)
+QWEN3_FACTORIES = make_factories(Qwen3OmniProcessingInfo, Qwen25OmniProcessor)
