@@ -373,12 +373,11 @@ class LLM(PoolingMethods):
         processor = self._input_processor
         transcriber = processor.get_transcriber()
         samples = processor.info.parse_mm_data({"audio": audio})["audio"].get(0)
+        prompt = prompt.strip() and transcriber.before_prompt + prompt.strip()
         options = TranscriptOptions(
             task=task,
             language=language,
-            prompt_token_ids=processor.tokenize_pieces([(f" {prompt.strip()}", True)], False)
-            if prompt.strip()
-            else (),
+            prompt_token_ids=processor.tokenize_pieces([(prompt, True)], False) if prompt else (),
             has_timestamps=has_timestamps,
             has_word_times=has_word_times,
             sampling_params=sampling_params or SamplingParams(temperature=0.0),

@@ -166,6 +166,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Qwen3_5MoeForConditionalGeneration": ModelRow(
             "qwen3_vl", "Qwen/Qwen3.5-35B-A3B", factories="QWEN3_5_FACTORIES"
         ),
+        "Qwen3ASRForConditionalGeneration": ModelRow("qwen3_asr", "Qwen/Qwen3-ASR-1.7B-hf"),
         "Qwen3OmniMoeThinkerForConditionalGeneration": ModelRow(
             "qwen2_5_omni", "Qwen/Qwen3-Omni-30B-A3B-Instruct", factories="QWEN3_FACTORIES"
         ),

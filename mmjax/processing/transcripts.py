@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from mmjax.errors import RequestValueError
@@ -127,6 +128,8 @@ class Transcriber(Protocol):
 
     sampling_rate: int
     """Of the clips."""
+    before_prompt: str
+    """What stands before the text that comes before a transcript."""
 
     def start(self, samples: Any, options: TranscriptOptions) -> Transcription:
         """Begin with a clip, float32[time], which takes a second for each half an hour of it.
@@ -138,6 +141,74 @@ class Transcriber(Protocol):
     def select_text(self, token_ids: Sequence[int]) -> list[int]:
         """Return those of a segment's tokens that are text."""
         ...
+
+
+def refuse_options(options: TranscriptOptions) -> None:
+    """Raise `RequestError` for what a model cannot do that transcribes all of a clip at once."""
+    if options.task == "translate":
+        raise RequestValueError(
+            "this model's transcripts are in the clip's language; ask for a translation in a "
+            "chat about the clip",
+            param="model",
+        )
+    if options.has_word_times:
+        raise RequestValueError(
+            "this model tells no times of words; ask for `segment`, or serve a Whisper",
+            param="timestamp_granularities",
+        )
+    if options.fallback is not None:
+        raise RequestValueError(
+            "this model transcribes all of a clip at once, and no window of it again; leave "
+            "the thresholds out",
+            param="logprob_threshold",
+        )
+
+
+class WholeTranscription:
+    """The state of a transcription of all of a clip at once, by one request."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        samples: np.ndarray,
+        sampling_rate: int,
+        options: TranscriptOptions,
+        language: str | None,
+        is_text: bool = True,
+    ) -> None:
+        """`samples`: float32[T], of the whole clip; `is_text`: as of `TranscriptRequest`."""
+        self.language = language
+        self._clip = (samples, sampling_rate)
+        self._temperature = options.sampling_params.temperature
+        self._request: TranscriptRequest | None = TranscriptRequest(
+            prompt={"prompt_token_ids": [*prompt], "multi_modal_data": {"audio": [self._clip]}},
+            sampling_params=msgspec.structs.replace(options.sampling_params, max_tokens=None),
+            is_text=is_text,
+        )
+
+    def next_request(self) -> TranscriptRequest | None:
+        """Return the only request, and then None."""
+        asked, self._request = self._request, None
+        return asked
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        alignment: np.ndarray | None = None,
+    ) -> list[Segment]:
+        """Return the answer as one segment."""
+        samples, rate = self._clip
+        segment = Segment(
+            start=0.0,
+            end=len(samples) / rate,
+            token_ids=token_ids,
+            seek=0,
+            avg_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
+            temperature=self._temperature,
+        )
+        return [segment]
 
 
 def name_language(code: str) -> str:

@@ -36,6 +36,7 @@ from tests.families.qianfan_ocr import QIANFAN_OCR
 from tests.families.qwen2_5_omni import QWEN2_5_OMNI, QWEN2_5_OMNI_CLIPS
 from tests.families.qwen2_audio import QWEN2_AUDIO
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from tests.families.qwen3_asr import QWEN3_ASR
 from tests.families.qwen3_omni import QWEN3_OMNI, QWEN3_OMNI_CLIPS
 from tests.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
@@ -99,7 +100,7 @@ CLIP_FAMILIES = {
     row.name: row
     for row in (
         *(GEMMA4_CLIPS, GEMMA4_UNIFIED_CLIPS, QWEN2_5_OMNI_CLIPS, QWEN2_AUDIO, QWEN3_OMNI_CLIPS),
-        *(ULTRAVOX, VOXTRAL),
+        *(QWEN3_ASR, ULTRAVOX, VOXTRAL),
         WHISPER,
     )
 }

@@ -36,6 +36,7 @@ FIRST_ALONE = {
     *("gemma4_unified", "glm4v", "glm_ocr", "got_ocr2", "hunyuan_vl", "lfm2_vl", "llava"),
     *("minicpmv4_6", "mistral3", "molmo2", "paddleocr_vl"),
     *("paligemma", "pixtral", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"),
+    "qwen3_asr",
 }
 """Of which a variant takes seconds to compile: the slow run has the others. What they vary is
 compared by parts, too, in `tests/towers` and `tests/language`."""
@@ -54,6 +55,7 @@ HELD_ELSEWHERE = {
     "qwen2_5_vl",  # test_hf_answers.py
     "qwen2_vl",  # test_qwen2_vl_checkpoint.py
     "qwen2_audio",  # test_clip_laws.py; another variant is below
+    "qwen3_asr",  # test_qwen3_asr_transcripts.py
     "qwen3_vl",  # test_video_laws.py
     "voxtral",  # test_clip_laws.py; another variant is below
     "whisper",  # test_whisper_transcripts.py; its other variants are below

@@ -133,7 +133,7 @@ def is_smallest(name: str) -> bool:
 
 NAMED_AS_MODULES = {
     *("deepseek_ocr2", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "ovis2", "qwen3_vl"),
-    "whisper",
+    *("qwen3_asr", "whisper"),
 }
 """Whose files have the names of HF's module, all of them, and no others."""
 

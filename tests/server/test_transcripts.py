@@ -290,7 +290,7 @@ def test_a_wrong_model_and_a_wrong_body(server: Server):
 def test_a_model_that_transcribes_nothing(make_server: MakeServer):
     message, param = error_of(post(make_server()))
     # It sees alone, so that a clip cannot be asked about either.
-    assert message == "`tiny` does not transcribe; serve a Whisper or a Voxtral"
+    assert message == "`tiny` does not transcribe; serve a Whisper, a Voxtral or a Qwen3-ASR"
     assert param == "model"
 
 

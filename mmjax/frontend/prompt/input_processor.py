@@ -173,8 +173,8 @@ class InputProcessor:
             hears = "audio" in self.info.supported_mm_limits
             other = ", or ask about the clip in a chat" if hears else ""
             raise RequestValueError(
-                f"`{self.model_config.public_name}` does not transcribe; serve a Whisper or a "
-                f"Voxtral{other}",
+                f"`{self.model_config.public_name}` does not transcribe; serve a Whisper, a "
+                f"Voxtral or a Qwen3-ASR{other}",
                 param="model",
             )
         return transcriber

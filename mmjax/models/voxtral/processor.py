@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 
 from mmjax.errors import CheckpointError, RequestValueError
@@ -25,44 +24,30 @@ from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tokenizer_file import TEKKEN_FILE, TOKENIZER_FILE, read_tekken
 from mmjax.processing.transcripts import (
-    Segment,
     TranscriptOptions,
-    TranscriptRequest,
+    WholeTranscription,
     find_language_code,
+    refuse_options,
 )
 
 
 class VoxtralTranscriber:
     """Begins transcriptions of one checkpoint."""
 
+    before_prompt = ""
+
     def __init__(self, tokenizer: Any, sampling_rate: int) -> None:
         self._tokenizer = tokenizer
         self.sampling_rate = sampling_rate
 
-    def start(self, samples: np.ndarray, options: TranscriptOptions) -> "VoxtralTranscription":
+    def start(self, samples: np.ndarray, options: TranscriptOptions) -> WholeTranscription:
         """Write the prompt; `RequestError` names a wrong option."""
-        if options.task == "translate":
-            raise RequestValueError(
-                "this model's transcripts are in the clip's language; ask for a translation in a "
-                "chat about the clip",
-                param="model",
-            )
+        refuse_options(options)
         if options.prompt_token_ids:
             raise RequestValueError(
                 "this model takes no text before a transcript; leave it out, or ask in a chat "
                 "about the clip",
                 param="prompt",
-            )
-        if options.has_word_times:
-            raise RequestValueError(
-                "this model tells no times of words; ask for `segment`, or serve a Whisper",
-                param="timestamp_granularities",
-            )
-        if options.fallback is not None:
-            raise RequestValueError(
-                "this model transcribes all of a clip at once, and no window of it again; leave "
-                "the thresholds out",
-                param="logprob_threshold",
             )
         language = None
         if options.language is not None:
@@ -73,7 +58,7 @@ class VoxtralTranscriber:
                     "of two letters, such as `en`",
                     param="language",
                 )
-        return VoxtralTranscription(
+        return WholeTranscription(
             self._write_prompt(language),
             samples=samples,
             sampling_rate=self.sampling_rate,
@@ -90,54 +75,6 @@ class VoxtralTranscriber:
         named = "" if language is None else f"lang:{language}"
         text = f"[INST][BEGIN_AUDIO][AUDIO][/INST]{named}[TRANSCRIBE]"
         return list(self._tokenizer.encode(text))
-
-
-class VoxtralTranscription:
-    """The state of one clip's transcription."""
-
-    def __init__(
-        self,
-        prompt: list[int],
-        *,
-        samples: np.ndarray,
-        sampling_rate: int,
-        options: TranscriptOptions,
-        language: str | None,
-    ) -> None:
-        """`samples`: float32[T], of the whole clip."""
-        self.language = language
-        self._clip = (samples, sampling_rate)
-        self._temperature = options.sampling_params.temperature
-        self._request: TranscriptRequest | None = TranscriptRequest(
-            prompt={"prompt_token_ids": prompt, "multi_modal_data": {"audio": [self._clip]}},
-            sampling_params=msgspec.structs.replace(options.sampling_params, max_tokens=None),
-            is_text=True,
-        )
-
-    def next_request(self) -> TranscriptRequest | None:
-        """Return the only request, and then None."""
-        asked, self._request = self._request, None
-        return asked
-
-    def take(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float] | None,
-        alignment: np.ndarray | None = None,
-    ) -> list[Segment]:
-        """Return the answer as one segment."""
-        samples, rate = self._clip
-        average = sum(logprobs) / len(logprobs) if logprobs else None
-        end = len(samples) / rate
-        segment = Segment(
-            start=0.0,
-            end=end,
-            token_ids=token_ids,
-            seek=0,
-            avg_logprob=average,
-            temperature=self._temperature,
-        )
-        return [segment]
 
 
 AUDIO = "[AUDIO]"

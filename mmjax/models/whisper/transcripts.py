@@ -91,6 +91,8 @@ class WhisperTokens:
 class WhisperTranscriber:
     """Begins transcriptions of one checkpoint."""
 
+    before_prompt = " "
+
     def __init__(
         self,
         log_mel: LogMel,

@@ -144,7 +144,7 @@ class TranscriptService:
     ) -> tuple[Transcription, Transcript]:
         """Decode the clip, and make its spectrogram; in a thread."""
         processor = self._client.input_processor
-        prompt = f" {body.prompt.strip()}" if body.prompt.strip() else ""
+        prompt = body.prompt.strip() and transcriber.before_prompt + body.prompt.strip()
         options = TranscriptOptions(
             task=task,
             language=body.language,
