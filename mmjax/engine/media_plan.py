@@ -10,7 +10,7 @@ from mmjax.engine.model import LoadedModel
 from mmjax.errors import ConfigError
 from mmjax.layers.module import bind
 from mmjax.layers.recurrent.chunks import CHUNK
-from mmjax.models.host_inputs import HostInputs, Sees
+from mmjax.models.host_inputs import AHEAD, HostInputs, Sees
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.system.logger import get_logger
 
@@ -48,9 +48,9 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
     host_inputs: HostInputs = model.model_class.host_inputs(config.model.hf_config)
     has_tower, takes_embeds = not model.left_out, config.model.mm.enable_mm_embeds
     encodes = has_tower or bool(config.cache.encoder_workers)
-    has_items = encodes or takes_embeds or module.sees == "prompt"
+    has_items = encodes or takes_embeds or module.sees in ("prompt", "reference")
     sees: Sees = module.sees if has_items else "past"
-    keeps_runs_whole = sees != "past" or schedule.disable_chunked_mm_input
+    keeps_runs_whole = sees in AHEAD or schedule.disable_chunked_mm_input
     _tell_of_whole_runs(schedule, sees)
     largest: Mapping[str, int] = {}
     if encodes or takes_embeds:
@@ -106,7 +106,7 @@ def _tell_of_whole_runs(schedule: SchedulerConfig, sees: Sees) -> None:
             "have `--max-num-batched-tokens` %d at most",
             schedule.max_num_batched_tokens,
         )
-    elif sees != "past" and not schedule.disable_chunked_mm_input:
+    elif sees in AHEAD and not schedule.disable_chunked_mm_input:
         logger.info("a picture's embeddings go in one step: they see each other both ways")
 
 

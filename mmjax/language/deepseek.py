@@ -1,7 +1,8 @@
 """DeepSeek-V2's decoder (arXiv 2405.04434): latent attention and a mixture of experts.
 
-Its smallest model, and the one of DeepSeek-OCR 2, have plain attention; DeepSeek-V3's router
-(arXiv 2412.19437) is one of its `topk_method`s.
+Its smallest model, and those of DeepSeek's OCR models, have plain attention; Unlimited-OCR's has
+windows that keep the prompt (arXiv 2606.23050). DeepSeek-V3's router (arXiv 2412.19437) is one of
+its `topk_method`s.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,6 +100,8 @@ class DeepseekConfig:
     hidden_act: str
     rms_norm_eps: float
     rope_theta: float
+    windows: tuple[int | None, ...]
+    """Per layer, how many tokens a token of an answer sees beside the prompt; None: all."""
 
     @classmethod
     def from_hf(cls, hf_config: Any, **changes: Any) -> "DeepseekConfig":
@@ -117,6 +120,7 @@ class DeepseekConfig:
             hidden_act=values["hidden_act"],
             rms_norm_eps=values["rms_norm_eps"],
             rope_theta=_read_rope_theta(hf_config),
+            windows=_read_windows(hf_config),
         )
 
     @property
@@ -167,6 +171,25 @@ def _count_dense(hf_config: Any, first_k_dense_replace: int) -> int:
             f"{hf_config.num_hidden_layers} layers, `dense` for the first and `sparse` behind them"
         )
     return number
+
+
+def _read_windows(hf_config: Any) -> tuple[int | None, ...]:
+    """Return the window of each layer, by `layer_types` and `sliding_window` (arXiv 2606.23050)."""
+    num_layers, window = hf_config.num_hidden_layers, getattr(hf_config, "sliding_window", None)
+    windows = {"full_attention": None, "reference_sliding_attention": window}
+    kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * num_layers
+    if {*kinds} - {*windows} or len(kinds) != num_layers:
+        known = " or ".join(f"`{kind}`" for kind in windows)
+        raise CheckpointError(
+            f"`layer_types` is {list(kinds)}; mmjax serves {known} for each of the {num_layers} "
+            "layers of this decoder"
+        )
+    if "reference_sliding_attention" in kinds and (not isinstance(window, int) or window < 1):
+        raise CheckpointError(
+            f"`sliding_window` is {window!r} beside layers of `reference_sliding_attention`; it "
+            "must be a positive number of tokens"
+        )
+    return tuple(windows[kind] for kind in kinds)
 
 
 def _read_rope_theta(hf_config: Any) -> float:
@@ -303,13 +326,14 @@ def _build_layer(config: DeepseekConfig, number: int, *, dtype: Any) -> nnx.Modu
     width, eps = config.hidden_size, config.rms_norm_eps
     is_dense = number < config.num_dense_layers
     mlp = _build_dense(config, dtype=dtype) if is_dense else _build_experts(config, dtype=dtype)
-    attend = _build_attention(config, dtype=dtype)
+    attend = _build_attention(config, config.windows[number], dtype=dtype)
     return PreNormLayer(attend, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
 
 
-def _build_attention(config: DeepseekConfig, *, dtype: Any) -> nnx.Module:
+def _build_attention(config: DeepseekConfig, window: int | None, *, dtype: Any) -> nnx.Module:
     width, num_heads = config.hidden_size, config.num_attention_heads
     if config.latent is not None:
+        assert window is None, "no served model has both"
         return LatentAttention(
             width, num_heads, config.latent, eps=config.rms_norm_eps, dtype=dtype
         )
@@ -320,6 +344,8 @@ def _build_attention(config: DeepseekConfig, *, dtype: Any) -> nnx.Module:
         head_dim=config.rotary_dim,
         has_qkv_bias=False,
         has_output_bias=False,
+        window=window,
+        keeps_reference=window is not None,
         dtype=dtype,
     )
 

@@ -45,14 +45,15 @@ def attend_by_heads(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    keeps_reference: bool = False,
 ) -> tuple[Float[Array, "T _query"], LayerCache | None]:
     """Cut projections into heads, norm and rotate them, and attend.
 
     `angles` None: nothing is rotated; positions are in the hidden states, or the layer has none.
     `is_interleaved`: whether neighbours are a pair that is rotated, and not the halves of a head.
     `norms`: of each head's queries and keys, before they are rotated; behind that where they
-    `are_last`. `scale`: what scores are multiplied by; None: `head_dim ** -0.5`. `sinks` are as in
-    `attention`.
+    `are_last`. `scale`: what scores are multiplied by; None: `head_dim ** -0.5`. `sinks` and
+    `keeps_reference` are as in `attention`.
     """
     query, key, value = (x.reshape(x.shape[0], -1, head_dim) for x in (query, key, value))
     first, last = ((None, None), norms) if norms_are_last else (norms, (None, None))
@@ -62,7 +63,8 @@ def attend_by_heads(
         query, key = rotate(query, *angles), rotate(key, *angles)
     query, key = _apply_norms(last, query, key)
     scale = head_dim**-0.5 if scale is None else scale
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options["keeps_reference"] = keeps_reference
     out, cache = attention(query, key, value, cache, metadata, sinks=sinks, **options)
     return out.reshape(out.shape[0], -1), cache
 
@@ -98,6 +100,7 @@ class GroupedQueryAttention(nnx.Module):
         window: int | None = None,
         soft_cap: float | None = None,
         has_sinks: bool = False,
+        keeps_reference: bool = False,
         dtype: Any,
     ) -> None:
         """The options from `norms` to `soft_cap` are those of `attend_by_heads`.
@@ -118,6 +121,7 @@ class GroupedQueryAttention(nnx.Module):
         self.scale = scale
         self.window = window
         self.soft_cap = soft_cap
+        self.keeps_reference = keeps_reference
         self.sinks = nnx.Param(jnp.zeros(num_heads, dtype)) if has_sinks else None
 
     def __call__(
@@ -158,6 +162,7 @@ class GroupedQueryAttention(nnx.Module):
             window=self.window,
             soft_cap=self.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
+            keeps_reference=self.keeps_reference,
         )
         return self.o_proj(out), cache
 

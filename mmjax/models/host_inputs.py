@@ -18,9 +18,12 @@ from mmjax.processing.tensors.inputs import PlaceholderRange
 
 AFFINE = "affine"
 """The input of `encode` that makes float32 pixels of bytes; no input of `embed_multimodal`."""
-Sees = Literal["past", "items", "all_items", "prompt"]
-"""What a prompt's tokens see beside those before them: nothing more; all of their own run of an
-item's embeddings; all embeddings of all items; all of the prompt."""
+Sees = Literal["past", "reference", "items", "all_items", "prompt"]
+"""What tokens see. Those before them; the same in a prompt, and of an answer the prompt and a
+window (R-SWA, arXiv 2606.23050). And what a prompt's tokens see beside those before them: all of
+their own run of an item's embeddings; all embeddings of all items; all of the prompt."""
+AHEAD: frozenset[Sees] = frozenset({"items", "all_items", "prompt"})
+"""Where tokens see what comes behind them, which then is computed in one step with them."""
 _NUM_COLOURS = 3
 
 

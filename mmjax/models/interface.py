@@ -107,7 +107,7 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     embeddings (those without a mark between them) see each other both ways, so that a step holds
     each run whole. Of units, none is longer than a unit. `all_items`: all of a prompt's embeddings
     do, whatever is between them, and a step holds what is from the first to the last. `prompt`: a
-    step holds all of a prompt."""
+    step holds all of a prompt. `reference`: windows of the decoder's layers keep the prompt."""
     max_encoder_len: int = 0
     """Tokens of the longest prompt of an encoder-decoder's encoder; 0 for a decoder alone.
 

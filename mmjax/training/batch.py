@@ -18,7 +18,7 @@ from mmjax.engine.device.encoder import (
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.layers.attention.segments import BLOCK_SIZE
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec, Sees
+from mmjax.models.host_inputs import AHEAD, EncoderSpec, HostInputs, PackedEncoderSpec, Sees
 from mmjax.processing.tensors.inputs import MultiModalInputs
 from mmjax.rounding import round_up
 from mmjax.training.samples import Sample, make_request, make_sample
@@ -139,7 +139,7 @@ class BatchMaker:
             lengths=np.array([one.num_tokens for one in requests], np.int32),
             positions=positions,
             src_index=src_index,
-            span_end=None if self._sees == "past" else span_end,
+            span_end=span_end if self._sees in AHEAD else None,
             answer_ids=answer_ids,
             answer_starts=np.array([one.num_prompt_tokens for one in requests], np.int32),
             encoders=encoders,

@@ -230,6 +230,8 @@ def _make_metadata(
     index = jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32)
     query, key = index[None, :, None], index[None, None, :]
     mask, beyond = key <= query, None
+    if model.sees == "reference":
+        beyond = mask & (key < batch.answer_starts[:, None, None])
     if batch.span_end is not None:
         ends = batch.span_end[:, :, None]
         ahead = key < jnp.abs(ends)

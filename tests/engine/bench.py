@@ -21,6 +21,7 @@ from mmjax.engine.scheduling.request import Request
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import RequestValueError
 from mmjax.layers.recurrent.chunks import CHUNK
+from mmjax.models.host_inputs import AHEAD
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.dense import Answer, DenseOracle
 from tests.engine.tiny import EOS, drain, tokens_of
@@ -144,12 +145,16 @@ class Bench:
                 seen = place if self._is_causal else find_last_seen(request, place)
                 images = find_images(request, seen)
                 cuts = find_cuts(request, place) if self.num_state_slots else ()
+                if request.spans.reference_end is not None:
+                    cuts = (min(place + 1, request.spans.reference_end),)
                 seen_ids = tuple(request.token_ids[: seen + 1].tolist())
                 yield self._is_causal, seen_ids, images, place, cuts
 
     def _configure(self, rng: random.Random) -> bool:
         """Give the idle engine other limits; return whether pictures are causal."""
         core, is_causal = self.core, rng.random() < 0.3 or not self.has_spans
+        # What is behind its prompt always sees less.
+        is_causal = is_causal and self.limits.sees != "reference"
         least, largest = count_least_blocks(self.model, self.limits.max_model_len), self.largest
         shares = (0.5, 0.625, 0.75, 1, 1.5)
         num_blocks = rng.choice([*(int(least * part) for part in shares), self.limits.num_blocks])
@@ -194,7 +199,7 @@ class Bench:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_encoder_input_tokens=budget,
             max_num_encoder_states=self.num_states,
-            keeps_runs_whole=not is_causal,
+            keeps_runs_whole=not is_causal and self.limits.sees in AHEAD,
             state_slots=StateSlots(self.num_state_slots) if self.num_state_slots else None,
         )
         core._requests.limits = replace(
@@ -202,7 +207,7 @@ class Bench:
             num_blocks=num_blocks,
             max_num_batched_tokens=max_num_batched_tokens,
             encoder_budget=min(encoder_rows, budget),
-            keeps_runs_whole=not is_causal,
+            keeps_runs_whole=not is_causal and self.limits.sees in AHEAD,
             # As at a start: runs go in parts only of what sees nothing behind it.
             sees="past" if is_causal else self.limits.sees,
         )

@@ -97,7 +97,7 @@ class DenseOracle:
         hidden = jnp.where(is_embed[:, None], embeds, text)
         index = jnp.arange(self._length, dtype=jnp.int32)
         mask = (index[None, :] <= index[:, None]) | ahead
-        beyond = ahead[None] if self._paged.sees == "prompt" else None
+        beyond = ahead[None] if self._paged.sees in ("prompt", "reference") else None
         metadata = DenseAttentionMetadata(index[None], mask[None], beyond)
         reads_ids = model.language_model.reads_token_ids
         more = {"token_ids": ids} if reads_ids else {}
@@ -111,6 +111,9 @@ def see_ahead(sample: Sample, sees: Sees, length: int) -> np.ndarray:
     inside = slice(0, sample.num_tokens)
     if sees == "prompt":
         found[inside, inside] = True
+    elif sees == "reference":
+        found = np.tri(length, dtype=bool)
+        found[:, sample.num_tokens :] = False
     elif sees == "all_items":
         found[inside, inside] = is_embed[:, None] & is_embed
     elif sees == "items":

@@ -122,3 +122,10 @@ def test_another_end_of_the_checkpoint_is_a_reason(token_id: int, stop_reason: i
 
 def test_a_seed_is_kept() -> None:
     assert make_request(seed=5).seed == 5
+
+
+def test_behind_a_prompt_tokens_see_less_where_windows_keep_it() -> None:
+    spans = make_request(items=(item(1, [1, 1]),), sees="reference").spans
+    assert spans.reference_end == 4
+    assert [spans.are_between(*span) for span in ((0, 4), (3, 5), (6, 7))] == [False, True, True]
+    assert spans.last_cut(2) == 2  # no run goes in one step

@@ -90,6 +90,14 @@ def draw_causal_chunk(
     return _fill(generator, start, np.arange(1, start + num_new + 1), heads)
 
 
+def draw_answer_chunk(
+    generator: np.random.Generator, prompt: int, start: int, num_new: int, heads: Heads
+) -> Chunk:
+    """Draw a chunk of a prompt and its answer, for windows that keep the prompt."""
+    ends = np.minimum(np.arange(1, start + num_new + 1), prompt)
+    return _fill(generator, start, ends, heads)
+
+
 def _fill(generator: np.random.Generator, start: int, ends: np.ndarray, heads: Heads) -> Chunk:
     shape = (len(ends), heads.num, heads.width)
     kv_shape = (len(ends), heads.num_kv, heads.width)
@@ -217,10 +225,12 @@ def by_rows(cache: Any, sharding: HeadSharding | None = None) -> RowCache:
     return empty.write(keys, values, slots // block_size, slots % block_size)
 
 
-def visible(chunk: Chunk, window: int | None) -> np.ndarray:
+def visible(chunk: Chunk, window: int | None, *, keeps_reference: bool = False) -> np.ndarray:
     """Return bool[num_new, stop]: which keys each new token sees."""
     i = np.arange(chunk.start, chunk.stop)[:, None]
     j = np.arange(chunk.stop)[None]
+    if keeps_reference and window is not None:
+        return (j <= i) & ((j > i - window) | (j < chunk.span_end[chunk.start :, None]))
     mask = j < np.maximum(i + 1, chunk.span_end[chunk.start :, None])
     return mask if window is None else mask & (j > i - window)
 
@@ -232,6 +242,7 @@ def answer(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
+    keeps_reference: bool = False,
 ) -> np.ndarray:
     """Return [num_new, N, H] by the formula, in float64."""
     group = chunk.heads.num // chunk.heads.num_kv
@@ -240,7 +251,8 @@ def answer(
     scores = np.einsum("tnh,snh->nts", query, key) * scale
     if soft_cap is not None:
         scores = np.tanh(scores / soft_cap) * soft_cap
-    scores = np.where(visible(chunk, window)[None], scores, -np.inf)
+    mask = visible(chunk, window, keeps_reference=keeps_reference)
+    scores = np.where(mask[None], scores, -np.inf)
     if sinks is not None:
         column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
         scores = np.concatenate([scores, column], -1)

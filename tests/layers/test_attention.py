@@ -17,6 +17,7 @@ from mmjax.layers.attention.dense import CACHED_SCORES, MANY_SCORES
 from mmjax.layers.attention.kv_cache import TransposedCache
 from mmjax.layers.attention.paged import LARGE_BLOCK, SLOTS_AT_ONCE
 from mmjax.layers.cpu import dispatch
+from tests.layers import ragged
 from tests.layers.ragged import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -27,6 +28,7 @@ from tests.layers.ragged import (
     Heads,
     answer,
     by_rows,
+    draw_answer_chunk,
     draw_causal_chunk,
     draw_chunk,
     interleave,
@@ -56,7 +58,7 @@ def form(request: pytest.FixtureRequest) -> Iterator[str]:
     jax.clear_caches()
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "keeps_reference"))
 def run(query: Any, key: Any, value: Any, cache: Any, metadata: Any, **options: Any) -> Any:
     return attention(query, key, value, cache, metadata, **options)
 
@@ -172,6 +174,52 @@ def test_blocks_before_the_window_are_not_read(seed: int):
     got, _ = attend(replace(batch, cache=cache, metadata=metadata), **OPTIONS["window"])
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+LARGE = Heads(num=6, num_kv=2, width=LARGE_BLOCK // (2 * BLOCK_SIZE))
+REFERENCE: dict[str, Any] = {"scale": 0.05, "window": 6, "keeps_reference": True}
+
+
+@pytest.mark.parametrize("heads", [Heads(), LARGE])
+def test_an_answer_sees_its_prompt_and_a_window(heads: Heads):
+    """Parts of prompts, of both and of answers; alone and beside each other, with the same bits."""
+    generator = np.random.default_rng(7)
+    places = [(30, 0, 50), (3, 20, 30), (40, 120, 1)]
+    chunks = [draw_answer_chunk(generator, *place, heads) for place in places]
+    outputs, _ = attend(lay_out_mixed(chunks), **REFERENCE)
+    for chunk, out in zip(chunks, outputs, strict=True):
+        np.testing.assert_allclose(out, answer(chunk, **REFERENCE), atol=TOLERANCE)
+    alone, _ = attend(lay_out_decoding(chunks[2:]), **REFERENCE)
+    np.testing.assert_allclose(alone[0], outputs[2], atol=TOLERANCE)
+    if heads != LARGE:
+        np.testing.assert_array_equal(alone[0], outputs[2])
+
+
+def test_where_no_token_is_an_answers_a_reference_has_no_window():
+    chunk = draw_causal_chunk(np.random.default_rng(8), 10, 60, Heads())
+    (out,), _ = attend(lay_out_mixed([chunk]), **REFERENCE)
+    (expected,), _ = attend(lay_out_mixed([chunk]), scale=REFERENCE["scale"])
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_blocks_between_a_reference_and_the_window_are_not_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ragged, "MAX_BLOCKS", 40)
+    generator = np.random.default_rng(9)
+    # Keys are computed 128 at once: the prompt is in the first, the window in the third.
+    chunk = draw_answer_chunk(generator, 10, 300, 1, Heads())
+    batch = lay_out([chunk], num_tokens=8, num_requests=8, tile=1)
+    expected, _ = attend(batch, **REFERENCE)
+    tables, cache = batch.metadata.block_tables.copy(), batch.cache
+    assert isinstance(cache, TransposedCache)
+    cache = TransposedCache(*(part.copy() for part in cache))
+    spare = next(block for block in range(len(cache.keys)) if block not in tables)
+    for part in cache:
+        part[spare] = np.nan
+    group = SLOTS_AT_ONCE // cache.block_size
+    tables[0, group : 2 * group] = spare
+    metadata = batch.metadata._replace(block_tables=tables)
+    got, _ = attend(replace(batch, cache=cache, metadata=metadata), **REFERENCE)
+    np.testing.assert_array_equal(got[0], expected[0])
 
 
 @pytest.mark.parametrize("value_dim", [1, 5, HEAD_DIM - 1])

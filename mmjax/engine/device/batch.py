@@ -415,10 +415,16 @@ class BatchBuilder:
         requests: Sequence[ScheduledRequest],
         first_rows: np.ndarray,
     ) -> None:
-        """Set `span_end` of rows that see more than what comes before them."""
+        """Set `span_end` of rows that see more than what comes before them, or less."""
         if not self.has_spans:
             return
         for scheduled, first_row in zip(requests, first_rows, strict=True):
+            reference_end = scheduled.request.spans.reference_end
+            if reference_end is not None:
+                rows = slice(first_row, first_row + scheduled.end - scheduled.start)
+                span_end = fields["span_end"][rows]
+                np.minimum(span_end, reference_end, out=span_end)
+                continue
             if scheduled.start < scheduled.request.num_prompt_tokens:
                 spans = scheduled.request.spans.ends[scheduled.start : scheduled.end]
                 span_end = fields["span_end"][first_row : first_row + len(spans)]

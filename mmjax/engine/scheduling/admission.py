@@ -289,7 +289,7 @@ class AdmissionLimits:
     def _check_items_of_one_step(self, items: Sequence[EncoderItem]) -> None:
         num_embeds = _count_embeds(items)
         if num_embeds > self.encoder_budget:
-            has_several = self.sees in ("past", "items")
+            has_several = self.sees not in ("all_items", "prompt")
             why = "without chunked prefill" if has_several else "since they see each other"
             raise RequestValueError(
                 f"the prompt's items give {num_embeds} embeddings, which must be computed in one "

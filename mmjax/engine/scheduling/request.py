@@ -129,7 +129,8 @@ class BlockHasher:
     algorithm: BlockHashAlgorithm = "sha256"
     is_of_prompts: bool = False
     """Whether only a prompt's blocks are hashed. Recurrent layers add an answer's tokens in another
-    order than a prompt's: a later prompt that holds them must not find what depends on that."""
+    order than a prompt's, and behind a reference they see less: a later prompt that holds them must
+    not find what depends on that."""
 
     def hash_new_blocks(self, request: "Request") -> list[BlockHash]:
         """Return the hashes of the request's full blocks beyond `block_hashes`."""

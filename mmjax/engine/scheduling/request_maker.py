@@ -153,7 +153,7 @@ class RequestMaker:
             # Random, so that no client can compute the hash of a block.
             none_hash=make_none_hash(seed or secrets.token_hex(16)),
             algorithm=cache.prefix_caching_hash_algo,
-            is_of_prompts=self.limits.has_states,
+            is_of_prompts=self.limits.has_states or self.limits.sees == "reference",
         )
 
     def _make_encoder(

@@ -23,6 +23,9 @@ class Spans:
     whole; 0: it may go alone."""
     first_ahead: int | None = None
     """The first token that depends on more ahead than on its own item; None: none does."""
+    reference_end: int | None = None
+    """Behind so many tokens, those of the prompt, a token sees these and a window of the others;
+    None: the model has no such window."""
 
     @property
     def stop(self) -> int:
@@ -40,7 +43,10 @@ class Spans:
         """Return whether a token at the positions [start, end) may see what a causal one does not.
 
         A lone token sees nothing behind it; one of a prompt that sees itself sees beyond a window.
+        One behind a reference sees less, which is told in the same place.
         """
+        if self.reference_end is not None:
+            return end > self.reference_end
         if start >= len(self.ends):
             return False
         found = self.ends[start:end]
@@ -64,6 +70,8 @@ def find_spans(
         whole = np.full(num_tokens, num_tokens, np.int32)
         return Spans(ends=-whole, run_ends=whole, first_ahead=0)
     ends = np.zeros(num_tokens, np.int32)
+    if sees == "reference":
+        return Spans(ends=ends, run_ends=ends, reference_end=num_tokens)
     for place in places:
         for first, last in place.extract_embeds_range():
             ends[first : last + 1] = last + 1

@@ -99,6 +99,7 @@ def attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     distance_bias: Float[Array, "N _distances"] | None = None,
+    keeps_reference: bool = False,
 ) -> tuple[Float[Array, "T N _value"], CacheT]:
     """Return attention outputs and the cache, to which paged attention writes first.
 
@@ -106,7 +107,8 @@ def attention(
     the score of one more key of each head, which every query sees and which has no value
     (arXiv 2309.17453, section 3.3). `distance_bias`: what each head adds to the score of a key so
     many tokens before the query, the last to all that are farther; of causal attention without
-    sinks, whose heads share no keys.
+    sinks, whose heads share no keys. `keeps_reference`: the window hides no key before `span_end`
+    (R-SWA, arXiv 2606.23050); without that, it hides none, and a dense mask says so by itself.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     cache = _store(key, value, cache, metadata)
@@ -115,6 +117,11 @@ def attention(
         held: Any = DenseCache(key, value) if cache is None else cache
         more = {"sinks": sinks, "distance_bias": distance_bias, **options}
         return _dense(query, held.keys, held.values, metadata, **more), cache
+    if keeps_reference and metadata.span_end is not None:
+        assert sinks is None, "no served model has both"
+        return _beside_reference(query, cache, metadata, **options), cache
+    if keeps_reference:
+        options["window"] = None
     if distance_bias is not None:
         return _with_bias(query, cache, metadata, distance_bias, **options), cache
     paged = partial(_paged, sinks=sinks, **options)
@@ -149,6 +156,29 @@ def _with_bias(
         scale=scale,
         soft_cap=soft_cap,
         distance_bias=distance_bias,
+    )
+
+
+def _beside_reference(
+    query: Float[Array, "T N H"],
+    cache: Any,
+    metadata: PagedAttentionMetadata,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "T N _value"]:
+    """Attend in XLA on every platform: the kernels see one range of keys, and here are two."""
+    causal = metadata._replace(span_end=None)
+    return walk_blocks(
+        query,
+        cache,
+        causal,
+        causal.block_tables,
+        visible_range(causal, window),
+        scale=scale,
+        soft_cap=soft_cap,
+        reference_end=None if window is None else metadata.span_end,
     )
 
 

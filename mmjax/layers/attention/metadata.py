@@ -4,6 +4,8 @@ The query at index i attends to the key at index j if j < max(i + 1, span_end) a
 layers, j > i - window. `span_end` is the end of the query's image: attention within an image is
 bidirectional (HF: modeling_gemma3.py, create_masks_for_vision_model). A `span_end` of -n is a
 prompt's that sees itself: all keys j < n, on sliding layers, too (HF: modeling_paligemma.py).
+Where windows keep a reference, a `span_end` of up to i + 1 is its end: all keys before it are seen,
+whatever the window (HF: modeling_unlimited_ocr.py).
 """
 
 from typing import NamedTuple
@@ -66,9 +68,10 @@ class PagedAttentionMetadata(NamedTuple):
     """The token's position in its sequence."""
     span_end: Int[Array, " T"] | None
     """token_index + 1 for a causal token, else the exclusive end of its image's run, or -n for a
-    token of a prompt of n tokens that sees all of it.
+    token of a prompt of n tokens that sees all of it; or the end of a reference, as above.
 
-    None if every token is causal: only then can a causal kernel be used.
+    None if every token is causal, and sees all before it where windows keep a reference: only then
+    can a causal kernel be used.
     """
     tile_rows: Int[Array, "W Z"]
     """Indices into T of a tile's queries; padding: T. A request's rows are contiguous, and requests

@@ -83,6 +83,8 @@ class Tiles(NamedTuple):
     """Index after the query's own key: behind it, only keys that are seen ahead. None: all are."""
     shift: Int[Array, " W"] | None = None
     """What makes a row of the step of the index of a key that is in it."""
+    reference: Int[Array, "W Z"] | None = None
+    """Index after the last key that a query attends to whatever `lower` is; None: there is none."""
 
 
 def walk_blocks(
@@ -97,16 +99,20 @@ def walk_blocks(
     soft_cap: float | None,
     distance_bias: Float[Array, "N _distances"] | None = None,
     has_gaps: bool = False,
+    reference_end: Int[Array, " T"] | None = None,
 ) -> Float[Array, "T N _value"]:
     """Attend to the blocks of each query's request, within the two ends of what is visible.
 
     Keys and values are in `cache` already. `sinks` and `distance_bias` are as in `attention`.
     `has_gaps`: of keys behind a query's own, only to those that `metadata.is_seen_ahead` names.
+    `reference_end`: where keys end that are visible, too, before the first of these ends.
     """
     scaled = pad_heads(query, cache.head_dim) * scale
     arguments = (scaled, cache, metadata, block_tables, visible, sinks)
-    walk = partial(_walk, soft_cap=soft_cap, distance_bias=distance_bias, has_gaps=has_gaps)
-    if has_gaps or distance_bias is not None or not cpu_kernel_takes(cache, query.dtype):
+    more = {"distance_bias": distance_bias, "has_gaps": has_gaps, "reference_end": reference_end}
+    walk = partial(_walk, soft_cap=soft_cap, **more)
+    is_plain = not has_gaps and distance_bias is None and reference_end is None
+    if not is_plain or not cpu_kernel_takes(cache, query.dtype):
         return walk(*arguments)
     kernel = partial(cpu_attention, soft_cap=soft_cap)
     return by_platform(*arguments, kernel=kernel, cpu=walk, default=walk)
@@ -135,17 +141,21 @@ def _walk(
     soft_cap: float | None,
     distance_bias: Float[Array, "N _distances"] | None,
     has_gaps: bool,
+    reference_end: Int[Array, " T"] | None,
 ) -> Float[Array, "T N _value"]:
     """Attend in XLA; the query is scaled."""
     tiled = _to_tiles(query, cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
     # Before the heads are tiled: with sharded heads, this needs no communication.
     ends = by_tile(visible, metadata)
-    bounds = _block_range(*ends, cache.block_size)
+    reference, before = _place_reference(reference_end, ends[1], metadata)
+    bounds = _block_range(ends[0], before, cache.block_size)
     upper, lower = (jnp.tile(end, (1, group)) for end in ends)
     is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
     of_rows = None if sinks is None else _tile_sinks(sinks, tiled)
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds, sinks=of_rows)
+    if reference is not None:
+        tiles = tiles._replace(reference=jnp.tile(reference, (1, group)))
     columns = cache.value_dim if is_large else _columns_alike(cache.value_dim)
     is_decoding = metadata.tile_rows.shape[1] == 1
     is_seen = metadata.is_seen_ahead if has_gaps and not is_decoding else None
@@ -183,6 +193,18 @@ def _walk(
     return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
 
 
+def _place_reference(
+    reference_end: Int[Array, " T"] | None,
+    lower: Int[Array, "W Z"],
+    metadata: PagedAttentionMetadata,
+) -> tuple[Int[Array, "W Z"] | None, Int[Array, "W Z"]]:
+    """Return `Tiles.reference` of the rows, and the index before the first key of either range."""
+    if reference_end is None:
+        return None, lower
+    reference = reference_end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    return reference, jnp.where(reference > 0, -1, lower)
+
+
 def _add_gaps(tiles: Tiles, metadata: PagedAttentionMetadata, group: int) -> Tiles:
     """Return the tiles with what tells keys behind a query's own apart."""
     own = metadata.token_index.at[metadata.tile_rows].get(mode="fill", fill_value=0)
@@ -209,6 +231,7 @@ def _pad_single_row(tiles: Tiles) -> Tiles:
         query=jnp.pad(tiles.query, ((0, 0), (0, 0), (0, 1), (0, 0))),
         upper=jnp.pad(tiles.upper, ((0, 0), (0, 1))),
         lower=jnp.pad(tiles.lower, ((0, 0), (0, 1))),
+        reference=(None if tiles.reference is None else jnp.pad(tiles.reference, ((0, 0), (0, 1)))),
         sinks=None if sinks is None else jnp.pad(sinks, ((0, 0), (0, 0), (0, 1))),
     )
 
@@ -251,8 +274,12 @@ def _attend_single_tokens(
     sinks = tiles.sinks
     if sinks is not None:
         sinks = sinks.reshape(*sinks.shape[:2], group, -1)[..., 0]
+    reference = tiles.reference
+    if reference is not None:
+        reference = reference.reshape(len(reference), group, -1)[..., 0]
     first = query[:, :, :, 0]
     alone = Tiles(first, tiles.tables, upper, lower, tiles.first, tiles.end, sinks)
+    alone = alone._replace(reference=reference)
     out = attend(jax.tree.map(take, alone))
     return out.reshape(num_requests, -1, out.shape[3])
 
@@ -283,13 +310,13 @@ def _walk_tiles(
     """Attend to the cache in XLA; `options` are those of `_fold_blocks`."""
     fold = partial(_fold_blocks, cache=cache, **options)
     padded = _pad_single_row(tiles) if has_padding else tiles
-    width = cache.value_dim
-    out = _attend_tiles(padded, fold=fold, blocks_at_once=blocks_at_once, value_dim=width)
+    sizes = {"blocks_at_once": blocks_at_once, "block_size": cache.block_size}
+    out = _attend_tiles(padded, fold=fold, value_dim=cache.value_dim, **sizes)
     return out[:, :, : tiles.query.shape[2]]
 
 
 def _attend_tiles(
-    tiles: Tiles, *, fold: Fold, blocks_at_once: int, value_dim: int
+    tiles: Tiles, *, fold: Fold, blocks_at_once: int, block_size: int, value_dim: int
 ) -> Float[Array, "W K Z _value"]:
     """Attend block by block with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
@@ -298,10 +325,12 @@ def _attend_tiles(
     bit, so that a row does not depend on the number of blocks of other requests.
     """
     first = tiles.first // blocks_at_once * blocks_at_once
+    start, num_left_out = _find_gap(tiles, blocks_at_once * block_size)
 
     def body(number: Array, state: State) -> State:
-        indices = number * blocks_at_once + jnp.arange(blocks_at_once, dtype=jnp.int32)
-        return fold(state, tiles, first[:, None] + indices[None])
+        group = number + jnp.where(number >= start, num_left_out, 0)
+        indices = jnp.arange(blocks_at_once, dtype=jnp.int32)[None]
+        return fold(state, tiles, first[:, None] + group[:, None] * blocks_at_once + indices)
 
     shape, sinks = tiles.query.shape[:3], tiles.sinks
     # A sink is a key that was seen before the others, and gave nothing.
@@ -310,9 +339,23 @@ def _attend_tiles(
         jnp.full(shape, 0 if sinks is None else 1, jnp.float32),
         jnp.zeros((*shape, value_dim), jnp.float32),
     )
-    num_groups = cdiv((tiles.end - first).max(), blocks_at_once)
+    num_groups = (cdiv(tiles.end - first, blocks_at_once) - num_left_out).max()
     _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_groups), num_groups, body, state)
     return (summed / jnp.maximum(total, 1e-30)[..., None]).astype(tiles.query.dtype)
+
+
+def _find_gap(tiles: Tiles, num_keys: int) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
+    """Return which group of `num_keys` is the first between a tile's reference and its windows.
+
+    And how many there are, which none of its rows attends to.
+    """
+    if tiles.reference is None:
+        none = jnp.zeros_like(tiles.end)
+        return none, none
+    is_row, nowhere = tiles.upper > 0, jnp.iinfo(jnp.int32).max
+    start = cdiv(jnp.where(is_row, tiles.reference, 0).max(1), num_keys)
+    near = jnp.where(is_row, tiles.lower + 1, nowhere).min(1) // num_keys
+    return start, jnp.where(tiles.end > 0, jnp.maximum(near - start, 0), 0)
 
 
 def _block_range(
@@ -348,9 +391,10 @@ def _fold_blocks(
     values = jnp.pad(values, [(0, 0)] * 4 + [(0, num_columns - cache.value_dim)])
     offsets = jnp.arange(cache.block_size, dtype=jnp.int32)
     keys_at = (blocks[..., None] * cache.block_size + offsets[None, None])[:, None, None]
-    is_visible = (keys_at < tiles.upper[:, None, :, None, None]) & (
-        keys_at > tiles.lower[:, None, :, None, None]
-    )
+    is_near = keys_at > tiles.lower[:, None, :, None, None]
+    if tiles.reference is not None:
+        is_near |= keys_at < tiles.reference[:, None, :, None, None]
+    is_visible = (keys_at < tiles.upper[:, None, :, None, None]) & is_near
     if tiles.causal_end is not None and tiles.shift is not None and is_seen is not None:
         # A key before the step reads any row: its queries, which come behind it, see it.
         rows = keys_at + tiles.shift[:, None, None, None, None]
