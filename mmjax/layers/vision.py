@@ -1,6 +1,6 @@
 """What vision towers share: patches, convolutions, positions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -168,12 +168,20 @@ def linear_matrix(size: int, new_size: int) -> Float[np.ndarray, "_new _old"]:
     return np.maximum(1 - distance, 0).astype(np.float32)
 
 
-def resize_square(table: Float[Array, "_old D"], side: int) -> Float[Array, "_new D"]:
-    """Resize a square table of positions, row by row, to `side` rows and columns."""
+def resize_square(
+    table: Float[Array, "_old D"],
+    side: int,
+    *,
+    make_matrix: Callable[[int, int], Float[np.ndarray, "_new _old"]] = bicubic_matrix,
+) -> Float[Array, "_new D"]:
+    """Resize a square table of positions, row by row, to `side` rows and columns.
+
+    `make_matrix`: `bicubic_matrix` or another of its kind.
+    """
     old = round(table.shape[0] ** 0.5)
     if side == old:
         return table
-    matrix = jnp.asarray(bicubic_matrix(old, side))
+    matrix = jnp.asarray(make_matrix(old, side))
     grid = table.astype(jnp.float32).reshape(old, old, -1)
     grid = jnp.einsum("yi,xj,ijd->yxd", matrix, matrix, grid)
     return grid.reshape(side * side, -1).astype(table.dtype)

@@ -2,7 +2,8 @@
 
 CLIP's (arXiv 2103.00020), SigLIP's (arXiv 2303.15343), OpenCLIP's as Qwen-VL has it (arXiv
 2308.12966), BLIP-2's, which is EVA's (arXiv 2211.07636), InternViT (arXiv 2312.14238), the SigLIP
-of Idefics3 (arXiv 2408.12637), and the AIMv2 of Ovis2 (arXiv 2411.14402).
+of Idefics3 (arXiv 2408.12637), the AIMv2 of Ovis2 (arXiv 2411.14402), and the CLIP of DeepSeek-OCR
+(arXiv 2510.18234), whose patches are another tower's states.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm, RMSNorm
-from mmjax.layers.vision import PatchEmbedding, PositionTable, resize_square
+from mmjax.layers.vision import PatchEmbedding, PositionTable, antialiased_matrix, resize_square
 
 _NORMS: Mapping[str, type[LayerNorm | RMSNorm]] = MappingProxyType(
     {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
@@ -43,6 +44,11 @@ _KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ovis2_vision": {
             **{"norm_type": "rms_norm", "final_norm_type": "rms_norm"},
             **{"has_patch_norm": True, "is_gated": True},
+        },
+        # NOTE: HF resizes positions by a kernel that is wider where they become fewer, else equal.
+        "unlimited_ocr_vision_encoder": {
+            **{"has_class_token": True, "has_patches": False, "has_first_norm": True},
+            **{"has_final_norm": False, "resizes_positions": True},
         },
     }
 )
@@ -82,11 +88,15 @@ class ViTConfig:
     has_final_norm: bool = True
     has_scales: bool = False
     """Whether each branch of a block is scaled before it is added (arXiv 2103.17239)."""
+    has_patches: bool = True
+    """Whether images are cut into patches here; else rows are given in their place."""
     takes_patches: bool = False
     """Whether patches come cut already, their pixels by row, column and channel."""
     has_positions: bool = True
     num_positions: int | None = None
     """Rows of the table of positions, which is resized to the patches; None: one for each row."""
+    resizes_positions: bool = False
+    """Whether a table behind a class token's is resized to images of other sizes, antialiased."""
 
     def __post_init__(self) -> None:
         if self.norm_type not in _NORMS:
@@ -120,7 +130,9 @@ class ViTEmbeddings(nnx.Module):
         self.class_embedding = nnx.Param(jnp.zeros((width,), dtype)) if has_class else None
         options = {"use_bias": config.has_patch_bias, "dtype": dtype}
         self.patch_embedding = (
-            Linear(channels * size**2, width, **options)
+            None
+            if not config.has_patches
+            else Linear(channels * size**2, width, **options)
             if config.takes_patches
             else PatchEmbedding(channels, width, size, **options)
         )
@@ -136,8 +148,8 @@ class ViTEmbeddings(nnx.Module):
         self.config = config
 
     def __call__(self, pixel_values: Float[Array, "I ..."]) -> Float[Array, "I P D"]:
-        """Embed images of the config's size."""
-        rows = self.patch_embedding(pixel_values)
+        """Embed images of the config's size; or rows, of squares of any size."""
+        rows = pixel_values if self.patch_embedding is None else self.patch_embedding(pixel_values)
         rows = rows if self.patch_norm is None else self.patch_norm(rows)
         if self.class_embedding is not None:
             shape = (len(rows), 1, rows.shape[-1])
@@ -148,6 +160,10 @@ class ViTEmbeddings(nnx.Module):
         table = self.position_embedding.weight[...]
         if self.config.num_positions is not None:
             table = resize_square(table, self.config.image_size // self.config.patch_size)
+        if self.config.resizes_positions:
+            side = round((rows.shape[1] - 1) ** 0.5)
+            patches = resize_square(table[1:], side, make_matrix=antialiased_matrix)
+            table = jnp.concatenate([table[:1], patches])
         return rows + table[None, :, :]
 
 

@@ -30,6 +30,10 @@ from transformers.models.florence2.configuration_florence2 import Florence2Visio
 from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
 from transformers.models.ovis2.configuration_ovis2 import Ovis2VisionConfig
 from transformers.models.ovis2.modeling_ovis2 import Ovis2VisionModel
+from transformers.models.unlimited_ocr.configuration_unlimited_ocr import (
+    UnlimitedOcrVisionEncoderConfig,
+)
+from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrVisionEncoder
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
@@ -211,6 +215,25 @@ def test_every_state_is_hfs(tower: Tower, changes: Mapping[str, Any]):
     params = params_of(reference, {"vision_tower": abstract}, tower.rules)["vision_tower"]
     ours = jax.jit(lambda params, x: run_states(bind(graphdef, params), x))(params, pixels)
     assert_close(jax.device_get(ours), states_of(expected), atol=5e-6)
+
+
+@pytest.mark.parametrize("side", [4, 3, 6])  # of the learned positions, fewer and more
+def test_deepseeks_clip_reads_another_towers_states_as_hfs(side: int):
+    config = UnlimitedOcrVisionEncoderConfig(**TINY)
+    config._attn_implementation = "eager"
+    reference = UnlimitedOcrVisionEncoder(config).eval()
+    fill_with_unit_norms(reference)
+    grid = np.random.default_rng(0).normal(size=(2, 24, side, side)).astype(np.float32)
+    with torch.no_grad():
+        states = reference(torch.tensor(grid), output_hidden_states=True)
+    expected = {str(n): state.numpy() for n, state in enumerate(states.hidden_states)}
+    expected["last"] = states.last_hidden_state.numpy()
+
+    graphdef, abstract = build_abstract(ViT, ViTConfig.from_hf(config), dtype=jnp.float32)
+    params = params_of(reference, {"tower": abstract}, (Rule("^", "tower."),))["tower"]
+    rows = grid.reshape(2, 24, -1).swapaxes(1, 2)
+    ours = jax.jit(lambda params, x: run_states(bind(graphdef, params), x))(params, rows)
+    assert_close(jax.device_get(ours), expected, atol=5e-6)
 
 
 @pytest.mark.parametrize(
