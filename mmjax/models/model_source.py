@@ -19,9 +19,11 @@ from mmjax.config.engine_config import (
 )
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.models.original_config import (
+    DEEPSEEK_OCR,
     DEEPSEEK_OCR2,
     SPECULATORS_KIND,
-    build_deepseek_ocr2_config,
+    UNLIMITED_OCR,
+    build_deepseek_ocr_config,
     build_speculator_config,
 )
 
@@ -49,6 +51,8 @@ _GENERATION_FIELDS = (
     "no_repeat_ngram_size",
 )
 """Fields of SamplingParams that it may set."""
+_NGRAM_WINDOW = "no_repeat_ngram_window_size"
+"""What Unlimited-OCR's class in transformers adds to them."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "*.tiktoken")
@@ -295,6 +299,12 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
     """Read generation_config.json, which may be absent, and the EOS tokens of config.json."""
     raw = read_generation_config(model_config.path)
     settings = {**_chosen_generation_config(model_config, raw), **_overrides(model_config)}
+    if window := settings.get(_NGRAM_WINDOW):
+        raise CheckpointError(
+            f"`{_NGRAM_WINDOW}` of generation_config.json is {window!r}, and mmjax has no such "
+            "window: its `no_repeat_ngram_size` looks at all of prompt and answer; leave the "
+            "file's settings out with `--generation-config vllm`, or take the key out of it"
+        )
     sampling = {
         name: settings[name]
         for name in _GENERATION_FIELDS
@@ -509,8 +519,10 @@ def _load_hf_config(path: Path, raw: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        if raw.get("architectures") == [DEEPSEEK_OCR2]:
-            return build_deepseek_ocr2_config(raw)
+        originals = ([DEEPSEEK_OCR2], [DEEPSEEK_OCR], [UNLIMITED_OCR])
+        # What transformers wrote has the keys of its own class.
+        if raw.get("architectures") in originals and "language_config" in raw:
+            return build_deepseek_ocr_config(raw)
         if SPECULATORS_KIND in raw:
             return build_speculator_config(raw)
         if raw.get("model_type") in _LANGUAGE_PARTS:

@@ -83,6 +83,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "ColQwen2ForRetrieval": ModelRow(
             "qwen2_vl", "vidore/colqwen2-v1.0-hf", factories="COLQWEN2_FACTORIES"
         ),
+        "DeepseekOCRForCausalLM": ModelRow(
+            "deepseek_ocr2", "deepseek-ai/DeepSeek-OCR", factories="DEEPSEEK_OCR_FACTORIES"
+        ),
         "DeepseekOcr2ForConditionalGeneration": ModelRow(
             "deepseek_ocr2", "deepseek-ai/DeepSeek-OCR-2"
         ),
@@ -180,6 +183,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             factories="SMOLVLM_FACTORIES",
         ),
         "UltravoxModel": ModelRow("ultravox", "fixie-ai/ultravox-v0_5-llama-3_2-1b"),
+        "UnlimitedOcrForConditionalGeneration": ModelRow(
+            "deepseek_ocr2", "baidu/Unlimited-OCR", factories="UNLIMITED_FACTORIES"
+        ),
         "VoxtralForConditionalGeneration": ModelRow("voxtral", "mistralai/Voxtral-Mini-3B-2507"),
         "WhisperForConditionalGeneration": ModelRow(
             "whisper", "openai/whisper-tiny", has_one_unit_items=True

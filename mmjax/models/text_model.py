@@ -43,7 +43,10 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
     {
         **dict.fromkeys(_LLAMAS, (LlamaConfig.from_hf, LlamaTextModel)),
         **dict.fromkeys(("bart", "opt", "whisper"), (BartConfig.from_hf, BartDecoder)),
-        "deepseek_ocr2_text": (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
+        **dict.fromkeys(
+            ("deepseek_ocr2_text", "unlimited_ocr_text"),
+            (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
+        ),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "ernie4_5_vl_moe_text": (Ernie45VLConfig.from_hf, Ernie45VLTextModel),
         **dict.fromkeys(

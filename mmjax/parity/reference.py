@@ -238,12 +238,16 @@ def make_reference_inputs(
     """Return torch tensors of a batch of one, of what our processor made of a prompt.
 
     Lists of arrays become batches: pictures of several sizes are padded, and `image_sizes` says
-    what is theirs. `has_sizes`: whether it does so of pictures of one size, too.
+    what is theirs. `has_sizes`: whether it does so of pictures of one size, too. Tuples, of numbers
+    that HF's model takes in Python, stay as they are.
     """
     torch = import_torch()
     ids = torch.tensor(token_ids, dtype=torch.long)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for name, values in data.items():
+        if isinstance(values, tuple):
+            inputs[name] = values
+            continue
         inputs[name] = torch.tensor(_stack(values) if isinstance(values, list) else values)
     sizes = np.array([np.shape(one) for one in data.get("pixel_values", ())])
     if sizes.shape[1:] == (3,) and (has_sizes or (sizes != sizes[0]).any()):
@@ -261,7 +265,9 @@ def run_reference_logits(model: Any, inputs: Any) -> np.ndarray:
     """Return float32[T, V], the logits of a model in any dtype; `inputs` as of `run_reference`."""
     torch = import_torch()
     cast = {
-        name: value.to(model.dtype) if value.is_floating_point() else value
+        name: value.to(model.dtype)
+        if torch.is_tensor(value) and value.is_floating_point()
+        else value
         for name, value in inputs.items()
     }
     with torch.no_grad():

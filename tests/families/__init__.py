@@ -42,6 +42,7 @@ from tests.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
 from tests.families.ultravox import ULTRAVOX
+from tests.families.unlimited_ocr import DEEPSEEK_OCR, UNLIMITED_OCR
 from tests.families.voxtral import VOXTRAL
 from tests.families.whisper import WHISPER
 
@@ -51,6 +52,7 @@ _ROWS = (
     BLIP2_T5,
     CHAMELEON,
     COHERE2_VISION,
+    DEEPSEEK_OCR,
     DEEPSEEK_OCR2,
     DEEPSEEK_VL2,
     EXAONE4_5,
@@ -93,6 +95,7 @@ _ROWS = (
     QWEN3_VL_MOE,
     QWEN_VL,
     SMOLVLM,
+    UNLIMITED_OCR,
 )
 FAMILIES = {row.name: row for row in _ROWS}
 """Of models that take pictures."""
@@ -111,6 +114,7 @@ TINY_FAMILIES = {name: row.tiny for name, row in ALL_FAMILIES.items() if row.tin
 
 NEAR = {
     "cohere2_vision": "aya_vision",
+    "deepseek_ocr": "unlimited_ocr",
     "glm46v": "glm4v",
     "glm4v_moe": "glm4v",
     "internvl gpt_oss": "internvl",
@@ -122,6 +126,7 @@ NEAR = {
     "qwen3_vl_moe": "qwen3_vl",
     "smolvlm": "idefics3",
     "ultravox": "voxtral",
+    "unlimited_ocr": "deepseek_ocr2",
 }
 """Rows that are little but others of another row's parts: laws that take seconds a row ask them in
 the slow run alone. `make test-slow` compares the arrays of all with HF's, and the default run those

@@ -106,22 +106,24 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
     """Return the sample as HF's processor would give it: views, tiles if there are any."""
+    joined_already = ("pixel_values_local", "image_affine")
     stacked = Sample(
         token_ids=sample.token_ids,
         items=[
             item._replace(
                 tensors={
-                    **item.tensors,
-                    "pixel_values": item.tensors["pixel_values"][None],
-                    "num_local_patches": item.tensors["num_local_patches"][None],
+                    name: value if name in joined_already else value[None]
+                    for name, value in item.tensors.items()
                 }
             )
             for item in sample.items
         ],
     )
-    data = joined(stacked)
+    data: dict[str, Any] = joined(stacked)
     if not len(data.get("pixel_values_local", ())):
         data.pop("pixel_values_local", None)
+    if "num_local_patches" in data:
+        data["num_local_patches"] = tuple(data["num_local_patches"].tolist())
     return make_reference_inputs(sample.token_ids, data)
 
 

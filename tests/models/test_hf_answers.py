@@ -54,13 +54,22 @@ def write_prompts(family: Family) -> list[Prompt]:
     ]
 
 
+LISTED = {"num_local_patches"}
+"""What HF's models take in Python."""
+
+
 def as_inputs(family: Family, reference: Any, prompt: Prompt) -> dict[str, Any]:
     """Return what HF's processor gives, of it what HF's model takes: a batch of one."""
     hf = family.call_hf(*prompt, {})
     known = signature(reference.forward).parameters.keys()
     ids = torch.tensor(hf.input_ids)[None]
     return {
-        **{name: torch.as_tensor(np.asarray(hf.tensors[name])) for name in known & {*hf.tensors}},
+        **{
+            name: hf.tensors[name]
+            if name in LISTED
+            else torch.as_tensor(np.asarray(hf.tensors[name]))
+            for name in known & {*hf.tensors}
+        },
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
     }
