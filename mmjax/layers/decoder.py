@@ -18,7 +18,7 @@ from mmjax.layers.attention.kv_cache import (
     LayerCache,
     StateCache,
 )
-from mmjax.layers.attention.metadata import PagedAttentionMetadata
+from mmjax.layers.attention.metadata import PagedAttentionMetadata, Window
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
@@ -42,7 +42,7 @@ def attend_by_heads(
     norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
     norms_are_last: bool = False,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     keeps_reference: bool = False,
@@ -52,8 +52,8 @@ def attend_by_heads(
     `angles` None: nothing is rotated; positions are in the hidden states, or the layer has none.
     `is_interleaved`: whether neighbours are a pair that is rotated, and not the halves of a head.
     `norms`: of each head's queries and keys, before they are rotated; behind that where they
-    `are_last`. `scale`: what scores are multiplied by; None: `head_dim ** -0.5`. `sinks` and
-    `keeps_reference` are as in `attention`.
+    `are_last`. `scale`: what scores are multiplied by; None: `head_dim ** -0.5`. `window`, `sinks`
+    and `keeps_reference` are as in `attention`.
     """
     query, key, value = (x.reshape(x.shape[0], -1, head_dim) for x in (query, key, value))
     first, last = ((None, None), norms) if norms_are_last else (norms, (None, None))
@@ -97,7 +97,7 @@ class GroupedQueryAttention(nnx.Module):
         norms_are_last: bool = False,
         is_interleaved: bool = False,
         scale: float | None = None,
-        window: int | None = None,
+        window: Window = None,
         soft_cap: float | None = None,
         has_sinks: bool = False,
         keeps_reference: bool = False,

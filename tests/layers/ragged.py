@@ -21,6 +21,7 @@ from mmjax.layers.attention.kv_cache import (
     TransposedCache,
     padded_head_dim,
 )
+from mmjax.layers.attention.metadata import ChunkWindow, Window
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 8, 128, 24
@@ -225,13 +226,15 @@ def by_rows(cache: Any, sharding: HeadSharding | None = None) -> RowCache:
     return empty.write(keys, values, slots // block_size, slots % block_size)
 
 
-def visible(chunk: Chunk, window: int | None, *, keeps_reference: bool = False) -> np.ndarray:
+def visible(chunk: Chunk, window: Window, *, keeps_reference: bool = False) -> np.ndarray:
     """Return bool[num_new, stop]: which keys each new token sees."""
     i = np.arange(chunk.start, chunk.stop)[:, None]
     j = np.arange(chunk.stop)[None]
     if keeps_reference and window is not None:
         return (j <= i) & ((j > i - window) | (j < chunk.span_end[chunk.start :, None]))
     mask = j < np.maximum(i + 1, chunk.span_end[chunk.start :, None])
+    if isinstance(window, ChunkWindow):
+        return mask & (j // window.size >= i // window.size)
     return mask if window is None else mask & (j > i - window)
 
 
@@ -239,7 +242,7 @@ def answer(
     chunk: Chunk,
     *,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
     keeps_reference: bool = False,

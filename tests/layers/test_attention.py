@@ -15,6 +15,7 @@ from mmjax.layers.attention import dense
 from mmjax.layers.attention.api import DenseAttentionMetadata, attention, dense_attention
 from mmjax.layers.attention.dense import CACHED_SCORES, MANY_SCORES
 from mmjax.layers.attention.kv_cache import TransposedCache
+from mmjax.layers.attention.metadata import ChunkWindow
 from mmjax.layers.attention.paged import LARGE_BLOCK, SLOTS_AT_ONCE
 from mmjax.layers.cpu import dispatch
 from tests.layers import ragged
@@ -39,6 +40,7 @@ from tests.layers.ragged import (
 OPTIONS: dict[str, dict[str, Any]] = {
     "global": {"scale": 0.25},
     "window": {"scale": 0.25, "window": 6},
+    "chunks": {"scale": 0.25, "window": ChunkWindow(40)},
     "soft cap": {"scale": 0.5, "soft_cap": 2.0, "window": 20},
     "sinks": {"scale": 0.5, "window": 20, "sinks": np.array([-1.0, 0.5, 2.0, 4.0], np.float32)},
 }

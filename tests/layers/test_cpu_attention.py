@@ -11,7 +11,7 @@ import pytest
 
 from mmjax.layers.attention.api import attention
 from mmjax.layers.attention.kv_cache import LayerKVSpec, TransposedCache
-from mmjax.layers.attention.metadata import PagedAttentionMetadata
+from mmjax.layers.attention.metadata import ChunkWindow, PagedAttentionMetadata, Window
 from mmjax.layers.attention.paged import visible_range, walk_blocks
 from mmjax.layers.cpu import dispatch
 from mmjax.layers.cpu.library import find_kernels
@@ -49,6 +49,7 @@ SHAPES = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "global": {},
     "window": {"window": 70},
+    "chunks": {"window": ChunkWindow(100)},
     "a cap far above": {"soft_cap": 1e6},
     "soft cap and sinks": {"soft_cap": 2.0, "window": 300, "has_sinks": True},
 }
@@ -122,7 +123,7 @@ def lay_out_tokens(tokens: Tokens, tile: int) -> PagedAttentionMetadata:
 
 
 def attend(
-    tokens: Tokens, *, tile: int = 1, window: int | None = None, soft_cap: float | None = None
+    tokens: Tokens, *, tile: int = 1, window: Window = None, soft_cap: float | None = None
 ) -> np.ndarray:
     def run(query: Any, cache: Any, metadata: Any, sinks: Any) -> Any:
         walk = partial(walk_blocks, scale=query.shape[2] ** -0.5, soft_cap=soft_cap)
@@ -135,7 +136,7 @@ def attend(
     return np.asarray(lowered.compile()(*arguments))
 
 
-def answer(tokens: Tokens, row: int, *, window: int | None, soft_cap: float | None) -> np.ndarray:
+def answer(tokens: Tokens, row: int, *, window: Window, soft_cap: float | None) -> np.ndarray:
     """Return the formula's output in float64, of what the arrays hold."""
     length = int(tokens.lengths[row])
     keys, values = (
@@ -144,7 +145,10 @@ def answer(tokens: Tokens, row: int, *, window: int | None, soft_cap: float | No
     )
     keys = keys.transpose(1, 0, 3, 2).reshape(keys.shape[1], -1, keys.shape[2])
     values = values.transpose(1, 0, 2, 3).reshape(values.shape[1], -1, values.shape[3])
-    first = 0 if window is None else max(0, length - window)
+    if isinstance(window, ChunkWindow):
+        first = (length - 1) // window.size * window.size
+    else:
+        first = 0 if window is None else max(0, length - window)
     query = (tokens.query[row] * tokens.query.shape[2] ** -0.5).astype(tokens.query.dtype)
     query = np.asarray(query, np.float64).reshape(keys.shape[0], -1, keys.shape[2])
     scores = np.einsum("kzh,ksh->kzs", query, keys[:, first:length])
@@ -181,8 +185,8 @@ def test_a_token_has_the_same_bits_beside_any_others(shape: str, dtype: str) -> 
 
 
 @pytest.mark.parametrize("heads", [Heads(4, 2, 40), Heads(3, 3, 16), Heads(8, 1, 72)])
-@pytest.mark.parametrize("window", [None, 50])
-def test_a_prompt_has_the_bits_that_its_tokens_have_alone(heads: Heads, window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 50, ChunkWindow(50)])
+def test_a_prompt_has_the_bits_that_its_tokens_have_alone(heads: Heads, window: Window) -> None:
     """In tiles of 8 and of 64, and each token in a step of its own."""
     chunk = draw_causal_chunk(np.random.default_rng(0), 37, 90, heads)
     whole = attend_to_chunk(chunk, tile=64, window=window)
@@ -193,7 +197,7 @@ def test_a_prompt_has_the_bits_that_its_tokens_have_alone(heads: Heads, window: 
         np.testing.assert_array_equal(attend_to_chunk(alone, tile=1, window=window)[0], whole[row])
 
 
-def attend_to_chunk(chunk: Chunk, *, tile: int, window: int | None) -> np.ndarray:
+def attend_to_chunk(chunk: Chunk, *, tile: int, window: Window) -> np.ndarray:
     """Return what the chunk's tokens attend to, beside no others."""
     batch = lay_out([chunk], num_tokens=4 if tile == 1 else 128, num_requests=4, tile=tile)
     arguments = (batch.query, batch.key, batch.value, batch.cache, batch.metadata)

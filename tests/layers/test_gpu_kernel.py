@@ -15,6 +15,7 @@ from mmjax.layers.attention import backend, gpu_tiles
 from mmjax.layers.attention.gpu import MAX_SPLITS, choose_num_splits, gpu_attention
 from mmjax.layers.attention.gpu_tiles import choose_sizes, column_parts
 from mmjax.layers.attention.kv_cache import HeadSharding, TransposedCache
+from mmjax.layers.attention.metadata import ChunkWindow, Window
 from mmjax.layers.attention.paged import visible_range, walk_blocks
 from tests.layers.ragged import (
     BLOCK_SIZE,
@@ -55,7 +56,7 @@ KINDS = [
     Kind("mixed", has_sinks=True),
     Kind("decode", Heads(3, 1, 24), 24, has_sinks=True),
 ]
-WINDOWS = (None, 9, 40)
+WINDOWS = (None, 9, 40, ChunkWindow(16))
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (72, 40), (192, 128), (576, 512)]
 """Of keys and values."""
 
@@ -94,7 +95,7 @@ kernel = jax.jit(
 )
 
 
-def compare(batch: Batch, *, window: int | None, dtype: str = "float32", **options: Any) -> None:
+def compare(batch: Batch, *, window: Window, dtype: str = "float32", **options: Any) -> None:
     """Compare the kernel with the walk over the same blocks; padding must be zeros."""
     query, cache, metadata = to_device(batch, jnp.dtype(dtype))
     visible = visible_range(metadata, window)

@@ -25,6 +25,7 @@ from mmjax.layers.attention.kv_cache import (
     SlotCache,
     TransposedCache,
 )
+from mmjax.layers.attention.metadata import ChunkWindow
 from mmjax.layers.attention.tpu import (
     RaggedSizes,
     choose_sizes,
@@ -34,11 +35,13 @@ from mmjax.layers.attention.tpu import (
 )
 from tests.layers.ragged import (
     BLOCK_SIZE,
+    MAX_BLOCKS,
     NUM_BLOCKS,
     STALE,
     Batch,
     Chunk,
     Heads,
+    answer,
     by_rows,
     draw_causal_chunk,
     interleave,
@@ -273,6 +276,19 @@ def test_what_the_kernel_takes():
     assert not takes(batch.metadata._replace(block_tables=tables)), "1 MiB of scalars"
     tables = np.zeros((2048, 16), np.int32)
     assert not takes(batch.metadata._replace(block_tables=tables)), "as wide as one of 128 blocks"
+
+
+@pytest.mark.parametrize(("size", "is_kernels"), [(40, False), (MAX_BLOCKS * BLOCK_SIZE, True)])
+def test_chunks_are_xlas_unless_no_sequence_is_longer_than_one(size: int, is_kernels: bool):
+    batch, chunks, options = draw_case(1)
+    options |= {"window": ChunkWindow(size)}
+    padded = in_kernel_layout(batch)
+    call = partial(attention, **options)
+    arguments = (padded.query, padded.key, padded.value, padded.cache, padded.metadata)
+    assert ("ragged_paged_attention" in str(jax.make_jaxpr(call)(*arguments))) == is_kernels
+    out, _ = jax.jit(call)(*arguments)
+    for chunk, rows in zip(chunks, batch.rows, strict=True):
+        np.testing.assert_allclose(np.asarray(out)[rows], answer(chunk, **options), atol=TOLERANCE)
 
 
 def describe_layer(

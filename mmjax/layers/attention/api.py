@@ -24,10 +24,13 @@ from mmjax.layers.attention.kv_cache import (
 )
 from mmjax.layers.attention.metadata import (
     AttentionMetadata,
+    ChunkWindow,
     CrossAttentionMetadata,
     DenseAttentionMetadata,
     DenseCrossMetadata,
     PagedAttentionMetadata,
+    Window,
+    find_unseen,
 )
 from mmjax.layers.attention.paged import visible_range, visible_states, walk_blocks
 from mmjax.layers.attention.tpu import ragged_attention, ragged_takes
@@ -95,7 +98,7 @@ def attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     distance_bias: Float[Array, "N _distances"] | None = None,
@@ -103,14 +106,16 @@ def attention(
 ) -> tuple[Float[Array, "T N _value"], CacheT]:
     """Return attention outputs and the cache, to which paged attention writes first.
 
-    `key` and `value` None: the cache has them already, of an earlier layer that shares it. `sinks`:
-    the score of one more key of each head, which every query sees and which has no value
-    (arXiv 2309.17453, section 3.3). `distance_bias`: what each head adds to the score of a key so
-    many tokens before the query, the last to all that are farther; of causal attention without
-    sinks, whose heads share no keys. `keeps_reference`: the window hides no key before `span_end`
-    (R-SWA, arXiv 2606.23050); without that, it hides none, and a dense mask says so by itself.
+    `key` and `value` None: the cache has them already, of an earlier layer that shares it.
+    `window`: which of the tokens before it a token sees. `sinks`: the score of one more key of each
+    head, which every query sees and which has no value (arXiv 2309.17453, section 3.3).
+    `distance_bias`: what each head adds to the score of a key so many tokens before the query, the
+    last to all that are farther; of causal attention without sinks, whose heads share no keys.
+    `keeps_reference`: the window, which slides, hides no key before `span_end` (R-SWA, arXiv
+    2606.23050); without that, it hides none, and a dense mask says so by itself.
     """
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    window = _resolve(window, cache, metadata)
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
     cache = _store(key, value, cache, metadata)
     assert distance_bias is None or sinks is None, "no served model has both"
     if isinstance(metadata, DenseAttentionMetadata):
@@ -125,13 +130,22 @@ def attention(
     if distance_bias is not None:
         return _with_bias(query, cache, metadata, distance_bias, **options), cache
     paged = partial(_paged, sinks=sinks, **options)
-    # JAX's kernel for TPUs has no sinks.
-    if sinks is not None or not isinstance(cache, InterleavedCache):
+    # JAX's kernel for TPUs has no sinks, and no chunks.
+    is_foreign = sinks is not None or isinstance(window, ChunkWindow)
+    if is_foreign or not isinstance(cache, InterleavedCache):
         return paged(query, cache, metadata), cache
     if not ragged_takes(query, cache, metadata):
         return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
     return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=paged), cache
+
+
+def _resolve(window: Window, cache: Any, metadata: AttentionMetadata) -> Window:
+    """Return no window where no sequence of an engine is longer than the first chunk."""
+    if not isinstance(window, ChunkWindow) or isinstance(metadata, DenseAttentionMetadata):
+        return window
+    longest = metadata.block_tables.shape[1] * cache.block_size
+    return None if longest <= window.size else window
 
 
 def _with_bias(
@@ -141,7 +155,7 @@ def _with_bias(
     distance_bias: Float[Array, "N _distances"],
     *,
     scale: float,
-    window: int | None,
+    window: Window,
     soft_cap: float | None,
 ) -> Float[Array, "T N _value"]:
     """Attend in XLA on every platform: the kernels have no term of the distance."""
@@ -264,7 +278,7 @@ def _paged(
     metadata: PagedAttentionMetadata,
     *,
     scale: float,
-    window: int | None,
+    window: Window,
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "T N _value"]:
@@ -305,7 +319,7 @@ def _dense(
     metadata: DenseAttentionMetadata,
     *,
     scale: float,
-    window: int | None,
+    window: Window,
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
     distance_bias: Float[Array, "N _distances"] | None,
@@ -313,7 +327,8 @@ def _dense(
     num_sequences, length = metadata.token_index.shape
     mask = metadata.mask
     if window is not None:
-        mask = mask & (metadata.token_index[:, None, :] > metadata.token_index[:, :, None] - window)
+        unseen = find_unseen(metadata.token_index, window)
+        mask = mask & (metadata.token_index[:, None, :] > unseen[:, :, None])
         if metadata.beyond_window is not None:
             mask = mask | metadata.beyond_window
     shaped = [_by_sequence(x, num_sequences) for x in (query, key, value)]

@@ -1,16 +1,40 @@
 """Attention metadata of a step: arrays are int32 and padded to a bucket.
 
 The query at index i attends to the key at index j if j < max(i + 1, span_end) and, on sliding
-layers, j > i - window. `span_end` is the end of the query's image: attention within an image is
-bidirectional (HF: modeling_gemma3.py, create_masks_for_vision_model). A `span_end` of -n is a
-prompt's that sees itself: all keys j < n, on sliding layers, too (HF: modeling_paligemma.py).
-Where windows keep a reference, a `span_end` of up to i + 1 is its end: all keys before it are seen,
-whatever the window (HF: modeling_unlimited_ocr.py).
+layers, j > i - window, or, where windows are chunks, j >= i // size * size. `span_end` is the end
+of the query's image: attention within an image is bidirectional (HF: modeling_gemma3.py,
+create_masks_for_vision_model). A `span_end` of -n is a prompt's that sees itself: all keys j < n,
+on sliding layers, too (HF: modeling_paligemma.py). Where windows keep a reference, a `span_end` of
+up to i + 1 is its end: all keys before it are seen, whatever the window (HF:
+modeling_unlimited_ocr.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtyping import Array, Bool, Float, Int
+
+IndexT = TypeVar("IndexT", bound=Any)
+
+
+class ChunkWindow(NamedTuple):
+    """A window that does not slide: a token sees those before it in its own chunk of the sequence.
+
+    The chunks follow each other from the first token, `size` tokens each: Llama 4's
+    `attention_chunk_size`. A step may end within one.
+    """
+
+    size: int
+
+
+Window = int | ChunkWindow | None
+"""How many tokens a token sees, itself among them, or those of its chunk; None: all before it."""
+
+
+def find_unseen(token_index: IndexT, window: int | ChunkWindow) -> IndexT:
+    """Return the index before the first token that each token's window lets it see."""
+    if isinstance(window, ChunkWindow):
+        return token_index - token_index % window.size - 1
+    return token_index - window
 
 
 class CrossAttentionMetadata(NamedTuple):

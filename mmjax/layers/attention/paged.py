@@ -10,7 +10,12 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mmjax.layers.attention.cpu import cpu_attention, cpu_kernel_takes
 from mmjax.layers.attention.kv_cache import LayerCache, pad_heads
-from mmjax.layers.attention.metadata import CrossAttentionMetadata, PagedAttentionMetadata
+from mmjax.layers.attention.metadata import (
+    CrossAttentionMetadata,
+    PagedAttentionMetadata,
+    Window,
+    find_unseen,
+)
 from mmjax.layers.cpu.dispatch import by_platform
 from mmjax.rounding import cdiv, round_up
 
@@ -41,7 +46,7 @@ def apply_soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Arra
 
 
 def visible_range(
-    metadata: PagedAttentionMetadata, window: int | None
+    metadata: PagedAttentionMetadata, window: Window
 ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
     """Return, for the query's own sequence, `Tiles.upper` and `Tiles.lower` of each row."""
     end = metadata.token_index + 1
@@ -49,7 +54,7 @@ def visible_range(
         end = jnp.maximum(end, jnp.abs(metadata.span_end))
     if window is None:
         return end, jnp.full_like(end, -1)
-    lower = metadata.token_index - window
+    lower = find_unseen(metadata.token_index, window)
     if metadata.span_end is not None:
         lower = jnp.where(metadata.span_end < 0, -1, lower)
     return end, lower
