@@ -64,6 +64,9 @@ class RouterConfig:
     logits alone."""
     scale: float = 1.0
     """What they are multiplied by at last."""
+    scales_inputs: bool = False
+    """Whether what an expert reads is multiplied by its score, and not what it gives (Llama 4). The
+    highest logits are then chosen: of large ones the sigmoids are equal."""
 
 
 class Router(nnx.Module):
@@ -91,7 +94,8 @@ class Router(nnx.Module):
         )
         scores = jax.nn.sigmoid(logits) if config.has_sigmoid else jax.nn.softmax(logits, axis=-1)
         bias = self.e_score_correction_bias
-        ranks = scores if bias is None else scores + bias[...][None]
+        ranks = logits if config.scales_inputs else scores
+        ranks = ranks if bias is None else ranks + bias[...][None]
         _, experts = jax.lax.top_k(self._mask_groups(ranks), config.top_k)
         weights = jnp.take_along_axis(scores, experts, axis=1)
         if config.is_normalized:
@@ -150,9 +154,10 @@ class Experts(nnx.Module):
         activation: str,
         clamped_gate: ClampedGate | None = None,
         use_bias: bool = False,
+        scales_inputs: bool = False,
         dtype: Any,
     ) -> None:
-        """`clamped_gate`: in place of `activation`."""
+        """`clamped_gate`: in place of `activation`. `scales_inputs`: as in `RouterConfig`."""
         self.gate_proj = nnx.Param(jnp.zeros((num_experts, inner, width), dtype))
         self.up_proj = nnx.Param(jnp.zeros((num_experts, inner, width), dtype))
         self.down_proj = nnx.Param(jnp.zeros((num_experts, width, inner), dtype))
@@ -162,6 +167,7 @@ class Experts(nnx.Module):
         )
         self.activation = get_activation(activation)
         self.clamped_gate = clamped_gate
+        self.scales_inputs = scales_inputs
         self.num_experts, self.inner = num_experts, inner
         self.layouts: tuple[tuple[str, Layout], ...] = ()
         """Of the matrices that are kept in groups, by name."""
@@ -205,8 +211,14 @@ class Experts(nnx.Module):
             )  # behind all, and of none
         order = jnp.argsort(experts.reshape(-1))
         sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts)
-        rows = self(x[order // top_k], sizes.astype(jnp.int32))
+        rows = x[order // top_k]
+        if self.scales_inputs:
+            scales = weights.reshape(-1)[order]
+            rows = (rows.astype(jnp.float32) * scales[:, None]).astype(x.dtype)
+        rows = self(rows, sizes.astype(jnp.int32))
         rows = rows[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
+        if self.scales_inputs:
+            return rows.sum(1).astype(x.dtype)
         # Summed in the order of a token's choices, whatever its neighbours are.
         total = (rows * weights[:, :, None]).sum(1).astype(x.dtype)
         return total if is_own is None else jnp.where(is_own[:, None], total, 0)
@@ -394,6 +406,7 @@ class MixtureOfExperts(nnx.Module):
             activation=activation,
             clamped_gate=clamped_gate,
             use_bias=use_bias,
+            scales_inputs=router.scales_inputs,
             dtype=dtype,
         )
         self.shared_experts = (

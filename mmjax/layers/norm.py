@@ -82,6 +82,17 @@ def divide_by_rms(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]
     return wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
 
 
+class UnitNorm(nnx.Module):
+    """`x / rms(x)`, without a weight."""
+
+    def __init__(self, *, eps: float) -> None:
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalise the last axis."""
+        return divide_by_rms(x, self.eps).astype(x.dtype)
+
+
 class GroupNorm(nnx.Module):
     """Wu and He, arXiv 1803.08494: each group of a picture's channels is normed as one."""
 

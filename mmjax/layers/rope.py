@@ -83,6 +83,8 @@ def _llama3(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) 
     factor = np.float32(parameters["factor"])
     low, high = (np.float32(parameters[f"{name}_freq_factor"]) for name in ("low", "high"))
     num_waves = parameters["original_max_position_embeddings"] * frequencies / np.float32(2 * np.pi)
+    if low == high:  # of which Llama 4's are; between them is nothing
+        return np.where(num_waves < low, frequencies / factor, frequencies)
     share = np.clip((num_waves - low) / (high - low), 0, 1)
     return (1 - share) * frequencies / factor + share * frequencies
 

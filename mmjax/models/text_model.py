@@ -33,10 +33,10 @@ from mmjax.weights.rules import (
 _LLAMAS = (
     *("chameleon", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text"),
     *("glm4v_moe_text", "glm4v_text", "glm_ocr_text", "gpt_oss", "hunyuan_v1_dense"),
-    *("hunyuan_vl_text", "internlm3", "llama", "ministral3", "mistral", "molmo", "molmo2_text"),
-    *("paddleocr_vl_text", "persimmon", "phi3", "qwen", "qwen2", "qwen2_5_omni_text"),
-    *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_omni_moe_text"),
-    *("qwen3_vl_moe_text", "qwen3_vl_text"),
+    *("hunyuan_vl_text", "internlm3", "llama", "llama4_text", "ministral3", "mistral", "molmo"),
+    *("molmo2_text", "paddleocr_vl_text", "persimmon", "phi3", "qwen", "qwen2"),
+    *("qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe"),
+    *("qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
 )
 """The `model_type`s that `LlamaConfig` reads."""
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
@@ -300,6 +300,21 @@ def _list_gpt_oss(text_config: Any) -> tuple[RuleTypes, ...]:
     )
 
 
+def _list_llama4(text_config: Any) -> tuple[RuleTypes, ...]:
+    """Turn the experts' matrices, which are `[in, out]`; some files have them one by one."""
+    feed, mlp = _LAYER + r")feed_forward\.", r"language_model.\1mlp."
+    halves, stack = (text_config.intermediate_size,) * 2, {"of_stack": True, "is_transposed": True}
+    gate, up, down = (f"{mlp}experts.{name}_proj" for name in ("gate", "up", "down"))
+    return (
+        Split(feed + r"experts\.gate_up_proj$", [gate, up], halves, **stack),
+        Split(feed + r"experts\.down_proj$", [down], (text_config.hidden_size,), **stack),
+        Stack(feed + r"experts\.(?P<index>\d+)\.(\w+_proj)\.weight$", mlp + r"experts.\3"),
+        Rule(feed + r"router\.", mlp + "gate."),
+        Rule(feed + r"shared_expert\.", mlp + "shared_experts."),
+        Rule(feed, mlp),
+    )
+
+
 _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
     {
         **dict.fromkeys(("bart", "opt", "whisper"), _list_bart),
@@ -314,6 +329,7 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "hunyuan_v1_dense": _list_hunyuan,
         "hunyuan_vl_text": _list_hunyuan,
         "lfm2": _list_lfm2,
+        "llama4_text": _list_llama4,
         "molmo": _list_molmo,
         "molmo2_text": _list_molmo,
         "persimmon": _list_persimmon,

@@ -28,6 +28,8 @@ from transformers import (
     GemmaForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -83,6 +85,16 @@ PERSIMMON: dict[str, Any] = {
     "num_attention_heads": 3,
     "max_position_embeddings": 512,
     "pad_token_id": 0,
+}
+LLAMA4: dict[str, Any] = {
+    **LLAMA,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 7,
+    "floor_scale": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
@@ -232,6 +244,34 @@ DECODERS = (
             "llama3 rope": {"rope_parameters": LLAMA3},
             "yarn rope": {"rope_parameters": YARN},
             "dynamic rope": {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}},
+        },
+    ),
+    Decoder(
+        name="llama4",
+        hf_classes=(Llama4TextConfig, Llama4ForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny=LLAMA4,
+        rules=own_rules,
+        configs={
+            "experts in every layer": {
+                # The kind of Scout's: nothing is between the two waves.
+                "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
+            },
+            "experts in every second, no norms": {
+                "interleave_moe_layer_step": 2,
+                "use_qk_norm": False,
+                "num_key_value_heads": 1,
+                "rms_norm_eps": 1e-2,
+            },
+            "two experts, other layers without positions, as they are": {
+                "num_experts_per_tok": 2,
+                "moe_layers": [1, 2],
+                "no_rope_layers": [0, 1, 1, 0],
+                "attn_temperature_tuning": False,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+            },
         },
     ),
     Decoder(
@@ -462,6 +502,7 @@ REFUSED = [
     (GEMMA3, {"use_bidirectional_attention": True}, "an encoder, not a generator"),
     (GEMMA3, {"layer_types": ["chunked_attention"]}, "chunked_attention"),
     (LLAMA_ROW, {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    (ROWS["llama4"], {"attention_chunk_size": None}, "chunked_attention"),
     (LLAMA_ROW, {"hidden_act": "mish"}, "activation `mish` is unknown; known: gelu"),
     (
         LLAMA_ROW,

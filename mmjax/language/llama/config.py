@@ -4,23 +4,24 @@ Mistral (a window, arXiv 2310.06825), the first Qwen (the base of its angles gro
 and queries behind the trained length do; arXiv 2309.16609, section 2.3), Qwen2 (biases on queries,
 keys and values; arXiv 2407.10671), Qwen2-VL's text model (three axes of positions; arXiv
 2409.12191), Qwen3 (norms on queries and keys; arXiv 2505.09388), Qwen3-VL's (both; its larger ones
-have experts, as Qwen3-Omni's; arXiv 2511.21631, 2509.17765),
-Chameleon (other such norms, and in the 34B norms behind each half
-of a block, as Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv
-2409.17146), Molmo 2's Qwen3 and OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3
-(queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's,
-without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours
-rotated as pairs, a part of each head; its larger ones have experts, and neither of both; arXiv
-2507.01006), HunYuan (norms on queries and keys behind their rotation, whose base is raised for
-longer prompts; HunyuanOCR's has four axes of positions, arXiv 2511.19575), Phi-3 (angles that
-longer prompts than the trained ones have of their own; arXiv 2404.14219), InternLM3 (Llama's by
-another name), gpt-oss (sinks, and experts with biases and a gate of their own; arXiv 2508.10925),
-Command R and R7B (attention and MLP side by side behind one layer norm, neighbours rotated as
-pairs, logits scaled; of R7B a layer that sees all tokens has no positions, as in arXiv 2501.18795),
-EXAONE 4 (norms behind, on queries and keys as well; a layer that sees all tokens has no positions
-where others have windows; arXiv 2507.11407), Persimmon, which is Fuyu's (Adept, 2023: layer norms,
-a part of each head turns, an MLP without a gate, of squared ReLU: Primer, arXiv 2109.08668), Gemma
-1 (norms with a centred weight, scaled embeddings; arXiv 2403.08295), 2 (norms on both sides, capped
+have experts, as Qwen3-Omni's; arXiv 2511.21631, 2509.17765), Chameleon (other such norms, and in
+the 34B norms behind each half of a block, as Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo
+(the same, at full width; arXiv 2409.17146), Molmo 2's Qwen3 and OLMo 3 (rotary angles of two kinds;
+arXiv 2601.10611), Ministral 3 (queries that grow with their positions, as Llama 4's),
+PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's, without biases; arXiv 2510.14528), GLM-4 (norms on both
+sides of attention and MLP, neighbours rotated as pairs, a part of each head; its larger ones have
+experts, and neither of both; arXiv 2507.01006), HunYuan (norms on queries and keys behind their
+rotation, whose base is raised for longer prompts; HunyuanOCR's has four axes of positions, arXiv
+2511.19575), Phi-3 (angles that longer prompts than the trained ones have of their own; arXiv
+2404.14219), InternLM3 (Llama's by another name), gpt-oss (sinks, and experts with biases and a gate
+of their own; arXiv 2508.10925), Command R and R7B (attention and MLP side by side behind one layer
+norm, neighbours rotated as pairs, logits scaled; of R7B a layer that sees all tokens has no
+positions, as in arXiv 2501.18795), Llama 4 (the same, in whose other layers a token sees those of
+its chunk; experts in all layers or every second, weighed before they compute; Meta, 2025), EXAONE 4
+(norms behind, on queries and keys as well; a layer that sees all tokens has no positions where
+others have windows; arXiv 2507.11407), Persimmon, which is Fuyu's (Adept, 2023: layer norms, a part
+of each head turns, an MLP without a gate, of squared ReLU: Primer, arXiv 2109.08668), Gemma 1
+(norms with a centred weight, scaled embeddings; arXiv 2403.08295), 2 (norms on both sides, capped
 scores and logits; 2408.00118) and 3 (norms on queries and keys, angles of two kinds; 2503.19786).
 """
 
@@ -28,12 +29,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError, check_settings
+from mmjax.layers.attention.metadata import ChunkWindow, Window
 from mmjax.layers.moe import ClampedGate, RouterConfig
 from mmjax.rounding import count_halvings
 
@@ -45,6 +47,18 @@ _MOLMO_REQUIRED = {
     "moe_num_experts": None,
 }
 """Keys of which every published checkpoint but MolmoE's, where it has them, has one value."""
+
+
+class QueryScales(NamedTuple):
+    """What queries are multiplied by: one factor in each run of so many positions."""
+
+    length: int
+    """Of a run."""
+    factors: tuple[float, ...]
+    shift: int = 0
+    """How many positions before the second run's the first ends early."""
+    is_everywhere: bool = True
+    """Whether in all layers; else in those without positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +77,10 @@ class LlamaConfig:
     has_qkv_bias: bool
     has_output_bias: bool = False
     has_mlp_bias: bool = False
-    qk_norm: Literal["head", "own", "wide"] | None = None
+    qk_norm: Literal["head", "own", "wide", "unit"] | None = None
     """How queries and keys are normed, before they are rotated: each head by one norm; each head by
-    a norm of its own; all heads together; None: not at all."""
+    a norm of its own; all heads together; each head without a weight, in the layers with positions;
+    None: not at all."""
     norms_rotated_heads: bool = False
     """Whether they are normed behind that, and not before."""
     norm_order: Literal["pre", "post", "both", "parallel"] = "pre"
@@ -77,8 +92,8 @@ class LlamaConfig:
     has_gated_mlp: bool = True
     is_interleaved: bool = False
     """Whether neighbours in a head are a pair that is rotated, and not its halves."""
-    windows: tuple[int | None, ...]
-    """Per layer, how many tokens a token sees; None: all before it."""
+    windows: tuple[Window, ...]
+    """Per layer, which tokens a token sees."""
     router: RouterConfig | None = None
     """How experts are chosen; None: there are none."""
     moe_intermediate_size: int = 0
@@ -96,8 +111,8 @@ class LlamaConfig:
     all have `rope_parameters`."""
     has_sinks: bool = False
     """Whether each head has the learned score of a key without a value, which all tokens see."""
-    query_scales: tuple[int, tuple[float, ...]] | None = None
-    """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
+    query_scales: QueryScales | None = None
+    """What queries are multiplied by; None: they are not."""
     logit_scale: float = 1.0
     """What logits are multiplied by."""
     logit_cap: float | None = None
@@ -149,16 +164,18 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _read_windows(hf_config: Any) -> tuple[int | None, ...]:
-    """Return per layer how many tokens a token sees; None: all before it."""
+def _read_windows(hf_config: Any) -> tuple[Window, ...]:
+    """Return per layer which tokens a token sees."""
     window, num_layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
     types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * num_layers
-    unknown = set(types) - {"sliding_attention", "full_attention"}
-    if unknown:
+    known: dict[str, Window] = {"full_attention": None, "sliding_attention": window}
+    if size := getattr(hf_config, "attention_chunk_size", None):
+        known["chunked_attention"] = ChunkWindow(size)
+    if unknown := set(types) - known.keys():
         raise CheckpointError(
-            f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
+            f"`layer_types` holds {sorted(unknown)}; known: {', '.join(sorted(known))}"
         )
-    return tuple(window if one == "sliding_attention" else None for one in types)
+    return tuple(known[one] for one in types)
 
 
 def _read_qwen3_moe(hf_config: Any) -> dict[str, Any]:
@@ -223,7 +240,7 @@ def _read_qwen(hf_config: Any) -> dict[str, Any]:
     scales = None
     if hf_config.use_logn_attn:
         places = np.maximum(np.arange(1, longest + 1), trained)
-        scales = (1, tuple((np.log(places) / math.log(trained)).tolist()))
+        scales = QueryScales(1, tuple((np.log(places) / math.log(trained)).tolist()))
     return {
         "intermediate_size": hf_config.intermediate_size // 2,  # the file's counts both halves
         "hidden_act": "silu",
@@ -357,7 +374,32 @@ def _read_ministral3(hf_config: Any) -> dict[str, Any]:
     beta, length = (rope[name] for name in given)
     # 1 + beta * log(1 + floor(position / length)), of which there are few values.
     factors = 1 + beta * np.log1p(np.arange(hf_config.max_position_embeddings // length + 1))
-    return {**_read_llama(hf_config), "query_scales": (length, tuple(factors.tolist()))}
+    return {**_read_llama(hf_config), "query_scales": QueryScales(length, tuple(factors.tolist()))}
+
+
+def _read_llama4(hf_config: Any) -> dict[str, Any]:
+    rope = dict(hf_config.rope_parameters)
+    longest, length = hf_config.max_position_embeddings, hf_config.floor_scale
+    # 1 + scale * log(1 + floor((position + 1) / length)): scalable softmax, arXiv 2501.19399.
+    factors = 1 + hf_config.attn_scale * np.log1p(np.arange((longest + 1) // length + 1))
+    scales = QueryScales(length, tuple(factors.tolist()), shift=1, is_everywhere=False)
+    return {
+        **_read_llama(hf_config),
+        "intermediate_size": hf_config.intermediate_size_mlp,
+        "qk_norm": "unit" if hf_config.use_qk_norm else None,
+        "is_interleaved": True,
+        "layer_ropes": tuple(rope if has_rope else None for has_rope in hf_config.no_rope_layers),
+        "query_scales": scales if hf_config.attn_temperature_tuning else None,
+        "router": RouterConfig(
+            num_experts=hf_config.num_local_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=True,
+            scales_inputs=True,
+        ),
+        "moe_intermediate_size": hf_config.intermediate_size,
+        "num_shared_experts": 1,
+        "dense_layers": tuple({*range(hf_config.num_hidden_layers)} - {*hf_config.moe_layers}),
+    }
 
 
 def _read_cohere(hf_config: Any) -> dict[str, Any]:
@@ -454,6 +496,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "gpt_oss": _read_gpt_oss,
         "hunyuan_v1_dense": _read_hunyuan,
         "hunyuan_vl_text": _read_hunyuan,
+        "llama4_text": _read_llama4,
         "ministral3": _read_ministral3,
         "molmo": _read_molmo,
         "molmo2_text": _read_molmo2,

@@ -30,7 +30,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.moe import MixtureOfExperts
-from mmjax.layers.norm import GemmaRMSNorm, HeadNorm, LayerNorm, RMSNorm
+from mmjax.layers.norm import GemmaRMSNorm, HeadNorm, LayerNorm, RMSNorm, UnitNorm
 from mmjax.layers.rope import text_angles
 
 
@@ -70,11 +70,14 @@ class LlamaTextModel(Decoder):
         kinds = {id(one): one for one in ropes if one is not None}
         made = {n: text_angles(one, config.head_dim, positions) for n, one in kinds.items()}
         angles = [None if one is None else made[id(one)] for one in ropes]
-        if config.query_scales is None:
+        if (scaling := config.query_scales) is None:
             return angles
-        length, factors = config.query_scales
-        scales = jnp.asarray(factors, jnp.float32)[positions[0] // length]
-        return [(each, scales) for each in angles]
+        runs = (positions[0] + scaling.shift) // scaling.length
+        scales = jnp.asarray(scaling.factors, jnp.float32)[runs]
+        return [
+            (each, scales) if _scales_queries(config, number) else each
+            for number, each in enumerate(angles)
+        ]
 
 
 class MtpTextModel(LlamaTextModel):
@@ -211,6 +214,28 @@ def _build_norm(config: LlamaConfig, width: int, *, dtype: Any) -> nnx.Module:
     return LayerNorm(width, eps=eps, has_bias=config.norm_kind == "biased layer", dtype=dtype)
 
 
+def _has_positions(config: LlamaConfig, number: int) -> bool:
+    return config.layer_ropes is None or config.layer_ropes[number] is not None
+
+
+def _scales_queries(config: LlamaConfig, number: int) -> bool:
+    scaling = config.query_scales
+    return scaling is not None and (scaling.is_everywhere or not _has_positions(config, number))
+
+
+def _build_qk_norms(
+    config: LlamaConfig, number: int, *, dtype: Any
+) -> tuple[nnx.Module | None, nnx.Module | None]:
+    """Return the norms of a layer's queries and keys."""
+    if config.qk_norm == "unit":
+        # Before or behind the rotation, which leaves a head's length, is the same.
+        norm = UnitNorm(eps=config.rms_norm_eps) if _has_positions(config, number) else None
+        return norm, norm
+    heads = config.num_attention_heads, config.num_key_value_heads
+    query, key = (_build_qk_norm(config, count, dtype=dtype) for count in heads)
+    return query, key
+
+
 def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:
     if config.qk_norm is None:
         return None
@@ -253,18 +278,15 @@ def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
 
 
 def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
-    scales = config.query_scales is not None
-    attention = (ScaledQueryAttention if scales else GroupedQueryAttention)(
+    is_scaled = _scales_queries(config, number)
+    attention = (ScaledQueryAttention if is_scaled else GroupedQueryAttention)(
         config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         has_qkv_bias=config.has_qkv_bias,
         has_output_bias=config.has_output_bias,
-        norms=(
-            _build_qk_norm(config, config.num_attention_heads, dtype=dtype),
-            _build_qk_norm(config, config.num_key_value_heads, dtype=dtype),
-        ),
+        norms=_build_qk_norms(config, number, dtype=dtype),
         norms_are_wide=config.qk_norm == "wide",
         norms_are_last=config.norms_rotated_heads,
         is_interleaved=config.is_interleaved,
