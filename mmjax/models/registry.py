@@ -130,6 +130,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "LightOnOcrForConditionalGeneration": ModelRow(
             "pixtral", "lightonai/LightOnOCR-1B-1025", factories="LIGHTON_FACTORIES"
         ),
+        "Llama4ForConditionalGeneration": ModelRow(
+            "llama4", "meta-llama/Llama-4-Scout-17B-16E-Instruct"
+        ),
         "LlavaForConditionalGeneration": ModelRow(
             "llava", "llava-hf/llava-interleave-qwen-0.5b-hf"
         ),

@@ -2,8 +2,9 @@
 
 CLIP's (arXiv 2103.00020), SigLIP's (arXiv 2303.15343), OpenCLIP's as Qwen-VL has it (arXiv
 2308.12966), BLIP-2's, which is EVA's (arXiv 2211.07636), InternViT (arXiv 2312.14238), the SigLIP
-of Idefics3 (arXiv 2408.12637), the AIMv2 of Ovis2 (arXiv 2411.14402), and the CLIP of DeepSeek-OCR
-(arXiv 2510.18234), whose patches are another tower's states.
+of Idefics3 (arXiv 2408.12637), the AIMv2 of Ovis2 (arXiv 2411.14402), the CLIP of DeepSeek-OCR
+(arXiv 2510.18234), whose patches are another tower's states, and Llama 4's, whose patches turn by
+their rows and columns (Meta, 2025).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -23,6 +25,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm, RMSNorm
+from mmjax.layers.rope import apply_interleaved_rotary, inverse_frequencies
 from mmjax.layers.vision import PatchEmbedding, PositionTable, antialiased_matrix, resize_square
 
 _NORMS: Mapping[str, type[LayerNorm | RMSNorm]] = MappingProxyType(
@@ -41,6 +44,12 @@ _KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # must be the patch's own (`models/idefics3/host_inputs.py`).
         "idefics3_vision": {},
         "smolvlm_vision": {},
+        "llama4_vision_model": {
+            **{"has_class_token": True, "is_class_last": True, "has_patch_bias": False},
+            "has_first_norm": True,
+            # HF's, whatever the config says of `norm_eps` and `hidden_act`.
+            **{"layer_norm_eps": 1e-5, "hidden_act": "gelu"},
+        },
         "ovis2_vision": {
             **{"norm_type": "rms_norm", "final_norm_type": "rms_norm"},
             **{"has_patch_norm": True, "is_gated": True},
@@ -80,7 +89,9 @@ class ViTConfig:
     qk_norm_eps: float | None = None
     """Of the norms of queries and keys, over all heads together; None: they are not normed."""
     has_class_token: bool = False
-    """Whether it comes before the patches."""
+    """Whether there is one, before the patches."""
+    is_class_last: bool = False
+    """Whether it comes behind them."""
     has_patch_bias: bool = True
     has_patch_norm: bool = False
     """Whether patches are normed before their positions are added; `has_first_norm`: behind."""
@@ -93,6 +104,9 @@ class ViTConfig:
     takes_patches: bool = False
     """Whether patches come cut already, their pixels by row, column and channel."""
     has_positions: bool = True
+    rope_theta: float | None = None
+    """The base of the angles by which neighbours in a head turn, half of the pairs by the patch's
+    column, half by its row, both from 1; the class token's are 0. None: nothing turns."""
     num_positions: int | None = None
     """Rows of the table of positions, which is resized to the patches; None: one for each row."""
     resizes_positions: bool = False
@@ -154,7 +168,8 @@ class ViTEmbeddings(nnx.Module):
         if self.class_embedding is not None:
             shape = (len(rows), 1, rows.shape[-1])
             first = jnp.broadcast_to(self.class_embedding[...][None, None, :], shape)
-            rows = jnp.concatenate([first, rows], axis=1)
+            parts = [rows, first] if self.config.is_class_last else [first, rows]
+            rows = jnp.concatenate(parts, axis=1)
         if self.position_embedding is None:
             return rows
         table = self.position_embedding.weight[...]
@@ -181,6 +196,7 @@ class ViTAttention(nnx.Module):
             None if eps is None else RMSNorm(width, eps=eps, dtype=dtype) for _ in range(2)
         )
         self.num_heads = config.num_attention_heads
+        self.config = config
 
     def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
         """Attend over `P`."""
@@ -190,8 +206,26 @@ class ViTAttention(nnx.Module):
         head_dim = x.shape[-1] // self.num_heads
         split = (*x.shape[:2], self.num_heads, head_dim)
         query, key, value = (part.reshape(split) for part in (query, key, value))
+        if self.config.rope_theta is not None:
+            query, key = (self._turn(part) for part in (query, key))
         out = dense_attention(query, key, value, mask=None, scale=head_dim**-0.5)
         return self.out_proj(out.reshape(x.shape))
+
+    def _turn(self, x: Float[Array, "I P N H"]) -> Float[Array, "I P N H"]:
+        """Rotate queries or keys by their places, in float32, as in HF."""
+        cos_sin = (jnp.tile(part, (len(x), 1)) for part in _find_angles(self.config, x.shape[-1]))
+        rows = x.reshape(-1, *x.shape[2:]).astype(jnp.float32)
+        return apply_interleaved_rotary(rows, *cos_sin).reshape(x.shape).astype(x.dtype)
+
+
+def _find_angles(config: ViTConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return float32[P, H / 2]: the cosines and sines of patches and a class token behind them."""
+    side = config.image_size // config.patch_size
+    frequencies = inverse_frequencies({"rope_theta": config.rope_theta}, head_dim // 2)
+    rows, columns = (1 + np.indices((side, side)).reshape(2, -1, 1)).astype(np.float32)
+    angles = np.concatenate([columns * frequencies, rows * frequencies], axis=1)
+    angles = np.pad(angles, ((0, int(config.is_class_last)), (0, 0)))
+    return np.cos(angles), np.sin(angles)
 
 
 class ViTLayer(nnx.Module):

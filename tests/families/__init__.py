@@ -23,6 +23,7 @@ from tests.families.hunyuan_vl import HUNYUAN_VL
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
 from tests.families.lfm2_vl import LFM2_VL
+from tests.families.llama4 import LLAMA4
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.minicpmv4_6 import MINICPMV4_6
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
@@ -73,6 +74,7 @@ _ROWS = (
     INTERNVL_GPT_OSS,
     INTERNVL_ORIGINAL,
     LFM2_VL,
+    LLAMA4,
     LLAVA,
     LLAVA_SIGLIP,
     LIGHTON_OCR,

@@ -4,7 +4,9 @@ Their modules cannot be imported without it; all but the base of their classes i
 """
 
 import importlib.util
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,18 @@ class PillowBackend(PilBackend):
         scaled = images.float() * (factor if do_rescale else 1.0)
         return (scaled - mean) / std if do_normalize else scaled
 
+    def normalize(self, image: Any, mean: Any, std: Any, **kwargs: Any) -> Any:
+        """Normalise in the pixels' dtype, as torchvision."""
+        mean, std = (torch.tensor(one, dtype=image.dtype)[:, None, None] for one in (mean, std))
+        return (image - mean) / std
+
+
+def pad(images: Any, *, padding: list[int], fill: list[int]) -> Any:
+    """Pad with black, as torchvision."""
+    assert not any(fill)
+    left, top, right, bottom = padding
+    return torch.nn.functional.pad(images, (left, right, top, bottom))
+
 
 def take_image_processor(folder: str, name: str) -> Any:
     """Return the class of a name in a folder of HF's models, upon `PillowBackend`."""
@@ -44,12 +58,14 @@ def take_image_processor(folder: str, name: str) -> Any:
     source = Path(spec.origin).with_name(f"image_processing_{folder}.py").read_text()
     found = "from torchvision.transforms.v2 import functional as tvF"
     assert found in source
-    source = source.replace(found, "tvF = None").replace("(TorchvisionBackend)", "(PillowBackend)")
-    source = source.replace("@auto_docstring\n", "")  # looks for a file that can be imported
+    source = source.replace(found, "").replace("(TorchvisionBackend)", "(PillowBackend)")
+    # It looks for a file that can be imported.
+    source = re.sub(r"^ *@auto_docstring\n", "", source, flags=re.MULTILINE)
     known: dict[str, Any] = {
         "__package__": package,
         "__name__": f"{package}.image_processing_{folder}",
         "PillowBackend": PillowBackend,
+        "tvF": SimpleNamespace(pad=pad),
     }
     exec(compile(source, folder, "exec"), known)
     return known[name]

@@ -132,8 +132,8 @@ def is_smallest(name: str) -> bool:
 
 
 NAMED_AS_MODULES = {
-    *("deepseek_ocr", "deepseek_ocr2", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "ovis2"),
-    *("qwen3_asr", "qwen3_vl", "unlimited_ocr", "whisper"),
+    *("deepseek_ocr", "deepseek_ocr2", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "llama4"),
+    *("ovis2", "qwen3_asr", "qwen3_vl", "unlimited_ocr", "whisper"),
 }
 """Whose files have the names of HF's module, all of them, and no others."""
 

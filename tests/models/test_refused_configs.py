@@ -41,6 +41,11 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"vision": {"use_rel_pos": False}}, "`use_rel_pos` of SAM's config is false"),
         ({"vision": {"image_size": 34}}, "are 34 and 4; give one number each"),
     ],
+    "llama4": [
+        ({"vision": {"pixel_shuffle_ratio": 0.3}}, "`vision_config.pixel_shuffle_ratio` is 0.3"),
+        ({"vision": {"vision_output_dim": 39}}, "`vision_output_dim` of `vision_config` is 39"),
+        ({"text": {"attention_chunk_size": None}}, "`layer_types` holds .'chunked_attention'"),
+    ],
     "mistral3": [
         ({"vision_feature_layer": [-1, -2]}, r"`vision_feature_layer` is \[-1, -2\]; the norm"),
         ({"spatial_merge_size": 0}, "`spatial_merge_size` of config.json is 0"),

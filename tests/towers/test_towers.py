@@ -28,6 +28,8 @@ from transformers import (
 from transformers.models.exaone4_5.configuration_exaone4_5 import Exaone4_5_VisionConfig
 from transformers.models.florence2.configuration_florence2 import Florence2VisionConfig
 from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
+from transformers.models.llama4.configuration_llama4 import Llama4VisionConfig
+from transformers.models.llama4.modeling_llama4 import Llama4VisionModel
 from transformers.models.ovis2.configuration_ovis2 import Ovis2VisionConfig
 from transformers.models.ovis2.modeling_ovis2 import Ovis2VisionModel
 from transformers.models.unlimited_ocr.configuration_unlimited_ocr import (
@@ -41,6 +43,8 @@ from mmjax.models.host_inputs import find_places
 from mmjax.models.internvl.model import count_blocks, rename_tower
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.lfm2_vl.model import Lfm2VlForConditionalGeneration
+from mmjax.models.llama4.model import read_vision as read_llama4
+from mmjax.models.llama4.model import rename_tower as rename_llama4
 from mmjax.models.ovis2.model import read_vision as read_aimv2
 from mmjax.models.ovis2.model import rename_tower as rename_aimv2
 from mmjax.models.pixtral.model import PixtralForConditionalGeneration
@@ -85,6 +89,18 @@ def read_internvit(hf_config: Any) -> ViTConfig:
         has_final_norm=not hf_config.use_mean_pooling,
         has_scales=True,
     )
+
+
+def make_llama4(config: Any) -> Any:
+    """Return HF's tower with its last states in place of what the adapter makes of patches."""
+    model: Any = Llama4VisionModel(config)
+    model.vision_adapter = torch.nn.Identity()
+
+    def put_last(module: Any, inputs: Any, outputs: Any) -> None:
+        outputs.last_hidden_state = model.layernorm_post(outputs.hidden_states[-1])
+
+    model.register_forward_hook(put_last)
+    return model
 
 
 def run_states(tower: Any, pixels: Any) -> dict[str, Any]:
@@ -164,6 +180,20 @@ TOWERS = (
                 "image_size": 37,
                 "hidden_act": "quick_gelu",
                 "num_channels": 1,
+            },
+        },
+    ),
+    Tower(
+        name="llama4",
+        hf_classes=(Llama4VisionConfig, make_llama4),
+        read_config=read_llama4,
+        rules=tuple(rename_llama4("^", SimpleNamespace(num_channels=3, patch_size=8))),
+        tiny=TINY,
+        configs={
+            "plain": {},
+            "heads of 20, another theta": {
+                **{"hidden_size": 40, "rope_parameters": {"rope_theta": 50.0}},
+                "norm_eps": 1e-2,  # which HF does not read
             },
         },
     ),

@@ -1,0 +1,111 @@
+"""Llama 4 beyond the laws: canvases, pixels in bfloat16, files of other layouts."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from mmjax.errors import CheckpointError, RequestError
+from mmjax.layers.module import flatten_params
+from mmjax.models.llama4.host_inputs import normalize, to_bfloat16
+from mmjax.models.llama4.processor import choose_canvas
+from mmjax.processing.items.items import ImageSize
+from mmjax.weights.files.safetensors import SINGLE_FILE
+from mmjax.weights.load import load_params
+from tests.families import FAMILIES
+from tests.families.directories import edit_json, golden_processor
+from tests.families.llama4 import PATCH, TINY, hf_processor, write_files
+from tests.families.tiny import TinyModel
+
+STACKED = re.compile(r"(.*feed_forward\.experts\.)(gate_up|down)_proj$")
+
+
+@pytest.mark.parametrize("is_largest", [False, True])
+@pytest.mark.parametrize("most", [1, 5, 16])
+def test_canvases_are_hfs(most: int, is_largest: bool):
+    theirs = type(hf_processor().image_processor)._preprocess.__globals__
+    sides = hf_processor().image_processor.size
+    found = theirs["find_supported_resolutions"](max_num_chunks=most, patch_size=sides)
+    resolutions, side = torch.tensor(found), sides.height
+    sizes = np.random.default_rng(0).integers(1, 12 * side, (100, 2)).tolist()
+    whole = [(side * n, side * m) for n in range(1, 7) for m in range(1, 7)]
+    for height, width in [*sizes, *whole, (1, 5000), (5000, 1)]:
+        expected = theirs["get_best_fit"]((height, width), resolutions, is_largest)
+        size = ImageSize(width=width, height=height)
+        columns, rows = choose_canvas(size, most, side, is_largest=is_largest)
+        assert [rows * side, columns * side] == expected.tolist(), size
+
+
+def test_pixels_are_hfs_to_the_bit():
+    every_byte = np.arange(256, dtype=np.float32)
+    scaled = torch.tensor(every_byte).to(torch.bfloat16) * (1 / 255)
+    half = torch.tensor(0.5, dtype=torch.bfloat16)
+    expected = ((scaled - half) / half).float().numpy()
+    np.testing.assert_array_equal(normalize(every_byte, to_bfloat16), expected)
+    round_off = partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    ours = jax.jit(partial(normalize, round_off=round_off))(every_byte)
+    np.testing.assert_array_equal(np.asarray(ours), expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "match"),
+    [
+        ("processor_config.json", {"patch_size": 28}, "`patch_size` .* is 28, but .* has 14"),
+        ("processor_config.json", {"pixel_shuffle_ratio": 0.25}, "`pixel_shuffle_ratio` .* 0.25"),
+        ("preprocessor_config.json", {"size": {"height": 28, "width": 28}}, "`size` .*28.*, but"),
+        ("preprocessor_config.json", {"image_mean": [0.4, 0.5, 0.6]}, "`image_mean` .* 0.6"),
+        ("preprocessor_config.json", {"rescale_factor": 0.5}, "`rescale_factor` .* 0.5, but"),
+        ("config.json", {"image_token_index": 7}, "but `image_token_id` of config.json is 7"),
+    ],
+)
+def test_files_that_contradict_each_other_are_refused(
+    tmp_path: Path, file: str, edit: dict[str, Any], match: str
+):
+    path = write_files(tmp_path)
+    edit_json(path / file, edit)
+    with pytest.raises(CheckpointError, match=match):
+        golden_processor("llama4", path=path).info.get_hf_processor()
+
+
+def test_a_prompt_writes_no_patches_of_its_own():
+    with pytest.raises(RequestError, match=re.escape(PATCH)):
+        FAMILIES["llama4"].make_processor().apply(f"what {PATCH} is it")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"max_patches": 0}, "`max_patches` is 0"),
+        ({"resize_to_max_canvas": 1}, "`resize_to_max_canvas` is 1"),
+    ],
+)
+def test_kwargs_that_mean_nothing_are_refused(kwargs: dict[str, Any], match: str):
+    processor = FAMILIES["llama4"].make_processor()
+    with pytest.raises(RequestError, match=match):
+        processor.info.get_image_processor().get_limits(kwargs)
+
+
+def test_experts_one_by_one_are_those_of_the_stack(tmp_path: Path):
+    """As what quantises experts as linear layers writes them."""
+    model = TinyModel(TINY)
+    model.reference.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    stacked = [name for name in tensors if STACKED.fullmatch(name)]
+    assert len(stacked) == 4
+    for name in stacked:
+        prefix, kind = STACKED.fullmatch(name).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        parts = ("gate", "up") if kind == "gate_up" else ("down",)
+        for number, matrix in enumerate(tensors.pop(name)):
+            for part, own in zip(parts, np.split(matrix, len(parts), axis=1), strict=True):
+                tensors[f"{prefix}{number}.{part}_proj.weight"] = np.ascontiguousarray(own.T)
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    abstract: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params)
+    loaded = flatten_params(load_params(tmp_path, abstract, model.rules))
+    for path, expected in flatten_params(model.params).items():
+        np.testing.assert_array_equal(loaded[path], expected, err_msg=path)
