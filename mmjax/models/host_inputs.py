@@ -198,6 +198,15 @@ class HostInputs(ABC):
         """
         return None
 
+    def prompt_positions(
+        self, token_ids: Sequence[int] | np.ndarray, items: Sequence[PromptItem]
+    ) -> RotaryPositions | None:
+        """Return `rotary_positions`; a family whose positions depend on a prompt's tokens has more.
+
+        `token_ids`: of the whole prompt, in which the items stand.
+        """
+        return self.rotary_positions(len(token_ids), items)
+
     def rotary_positions(
         self, num_tokens: int, items: Sequence[PromptItem]
     ) -> RotaryPositions | None:

@@ -136,7 +136,13 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "LlavaForConditionalGeneration": ModelRow(
             "llava", "llava-hf/llava-interleave-qwen-0.5b-hf"
         ),
+        "MiniCPMOcrForConditionalGeneration": ModelRow(
+            "minicpmv4_6", "openbmb/MiniCPM-OCR-1.0", factories="OCR_FACTORIES"
+        ),
         "MiniCPMV4_6ForConditionalGeneration": ModelRow("minicpmv4_6", "openbmb/MiniCPM-V-4.6"),
+        "MiniCPMV4_7ForConditionalGeneration": ModelRow(
+            "minicpmv4_6", "openbmb/MiniCPM-V-4.7-1B", factories="V4_7_FACTORIES"
+        ),
         "Mistral3ForConditionalGeneration": ModelRow(
             "pixtral",
             "mistralai/Ministral-3-3B-Instruct-2512-BF16",

@@ -103,6 +103,6 @@ def make_request(
         max_model_len=sample.num_tokens + max_tokens,
         items=items if encoder is None else (),
         encoder=encoder,
-        rotary=host_inputs.rotary_positions(sample.num_tokens, sample.items),
+        rotary=host_inputs.prompt_positions(sample.token_ids, sample.items),
         sees=sees,
     )

@@ -68,7 +68,7 @@ class DenseOracle:
         items = [item for item in sample.items if not looks_back(item.tensors)]
         sees = "past" if is_causal else self._paged.sees
         ahead = see_ahead(replace(sample, items=items), sees, self._length)
-        rotary = self._paged.host_inputs.rotary_positions(sample.num_tokens, sample.items)
+        rotary = self._paged.host_inputs.prompt_positions(sample.token_ids, sample.items)
         indices = np.tile(np.arange(self._length, dtype=np.int32), (3, 1))
         positions = indices if rotary is None else rotary.between(0, self._length)
         row = np.int32(num_tokens - 1)

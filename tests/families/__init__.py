@@ -25,7 +25,7 @@ from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINA
 from tests.families.lfm2_vl import LFM2_VL
 from tests.families.llama4 import LLAMA4
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
-from tests.families.minicpmv4_6 import MINICPMV4_6
+from tests.families.minicpmv4_6 import MINICPM_OCR, MINICPMV4_6, MINICPMV4_7
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
 from tests.families.molmo2 import MOLMO2
@@ -78,7 +78,9 @@ _ROWS = (
     LLAVA,
     LLAVA_SIGLIP,
     LIGHTON_OCR,
+    MINICPM_OCR,
     MINICPMV4_6,
+    MINICPMV4_7,
     MISTRAL3,
     MOLMO,
     MOLMO2,
@@ -122,6 +124,8 @@ NEAR = {
     "internvl gpt_oss": "internvl",
     "lighton_ocr": "mistral3",
     "qianfan_ocr": "internvl",
+    "minicpm_ocr": "minicpmv4_6",
+    "minicpmv4_7": "minicpmv4_6",
     "llava siglip": "llava",
     "qwen3_5_moe": "qwen3_5",
     "qwen3_omni": "qwen2_5_omni",

@@ -56,10 +56,10 @@ def take_image_processor(folder: str, name: str) -> Any:
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).with_name(f"image_processing_{folder}.py").read_text()
-    found = "from torchvision.transforms.v2 import functional as tvF"
-    assert found in source
-    source = source.replace(found, "").replace("(TorchvisionBackend)", "(PillowBackend)")
-    # It looks for a file that can be imported.
+    assert "(TorchvisionBackend)" in source
+    source = source.replace("(TorchvisionBackend)", "(PillowBackend)")
+    source = source.replace("from torchvision.transforms.v2 import functional as tvF", "")
+    # The decorator looks for a file that can be imported.
     source = re.sub(r"^ *@auto_docstring\n", "", source, flags=re.MULTILINE)
     known: dict[str, Any] = {
         "__package__": package,

@@ -42,7 +42,7 @@ compared by parts, too, in `tests/towers` and `tests/language`."""
 HELD_ELSEWHERE = {
     # Other parts of another row's, which is in the default run.
     *("cohere2_vision", "deepseek_ocr", "glm46v", "glm4v", "idefics3", "lighton_ocr"),
-    *("qianfan_ocr", "qwen3_5", "qwen3_vl_moe", "ultravox"),
+    *("minicpm_ocr", "minicpmv4_6", "qianfan_ocr", "qwen3_5", "qwen3_vl_moe", "ultravox"),
     # A directory's logits, or its greedy tokens, are compared with HF's by default:
     "blip2_t5",  # test_blip2_t5.py
     "deepseek_ocr2",  # test_deepseek_ocr2.py
@@ -61,9 +61,10 @@ HELD_ELSEWHERE = {
 }
 """Whose first variant the slow run compares here, since another default test has its mechanisms.
 
-Of Qwen3.5 the row with experts, which has a shared one beside them, and MiniCPM-V 4.6, whose
-decoder it is, are in the default run; of Qwen3-VL with experts, Qwen3-VL and InternVL's experts; of
-GLM-4V the row with experts, whose tower it is, and GLM-OCR; of Idefics3, SmolVLM.
+Of Qwen3.5 the row with experts, which has a shared one beside them, and MiniCPM-V 4.7, whose
+decoder it is and which differs from 4.6 by positions alone, are in the default run; of Qwen3-VL
+with experts, Qwen3-VL and InternVL's experts; of GLM-4V the row with experts, whose tower it is,
+and GLM-OCR; of Idefics3, SmolVLM.
 """
 
 

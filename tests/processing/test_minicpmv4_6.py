@@ -14,7 +14,7 @@ from transformers.video_utils import VideoMetadata
 
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.minicpmv4_6.host_inputs import MiniCPMV46HostInputs
-from mmjax.models.minicpmv4_6.processor import SecondSampling, SliceCutter
+from mmjax.models.minicpmv4_6.slices import SecondSampling, SliceCutter
 from mmjax.processing.image_processors.frames import Timing
 from mmjax.processing.items.items import ImageSize
 from tests.families.directories import edit_json, golden_processor

@@ -75,7 +75,7 @@ class RequestMaker:
             encoder = self._make_encoder(message, features, items)
             items = []
         else:
-            rotary = self._find_positions(len(message.prompt_token_ids), features)
+            rotary = self._find_positions(message.prompt_token_ids, features)
         limits.check_prompt(message.prompt_token_ids, items)
         limits.check_sampling(message)
         request = Request(
@@ -236,14 +236,14 @@ class RequestMaker:
         )
 
     def _find_positions(
-        self, num_tokens: int, features: Sequence[MultiModalFeatureSpec]
+        self, token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]
     ) -> RotaryPositions | None:
         items = [
             PromptItem(feature.mm_position, feature.tensors.get_data())
             for feature in sorted(features, key=lambda one: one.mm_position.offset)
             if feature.tensors is not None
         ]
-        return self._host_inputs.rotary_positions(num_tokens, items)
+        return self._host_inputs.prompt_positions(token_ids, items)
 
 
 def _check_patches(identifier: str, num_patches: int, largest: int) -> None:

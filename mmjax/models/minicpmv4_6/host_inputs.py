@@ -1,7 +1,10 @@
-"""MiniCPM-V 4.6's encoder inputs: packed patches of whole pictures, of slices and of frames."""
+"""MiniCPM-V 4.6's encoder inputs: packed patches of whole pictures, of slices and of frames.
 
-from collections.abc import Mapping
-from typing import Any
+MiniCPM-V 4.7 has places for all of a picture's tokens, too (M-RoPE).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,6 +12,8 @@ from mmjax.errors import CheckpointError
 from mmjax.models.host_inputs import (
     HostInputs,
     PackedEncoderSpec,
+    PromptItem,
+    RotaryPositions,
     byte_pixels,
     find_places,
     find_square_offsets,
@@ -61,7 +66,7 @@ class MiniCPMV46HostInputs(HostInputs):
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the patches of all units, and what each of them depends on."""
-        suffix = "_videos" if "pixel_values_videos" in item else ""
+        suffix, _ = _find_names(item)
         shapes = [(int(rows), int(columns)) for rows, columns in item[f"target_sizes{suffix}"]]
         units = {
             "pixel_values": item[f"pixel_values{suffix}"],
@@ -87,3 +92,125 @@ class MiniCPMV46HostInputs(HostInputs):
         """
         nearest = find_places(rows, columns, 1) * self.side // (rows, columns)
         return nearest @ (self.side, 1)
+
+
+def _find_names(item: Mapping[str, np.ndarray]) -> tuple[str, str]:
+    """Return the end of HF's names of an item's tensors, and its modality."""
+    return ("_videos", "video") if "pixel_values_videos" in item else ("", "image")
+
+
+# ---- MiniCPM-V 4.7 -------------------------------------------------------------------------------
+
+MARKS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
+"""Keys of config.json: the tokens around wholes and slices, and between rows of slices."""
+
+
+class _Piece(NamedTuple):
+    """The tokens of a whole or of a slice."""
+
+    first: int
+    """Of those that take embeddings, in the prompt."""
+    end: int
+    size: np.ndarray
+    """int[2]: rows and columns of embeddings."""
+
+
+class MiniCPMV47HostInputs(MiniCPMV46HostInputs):
+    """The same, whose tokens have places on a canvas: slices side by side, under the whole."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        found = {name: getattr(hf_config, name) for name in MARKS}
+        if lacking := [name for name, token_id in found.items() if token_id is None]:
+            raise CheckpointError(
+                f"config.json has no {', '.join(f'`{name}`' for name in lacking)}; the tokens "
+                "around pictures have places of their own: name their ids, as transformers' "
+                "converter does"
+            )
+        self.mark_ids = np.array([*found.values()])
+
+    def prompt_positions(
+        self, token_ids: Sequence[int] | np.ndarray, items: Sequence[PromptItem]
+    ) -> RotaryPositions | None:
+        """Return a token's place on its picture's canvas, all at one time; text goes on behind it.
+
+        As HF's `get_rope_index`. Marks that follow an item, such as a newline, are of its canvas,
+        be they the prompt's own.
+        """
+        if not items:
+            return None
+        positions = np.zeros((3, len(token_ids)), np.int32)
+        is_mark = np.append(np.isin(np.asarray(token_ids), self.mark_ids), False)
+        index = place = 0
+        for whole, slices, columns in self._find_frames(items):
+            start, end = whole.first - 1, (slices or [whole])[-1].end
+            end += int(np.argmin(is_mark[end:]))
+            # Marks behind the item before may be this one's first.
+            text = np.arange(max(start - index, 0)) + place
+            positions[:, index : index + len(text)] = text
+            place += len(text)
+            positions[:, start:end] = place
+            extent = _lay_out(positions[1:], (whole, slices, columns), place)
+            place, index = place + extent + 1, end
+        positions[:, index:] = np.arange(len(token_ids) - index) + place
+        return RotaryPositions(positions, int(positions.max()) + 1 - len(token_ids))
+
+    def _find_frames(
+        self, items: Sequence[PromptItem]
+    ) -> Iterator[tuple[_Piece, list[_Piece], int]]:
+        """Yield the whole and the slices of each picture or frame, and the columns of slices."""
+        side = WINDOW if self.joins_windows else WINDOW // 2
+        for item in items:
+            suffix, modality = _find_names(item.tensors)
+            sizes = np.asarray(item.tensors[f"target_sizes{suffix}"]) // side
+            rows, columns = (int(n) for n in item.tensors[f"{modality}_grids"])
+            runs = item.position.extract_embeds_range()
+            pieces = [
+                _Piece(first, last + 1, size)
+                for (first, last), size in zip(runs, sizes, strict=True)
+            ]
+            for number in range(0, len(pieces), rows * columns + 1):
+                whole, *slices = pieces[number : number + rows * columns + 1]
+                yield whole, slices, columns
+
+
+def _lay_out(places: np.ndarray, frame: tuple[_Piece, list[_Piece], int], origin: int) -> int:
+    """Write the rows and columns of a frame's tokens; return the longer side of its canvas.
+
+    `places`: int[2, tokens of the prompt], which are `origin` for all of the frame's.
+    """
+    whole, slices, columns = frame
+    size = slices[0].size if slices else whole.size
+    grid = (len(slices) // columns, columns) if slices else (1, 1)
+    canvas = size * grid
+    places[:, whole.first - 1] = max(origin - 1, 0)
+    places[:, whole.first : whole.end] += _spread(whole.size, canvas)
+    places[:, whole.end] += canvas
+    for number, piece in enumerate(slices):
+        row, column = divmod(number, columns)
+        corner = size * (row, column)
+        places[:, piece.first - 1] += corner
+        places[:, piece.first : piece.end] += _spread(piece.size, piece.size) + corner[:, None]
+        places[:, piece.end] += corner + piece.size - 1
+        if column == columns - 1 and number < len(slices) - 1:
+            # What parts two rows stands to the right of the upper one.
+            right = size * (row + 1, columns) - (1, 0)
+            places[:, piece.end + 1 : slices[number + 1].first - 1] += right[:, None]
+    return int(canvas.max())
+
+
+def _spread(size: np.ndarray, canvas: np.ndarray) -> np.ndarray:
+    """Return int[2, rows * columns]: places that are spread evenly over a canvas, row by row."""
+    axes = [_space(int(count), int(length)) for count, length in zip(size, canvas, strict=True)]
+    return np.stack(np.meshgrid(*axes, indexing="ij")).reshape(2, -1)
+
+
+def _space(count: int, length: int) -> np.ndarray:
+    """Return int[count]: the nearest of `length` places to each of so many; as torch, in float32.
+
+    Torch's `linspace` counts the second half from the end, and halves are rounded to even places.
+    """
+    number = np.arange(count, dtype=np.float32)
+    step = np.float32(length - 1) / np.float32(max(count - 1, 1))
+    last = np.float32(length - 1) - step * (count - 1 - number)
+    return np.rint(np.where(number < max(count // 2, 1), number * step, last)).astype(np.int64)

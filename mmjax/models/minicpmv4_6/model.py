@@ -1,4 +1,7 @@
-"""MiniCPM-V 4.6 (arXiv 2509.18154): SigLIP that joins windows of patches midway, and Qwen3.5."""
+"""MiniCPM-V 4.6 (arXiv 2509.18154): SigLIP that joins windows of patches midway, and Qwen3.5.
+
+MiniCPM-V 4.7 differs by the places of its tokens, and MiniCPM-OCR by its pictures.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +13,12 @@ from jaxtyping import Array, Float, Int
 from mmjax.connectors.mlp import MLPProjector
 from mmjax.layers.attention.segments import refine_segments
 from mmjax.layers.module import call_block
-from mmjax.models.minicpmv4_6.host_inputs import WINDOW, MiniCPMV46HostInputs, joins_windows
+from mmjax.models.minicpmv4_6.host_inputs import (
+    WINDOW,
+    MiniCPMV46HostInputs,
+    MiniCPMV47HostInputs,
+    joins_windows,
+)
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import PACKED_SIGLIP_RULES, TOWER, TowerModel
 from mmjax.towers.packed_vit import PackedAttention, PackedViT, PackedViTConfig
@@ -148,3 +156,13 @@ class MiniCPMV4_6ForConditionalGeneration(TowerModel):
         offsets = square_offsets[:: per_square // WINDOW]
         squares = states[jnp.arange(len(states)) + offsets]
         return squares.reshape(-1, WINDOW * states.shape[-1])
+
+
+class MiniCPMV4_7ForConditionalGeneration(MiniCPMV4_6ForConditionalGeneration):
+    """Served as HF's class of this name."""
+
+    host_inputs = MiniCPMV47HostInputs
+
+
+class MiniCPMOcrForConditionalGeneration(MiniCPMV4_6ForConditionalGeneration):
+    """Served as HF's class of this name: 4.6's mathematics."""
