@@ -23,6 +23,7 @@ from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
 from mmjax.layers.module import call_block
+from mmjax.layers.recurrent.rounding import rounded
 from mmjax.layers.rope import apply_interleaved_rotary, apply_rotary
 
 Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
@@ -183,6 +184,11 @@ class ScaledQueryAttention(GroupedQueryAttention):
         return self.attend(query, x, angles, cache, metadata)
 
 
+def multiply(x: Float[Array, "T D"], scale: float) -> Float[Array, "T D"]:
+    """Return the states multiplied by a constant in float32, as torch does, and rounded."""
+    return x if scale == 1.0 else rounded(x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
 class PreNormLayer(nnx.Module):
     """A block that norms what attention and MLP read; parameters bear Llama's names."""
 
@@ -193,10 +199,15 @@ class PreNormLayer(nnx.Module):
         make_norm: Callable[[], nnx.Module],
         *,
         mixer_name: str = "self_attn",
+        residual_scale: float = 1.0,
     ) -> None:
-        """`mixer`: attention, or what stands in its place by a name of its own."""
+        """`mixer`: attention, or what stands in its place by a name of its own.
+
+        `residual_scale`: what is added to the stream is multiplied by it, before it is added.
+        """
         setattr(self, mixer_name, mixer)
         self.mixer_name = mixer_name
+        self.residual_scale = residual_scale
         self.mlp = mlp
         self.input_layernorm = make_norm()
         self.post_attention_layernorm = make_norm()
@@ -215,9 +226,10 @@ class PreNormLayer(nnx.Module):
         mix = getattr(self, self.mixer_name)
         with jax.named_scope("attn"):
             out, cache = mix(self.input_layernorm(x), layer_input, cache, metadata)
-            x = x + out
+            x = x + multiply(out, self.residual_scale)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_layernorm(x)), cache
+            out = self.mlp(self.post_attention_layernorm(x))
+            return x + multiply(out, self.residual_scale), cache
 
 
 class PostNormLayer(PreNormLayer):

@@ -121,6 +121,10 @@ class LlamaConfig:
     score_cap: float | None = None
     scales_embeds: bool = False
     """Whether embeddings of tokens are multiplied by the root of their width."""
+    input_scale: float = 1.0
+    """What embeddings are multiplied by, those of items too."""
+    residual_scale: float = 1.0
+    """What attention and MLP give is multiplied by, before it is added to the stream."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "LlamaConfig":
@@ -439,6 +443,17 @@ def _read_exaone4(hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _read_granite(hf_config: Any) -> dict[str, Any]:
+    # config.json may hold integers.
+    return {
+        **_read_llama(hf_config),
+        "input_scale": float(hf_config.embedding_multiplier),
+        "score_scale": float(hf_config.attention_multiplier),
+        "residual_scale": float(hf_config.residual_multiplier),
+        "logit_scale": 1 / hf_config.logits_scaling,
+    }
+
+
 def _read_persimmon(hf_config: Any) -> dict[str, Any]:
     return {
         "rms_norm_eps": hf_config.layer_norm_eps,
@@ -497,6 +512,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "hunyuan_v1_dense": _read_hunyuan,
         "hunyuan_vl_text": _read_hunyuan,
         "llama4_text": _read_llama4,
+        "granite": _read_granite,
         "ministral3": _read_ministral3,
         "molmo": _read_molmo,
         "molmo2_text": _read_molmo2,

@@ -23,6 +23,7 @@ from mmjax.layers.decoder import (
     PreNormLayer,
     SandwichNormLayer,
     ScaledQueryAttention,
+    multiply,
     read_kept_states,
 )
 from mmjax.layers.embed import Embed
@@ -62,6 +63,19 @@ class LlamaTextModel(Decoder):
         """Project onto the vocabulary, in float32, scale and cap."""
         logits, scale = super().compute_logits(hidden_states), self.config.logit_scale
         return apply_soft_cap(logits if scale == 1.0 else logits * scale, self.config.logit_cap)
+
+    def run_layers(
+        self,
+        hidden: Float[Array, "T D"],
+        inputs: Sequence[Any],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+        *,
+        fed: Sequence[Float[Array, "T D"]] = (),
+    ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
+        """Return the same of embeddings that are multiplied first, where they are."""
+        scaled = multiply(hidden, self.config.input_scale)
+        return super().run_layers(scaled, inputs, kv_cache, metadata, fed=fed)
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
         """Return the rotary angles, and what queries are multiplied by where they are."""
@@ -298,4 +312,6 @@ def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
     )
     mlp = _build_mlp(config, number, dtype=dtype)
     make_norm = partial(_build_norm, config, config.hidden_size, dtype=dtype)
+    if config.residual_scale != 1.0:
+        return PreNormLayer(attention, mlp, make_norm, residual_scale=config.residual_scale)
     return _LAYERS[config.norm_order](attention, mlp, make_norm)
