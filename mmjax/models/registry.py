@@ -136,6 +136,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "LlavaForConditionalGeneration": ModelRow(
             "llava", "llava-hf/llava-interleave-qwen-0.5b-hf"
         ),
+        "LlavaNextForConditionalGeneration": ModelRow(
+            "llava", "ibm-granite/granite-vision-3.3-2b", factories="NEXT_FACTORIES"
+        ),
         "MiniCPMOcrForConditionalGeneration": ModelRow(
             "minicpmv4_6", "openbmb/MiniCPM-OCR-1.0", factories="OCR_FACTORIES"
         ),

@@ -104,7 +104,13 @@ class FeatureLayersModel(TowerModel):
             # No further than the last state that is read.
             self.vision_tower = self.build_tower(hf_config, max(self.feature_layers), dtype=dtype)
             self.multi_modal_projector = self.build_projector(hf_config, dtype=dtype)
-        self.language_model = build_text_model(hf_config, dtype=dtype)
+        is_tied = self.is_tied(hf_config)
+        self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=is_tied)
+
+    @staticmethod
+    def is_tied(hf_config: Any) -> bool:
+        """Return whether the head is the table of tokens."""
+        return hf_config.tie_word_embeddings
 
     @staticmethod
     def build_tower(hf_config: Any, num_layers: int, *, dtype: Any) -> nnx.Module:

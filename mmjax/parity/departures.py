@@ -124,5 +124,6 @@ DEPARTURES: Mapping[str, Callable[[Any, Any], AbstractContextManager[None]]] = {
     "attn_logit_softcapping": _capping_scores,
     "logit_scale": _scaling_logits,
     AXES: _pairing_axes,
+    "logits_scaling": lambda model, divisor: _scaling_logits(model, 1 / divisor),
 }
 """By their keys in the configuration of the text model."""

@@ -46,6 +46,11 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"vision": {"vision_output_dim": 39}}, "`vision_output_dim` of `vision_config` is 39"),
         ({"text": {"attention_chunk_size": None}}, "`layer_types` holds .'chunked_attention'"),
     ],
+    "llava_next": [
+        ({"image_grid_pinpoints": [[28, 40]]}, r"has \[28, 40\]; each must be .* tiles of 28"),
+        ({"image_grid_pinpoints": []}, "`image_grid_pinpoints` of config.json is empty"),
+        ({"vision_feature_select_strategy": "default"}, "`default` leaves 3 features of a tile"),
+    ],
     "mistral3": [
         ({"vision_feature_layer": [-1, -2]}, r"`vision_feature_layer` is \[-1, -2\]; the norm"),
         ({"spatial_merge_size": 0}, "`spatial_merge_size` of config.json is 0"),

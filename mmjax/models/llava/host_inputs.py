@@ -1,11 +1,15 @@
-"""LLaVA-1.5's encoder inputs: a picture is a unit of one size."""
+"""LLaVA's encoder inputs: a picture is a unit of one size, LLaVA-NeXT's the whole and its tiles."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from mmjax.errors import CheckpointError
 from mmjax.models.host_inputs import UnitHostInputs, choose_features
+from mmjax.models.llava.anyres import arrange, choose_canvas, read_canvases
+from mmjax.processing.items.items import ImageSize
 
 _NUM_EXTRA_FEATURES: Mapping[str, int] = MappingProxyType(
     {"clip_vision_model": 1, "siglip_vision_model": 0}
@@ -46,3 +50,37 @@ class LlavaHostInputs(UnitHostInputs):
     def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         shape, _ = UnitHostInputs.read_unit(hf_config)
         return shape, count_image_tokens(hf_config)
+
+
+class LlavaNextHostInputs(LlavaHostInputs):
+    """The whole of a picture, and the tiles of its canvas, row by row."""
+
+    num_extra_rows = 1
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        self.canvases = read_canvases(hf_config)
+        self.tile = hf_config.vision_config.image_size
+        """Pixels along its side."""
+        self.tile_patches = self.tile // hf_config.vision_config.patch_size
+        (_, found), expected = self.read_unit(hf_config), self.tile_patches**2
+        if found != expected:
+            strategy = hf_config.vision_feature_select_strategy
+            raise CheckpointError(
+                f"`vision_feature_select_strategy` `{strategy}` leaves {found} features of a tile; "
+                f"rows of tiles are made of its {expected} patches, no more and no fewer"
+            )
+
+    def count_tiles(self, size: ImageSize) -> tuple[int, int]:
+        """Return the rows and columns of tiles that a picture is cut into."""
+        canvas = choose_canvas(size, self.canvases)
+        return canvas.height // self.tile, canvas.width // self.tile
+
+    def arrange(self, size: ImageSize) -> np.ndarray:
+        """Return int32[num_embeds] of a picture, as `embed_rows`."""
+        return arrange(size, self.count_tiles(size), self.tile_patches)
+
+    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the patches of the whole, and those of the tiles that are no padding, by lines."""
+        height, width = item["image_sizes"].tolist()
+        return self.arrange(ImageSize(width=width, height=height))
