@@ -139,6 +139,11 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "LlavaNextForConditionalGeneration": ModelRow(
             "llava", "ibm-granite/granite-vision-3.3-2b", factories="NEXT_FACTORIES"
         ),
+        "LlavaOnevisionForConditionalGeneration": ModelRow(
+            "llava",
+            "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
+            factories="ONEVISION_FACTORIES",
+        ),
         "MiniCPMOcrForConditionalGeneration": ModelRow(
             "minicpmv4_6", "openbmb/MiniCPM-OCR-1.0", factories="OCR_FACTORIES"
         ),

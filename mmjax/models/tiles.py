@@ -1,12 +1,13 @@
 """Rows whose images are cut: into tiles, which the encoder takes one by one, or into crops."""
 
 from collections.abc import Hashable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from mmjax.models.family import FamilyInfo, item_fields
+from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields
 from mmjax.processing.image_processors.crops import OverlappingCrops
 from mmjax.processing.image_processors.tiling import TileCutter, find_largest_picture
-from mmjax.processing.items.parse import ImageSize
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalUUIDDict
+from mmjax.processing.prepared import ProcessedPrompt
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 
@@ -64,3 +65,37 @@ class TiledInfo(FamilyInfo):
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
         """Return how many embeddings all tiles of an item have."""
         return int(tensors[f"{modality}_num_patches"]) * self.num_unit_tokens
+
+
+InfoT = TypeVar("InfoT", bound=FamilyInfo)
+
+
+class FewCutProcessor(FamilyProcessor[InfoT]):
+    """Of rows whose images are not cut into tiles where a prompt has many (kwarg `cropping`)."""
+
+    max_cut_images: ClassVar[int]
+    """Images of a prompt up to which they are cut, as the model was trained."""
+
+    def _get_hash_kwargs(
+        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, object]:
+        """Add what the number of images does to each of them."""
+        if mm_items.get_count("image", strict=False) <= self.max_cut_images:
+            return hf_processor_mm_kwargs
+        return {**hf_processor_mm_kwargs, "cropping": False}
+
+    def _cached_apply_hf_processor(
+        self,
+        prompt: str | list[int],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        mm_uuids: MultiModalUUIDDict,
+    ) -> ProcessedPrompt:
+        """Go round the cache with more images: what it processes again is processed alone."""
+        kwargs = self._get_hash_kwargs(mm_data_items, hf_processor_mm_kwargs)
+        if kwargs is hf_processor_mm_kwargs:
+            process = super()._cached_apply_hf_processor
+        else:
+            process = self._apply_hf_processor
+        return process(prompt, mm_data_items, kwargs, tokenization_kwargs, mm_uuids)

@@ -26,6 +26,7 @@ from tests.families.lfm2_vl import LFM2_VL
 from tests.families.llama4 import LLAMA4
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.llava_next import LLAVA_NEXT
+from tests.families.llava_onevision import LLAVA_ONEVISION
 from tests.families.minicpmv4_6 import MINICPM_OCR, MINICPMV4_6, MINICPMV4_7
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
@@ -78,6 +79,7 @@ _ROWS = (
     LLAMA4,
     LLAVA,
     LLAVA_NEXT,
+    LLAVA_ONEVISION,
     LLAVA_SIGLIP,
     LIGHTON_OCR,
     MINICPM_OCR,
@@ -130,6 +132,7 @@ NEAR = {
     "minicpmv4_7": "minicpmv4_6",
     "llava siglip": "llava",
     "llava_next": "llava",
+    "llava_onevision": "llava",
     "qwen3_5_moe": "qwen3_5",
     "qwen3_omni": "qwen2_5_omni",
     "qwen3_vl_moe": "qwen3_vl",

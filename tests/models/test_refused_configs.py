@@ -51,6 +51,10 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"image_grid_pinpoints": []}, "`image_grid_pinpoints` of config.json is empty"),
         ({"vision_feature_select_strategy": "default"}, "`default` leaves 3 features of a tile"),
     ],
+    "llava_onevision": [
+        ({"vision_aspect_ratio": "pad"}, "`vision_aspect_ratio` of config.json is 'pad'; it must"),
+        ({"vision_aspect_ratio": "anyres_max_0"}, "is 'anyres_max_0'; it must be `anyres_max_`"),
+    ],
     "mistral3": [
         ({"vision_feature_layer": [-1, -2]}, r"`vision_feature_layer` is \[-1, -2\]; the norm"),
         ({"spatial_merge_size": 0}, "`spatial_merge_size` of config.json is 0"),

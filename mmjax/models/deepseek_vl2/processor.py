@@ -23,15 +23,15 @@ from mmjax.models.deepseek_vl2.host_inputs import (
     count_side_tokens,
     read_part,
 )
-from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
+from mmjax.models.tiles import FewCutProcessor
 from mmjax.processing.chat_turns import write_turns
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import sliver_error, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.tiling import choose_resolution
 from mmjax.processing.items.items import ImageSize
-from mmjax.processing.items.parse import MultiModalDataItems, MultiModalUUIDDict
-from mmjax.processing.prepared import ProcessedPrompt
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 _LEFT_OUT: Mapping[str, Any] = {
@@ -40,21 +40,6 @@ _LEFT_OUT: Mapping[str, Any] = {
     "normalize": True,
 }
 """What a key of processor_config.json means where it is left out."""
-
-
-def choose_resolution(size: ImageSize, candidates: Sequence[ImageSize]) -> ImageSize:
-    """Return the candidate in which an image keeps most pixels; of equals, the one it fills best.
-
-    The first of those that are equal in both.
-    """
-
-    def rate(candidate: ImageSize) -> tuple[int, int]:
-        scale = min(candidate.width / size.width, candidate.height / size.height)
-        scaled = int(size.width * scale) * int(size.height * scale)
-        kept = min(scaled, size.width * size.height)
-        return kept, kept - candidate.width * candidate.height
-
-    return max(candidates, key=rate)
 
 
 class DeepseekVLV2ImageProcessor:
@@ -236,30 +221,8 @@ class DeepseekVLV2ProcessingInfo(FamilyInfo):
         return count_image_tokens(count_side_tokens(self.get_hf_config()), columns, rows)
 
 
-class DeepseekVLV2MultiModalProcessor(FamilyProcessor[DeepseekVLV2ProcessingInfo]):
-    def _get_hash_kwargs(
-        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, object]:
-        """Add what the number of images does to each of them."""
-        if mm_items.get_count("image", strict=False) <= MAX_CROPPED_IMAGES:
-            return hf_processor_mm_kwargs
-        return {**hf_processor_mm_kwargs, "cropping": False}
-
-    def _cached_apply_hf_processor(
-        self,
-        prompt: str | list[int],
-        mm_data_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-        mm_uuids: MultiModalUUIDDict,
-    ) -> ProcessedPrompt:
-        """Go round the cache with more images: what it processes again is processed alone."""
-        kwargs = self._get_hash_kwargs(mm_data_items, hf_processor_mm_kwargs)
-        if kwargs is hf_processor_mm_kwargs:
-            process = super()._cached_apply_hf_processor
-        else:
-            process = self._apply_hf_processor
-        return process(prompt, mm_data_items, kwargs, tokenization_kwargs, mm_uuids)
+class DeepseekVLV2MultiModalProcessor(FewCutProcessor[DeepseekVLV2ProcessingInfo]):
+    max_cut_images = MAX_CROPPED_IMAGES
 
 
 FACTORIES = make_factories(DeepseekVLV2ProcessingInfo, DeepseekVLV2MultiModalProcessor)

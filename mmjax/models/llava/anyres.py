@@ -4,7 +4,6 @@ The canvas is that of `image_grid_pinpoints` on which most of the picture's pixe
 padding there has no embeddings, and a learned one ends each row of the rest.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,17 +29,6 @@ def read_canvases(hf_config: Any) -> list[ImageSize]:
             "`image_grid_pinpoints` of config.json is empty; give heights and widths of canvases"
         )
     return [ImageSize(width=width, height=height) for height, width in found]
-
-
-def choose_canvas(size: ImageSize, canvases: Sequence[ImageSize]) -> ImageSize:
-    """Return the canvas on which most of a picture's pixels are kept; of such, the smallest."""
-
-    def rate(canvas: ImageSize) -> tuple[int, int]:
-        scale = min(canvas.width / size.width, canvas.height / size.height)
-        kept = int(size.width * scale) * int(size.height * scale)
-        return min(kept, size.width * size.height), -canvas.width * canvas.height
-
-    return max(canvases, key=rate)
 
 
 def find_kept(size: ImageSize, rows: int, columns: int) -> tuple[slice, slice]:
@@ -74,3 +62,24 @@ def arrange(size: ImageSize, tiles: tuple[int, int], side: int) -> np.ndarray:
     kept = cells[find_kept(size, *cells.shape)]
     lines = np.pad(kept, ((0, 0), (0, 1)), constant_values=NEWLINE)
     return np.concatenate([np.arange(side**2), lines.reshape(-1)]).astype(np.int32)
+
+
+def resample(cells: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return int32 and float32[rows * columns, 4]: of which cells a new one is made, and weights.
+
+    As torch's bilinear `interpolate`: edges are repeated, and nothing is antialiased.
+    """
+    (top, down), (left, right) = (_mix(*n) for n in zip(cells.shape, (rows, columns), strict=True))
+    taps = cells[top[:, None, :, None], left[None, :, None, :]].reshape(-1, 4)
+    weights = (down[:, None, :, None] * right[None, :, None, :]).reshape(-1, 4)
+    return taps.astype(np.int32), weights
+
+
+def _mix(old: int, new: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return int and float32[new, 2]: the two places that a new one lies between, and weights."""
+    places = (np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new)
+    places = np.maximum(places - np.float32(0.5), 0)
+    first = np.minimum(places.astype(int), old - 1)
+    share = places - first.astype(np.float32)
+    taps = np.stack([first, np.minimum(first + 1, old - 1)], axis=1)
+    return taps, np.stack([1 - share, share], axis=1).astype(np.float32)

@@ -1,22 +1,36 @@
 """LLaVA's processors: each `<image>` is repeated for each of the tower's features.
 
 Before: `look <image> please`. After: `look <image>*576 please`; all of them take embeddings. Of
-LLaVA-NeXT also for each of those of the tiles, but for padding, and at the end of their rows.
+LLaVA-NeXT also for each of those of the tiles, but for padding, and at the end of their rows. Of
+LLaVA-OneVision several pictures are not cut, and each `<video>` is repeated for its frames.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mmjax.errors import check_settings
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
-from mmjax.models.llava.host_inputs import LlavaHostInputs, LlavaNextHostInputs
-from mmjax.processing.chat_turns import write_parts, write_turns
+from mmjax.models.llava.host_inputs import (
+    LlavaHostInputs,
+    LlavaNextHostInputs,
+    LlavaOnevisionHostInputs,
+)
+from mmjax.models.tiles import FewCutProcessor
+from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts, write_turns
 from mmjax.processing.context import InputProcessingContext
-from mmjax.processing.image_processors.image import check_resized_pixels, check_squared_pixels
+from mmjax.processing.image_processors.image import (
+    bad_kwarg,
+    check_resized_pixels,
+    check_squared_pixels,
+)
+from mmjax.processing.image_processors.tiling import HFFrameCutter
 from mmjax.processing.items.items import ImageSize
+from mmjax.processing.items.parse import PixelsOnlyDataParser
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 CHAT_TEMPLATE = write_turns(
@@ -97,16 +111,50 @@ class CanvasCutter:
         picture's; `image_sizes` int64[images, 2]: its height and width.
         """
         outputs = self.hf(list(images), **{**kwargs, "do_pad": True})
-        sizes = np.asarray(outputs["image_sizes"], np.int64)
-        found = [ImageSize(width=width, height=height) for height, width in sizes.tolist()]
+        found = [ImageSize(*image.size) for image in images]
         counts = [1 + math.prod(self.host_inputs.count_tiles(size)) for size in found]
+        return self.join(outputs, found, counts)
+
+    @staticmethod
+    def join(
+        outputs: Mapping[str, Any], found: Sequence[ImageSize], counts: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """Return what HF's class gave, without the tiles that no picture has."""
         tiles = [one[:count] for one, count in zip(outputs["pixel_values"], counts, strict=True)]
         return {
             "pixel_values": np.concatenate(tiles),
             "image_num_patches": np.array(counts, np.int64),
-            "image_sizes": sizes,
+            "image_sizes": np.array([(size.height, size.width) for size in found], np.int64),
             "image_affine": outputs["image_affine"],
         }
+
+
+class FewCanvasCutter(CanvasCutter):
+    """HF's `LlavaOnevisionImageProcessorPil`; a picture of several is padded to a square."""
+
+    valid_kwargs = CanvasCutter.valid_kwargs | {"cropping"}
+
+    def __call__(
+        self, images: Sequence[Any], *, cropping: Any = None, **kwargs: Any
+    ) -> dict[str, np.ndarray]:
+        """Return the same; of pictures that are not cut (`cropping` false) one tile each."""
+        if self.is_cut({"cropping": cropping}):
+            return super().__call__(images, **kwargs)
+        # HF's cuts the only picture of a prompt: a second one says that it is none.
+        outputs = self.hf([[*images, images[0]]], **{**kwargs, "do_pad": True})
+        return self.join(
+            {**outputs, "pixel_values": outputs["pixel_values"][: len(images)]},
+            [ImageSize(*image.size) for image in images],
+            [1] * len(images),
+        )
+
+    @staticmethod
+    def is_cut(kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a picture is cut; RequestValueError for no truth value."""
+        cropping = kwargs.get("cropping")
+        if cropping is not None and not isinstance(cropping, bool):
+            raise bad_kwarg("cropping", cropping, "true or false")
+        return cropping is not False
 
 
 class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
@@ -157,5 +205,125 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
         return len(self._canvases.embed_rows(tensors))
 
 
+class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
+    """LLaVA-OneVision's: with videos, and several pictures."""
+
+    chat_template = write_chatml(
+        write_parts(image=r"<image>\n", video=r"<video>\n"), first=QWEN_SYSTEM
+    )
+    data_parser = PixelsOnlyDataParser
+    host_inputs = LlavaOnevisionHostInputs
+    image_processors: ClassVar = {"LlavaOnevision": "llava_onevision"}
+    limits: ClassVar = {"image": None, "video": None}
+    placeholders: ClassVar = {"image": "<image>", "video": "<video>"}
+
+    def __init__(self, ctx: InputProcessingContext) -> None:
+        super().__init__(ctx)
+        self.chat_template = type(self).chat_template
+
+    @property
+    def _tiles(self) -> LlavaOnevisionHostInputs:
+        made = self._own_host_inputs
+        assert isinstance(made, LlavaOnevisionHostInputs)
+        return made
+
+    @property
+    def num_unit_tokens(self) -> int:
+        return self._tiles.tile_patches**2
+
+    @property
+    def num_frame_tokens(self) -> int:
+        return self._tiles.pooled_side**2
+
+    @property
+    def num_frame_room(self) -> int:
+        """How many tokens a frame has at most, with the newline behind the last one."""
+        return self.num_frame_tokens + 1
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
+        return {**most, "video": most["video"] + 1} if "video" in most else most
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        side = self._tiles.tile
+        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
+
+    def load_hf_processor(self) -> Any:
+        hf_config = self.get_hf_config()
+        self.check_token(self.find_token("video_token", "<video>"), "video_token_index")
+        facts = {
+            "num_image_tokens": self.num_unit_tokens,
+            "vision_aspect_ratio": hf_config.vision_aspect_ratio,
+        }
+        check_settings(self.processor_settings, facts)
+        frames = HFFrameCutter.from_pretrained(self.ctx.model_config.path, self._tiles.tile)
+        return replace(super().load_hf_processor(), video_processor=frames)
+
+    def wrap_image_processor(self, hf_processor: Any) -> CanvasCutter:
+        super().wrap_image_processor(hf_processor)
+        return FewCanvasCutter(hf_processor, self._canvases)
+
+    def check_sizes(self, mm_data: Mapping[str, Any], mm_kwargs: Mapping[str, object]) -> None:
+        """Refuse also what would be padded to a bomb."""
+        if not FewCanvasCutter.is_cut(self.scope_kwargs(mm_kwargs)):
+            most = self.ctx.get_mm_config().max_image_pixels
+            check_squared_pixels(mm_data.get("images", ()), most)
+        super().check_sizes(mm_data, mm_kwargs)
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return tiles."""
+        return {"cropping": True}
+
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        """Return the size of the picture with the most embeddings, and how many it has."""
+        made = self._tiles
+        if not FewCanvasCutter.is_cut(self.scope_kwargs(self.get_planned_mm_kwargs())):
+            return ImageSize(width=made.tile, height=made.tile), self.num_unit_tokens + 1
+        size = self._largest_image
+        return size, made.count_embeds(size)
+
+    @cached_property
+    def _largest_image(self) -> ImageSize:
+        return self._tiles.find_largest()
+
+    def get_embed_token_id(self, modality: str) -> int:
+        hf_config = self.get_hf_config()
+        return hf_config.video_token_id if modality == "video" else hf_config.image_token_id
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        counts = "video_num_patches"
+        frames = outputs.get(counts, ())
+        videos = item_fields(
+            "video", units=("pixel_values_videos",), counts=frames, on_host=(counts,)
+        )
+        return {**super().get_fields(outputs), **videos}
+
+    def reference_inputs(
+        self, token_ids: Sequence[int], tensors: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Give HF's model as many tiles of every picture, and say how many pictures there are."""
+        found = dict(tensors)
+        for modality, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            if name in found:
+                counts = np.asarray(found[f"{modality}_num_patches"])
+                parts = np.split(found[name], np.cumsum(counts)[:-1])
+                behind = [((0, max(counts) - n), *[(0, 0)] * 3) for n in counts]
+                found[name] = np.stack([np.pad(*one) for one in zip(parts, behind, strict=True)])
+        if "image_sizes" in found:
+            found["batch_num_images"] = np.array([len(found["image_sizes"])])
+        return found
+
+
+class LlavaOnevisionMultiModalProcessor(FewCutProcessor[LlavaOnevisionProcessingInfo]):
+    max_cut_images = 1
+
+
 FACTORIES = make_factories(LlavaProcessingInfo)
 NEXT_FACTORIES = make_factories(LlavaNextProcessingInfo)
+ONEVISION_FACTORIES = make_factories(
+    LlavaOnevisionProcessingInfo, LlavaOnevisionMultiModalProcessor
+)

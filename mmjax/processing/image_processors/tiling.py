@@ -15,6 +15,7 @@ from PIL import Image
 
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.frames import split_pairs
 from mmjax.processing.image_processors.image import bad_kwarg, check_count, to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.image_processors.pil_classes import (
@@ -122,6 +123,21 @@ def check_limits(
     if fewest > most:
         raise bad_kwarg(names[0], fewest, f"at most `{names[1]}`, which is {most}")
     return fewest, most
+
+
+def choose_resolution(size: ImageSize, candidates: Sequence[ImageSize]) -> ImageSize:
+    """Return the candidate in which an image keeps most pixels; of equals, the one it fills best.
+
+    The first of those that are equal in both.
+    """
+
+    def rate(candidate: ImageSize) -> tuple[int, int]:
+        scale = min(candidate.width / size.width, candidate.height / size.height)
+        scaled = int(size.width * scale) * int(size.height * scale)
+        kept = min(scaled, size.width * size.height)
+        return kept, kept - candidate.width * candidate.height
+
+    return max(candidates, key=rate)
 
 
 class PillowTileCutter(ABC):
@@ -340,12 +356,13 @@ class HFFrameCutter:
 
     def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> dict[str, np.ndarray]:
         """Return `pixel_values_videos`, `video_num_patches` int64[videos]."""
-        frames = [Image.fromarray(frame) for video in videos for frame in video]
-        outputs = self.hf(frames, **kwargs, crop_to_patches=False)
+        seen = [frames for frames, _ in split_pairs(videos)]
+        images = [Image.fromarray(frame) for frames in seen for frame in frames]
+        outputs = self.hf(images, **kwargs, crop_to_patches=False)
         _check_tiles(outputs["pixel_values"], self.tile_size)
         return {
             "pixel_values_videos": outputs["pixel_values"],
-            "video_num_patches": np.array([len(video) for video in videos], dtype=np.int64),
+            "video_num_patches": np.array([len(frames) for frames in seen], dtype=np.int64),
             "video_affine": outputs["image_affine"],
         }
 
