@@ -2,7 +2,8 @@
 
 Its smallest model, and those of DeepSeek's OCR models, have plain attention; Unlimited-OCR's has
 windows that keep the prompt (arXiv 2606.23050). DeepSeek-V3's router (arXiv 2412.19437) is one of
-its `topk_method`s.
+its `topk_method`s. DeepSeek-V3, which Kimi K2 is (arXiv 2507.20534), compresses queries, too, and
+so does Mistral 4, whose router is of softmaxes and whose queries grow with their positions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,13 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.moe import MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import RMSNorm
-from mmjax.layers.rope import apply_interleaved_rotary, text_angles
+from mmjax.layers.rope import (
+    apply_interleaved_rotary,
+    apply_rotary,
+    find_query_scales,
+    find_score_factor,
+    text_angles,
+)
 
 _LEFT_OUT: Mapping[str, Any] = MappingProxyType(
     {
@@ -39,6 +46,7 @@ _LEFT_OUT: Mapping[str, Any] = MappingProxyType(
         "norm_topk_prob": False,
         "q_lora_rank": None,
         "rms_norm_eps": 1e-6,
+        "rope_interleave": True,
         "routed_scaling_factor": 1.0,
         "scoring_func": "softmax",
         "tie_word_embeddings": False,
@@ -49,6 +57,17 @@ _LEFT_OUT: Mapping[str, Any] = MappingProxyType(
 )
 """What a key means where a configuration leaves it out."""
 
+_BY_KIND: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        "mistral4": {"scoring_func": "softmax", "topk_method": "greedy", "n_group": 1},
+    }
+)
+"""By `model_type`, the keys that its class does not read: they say this, or are left out."""
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents: no key of the config, as `rms_norm_eps` is of the others alone."""
+
 _ROPE_THETA = 10000
 """Where a configuration leaves it out."""
 
@@ -57,7 +76,6 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "moe_layer_freq": (1,),
-        "q_lora_rank": (None,),
         "scoring_func": ("softmax", "sigmoid"),
         "tie_word_embeddings": (False,),
         # The first of them is what the published class writes where none is given.
@@ -78,11 +96,17 @@ class LatentConfig:
     rope_dim: int
     """The width of the part that has a position; its key is shared by all heads."""
     value_dim: int
+    query_rank: int | None = None
+    """The width of the latent that queries are made of: `q_lora_rank`; None: they have none."""
+    is_interleaved: bool = True
+    """Whether neighbours are a pair that is rotated, and not the halves of the rotated part."""
+    score_factor: float = 1.0
+    """What scores are multiplied by beside the root of a head's width: YaRN's, squared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekConfig:
-    """The keys of a `deepseek_v2` config that arrays depend on."""
+    """The keys that arrays depend on, of each config that `models/text_model.py` reads by this."""
 
     vocab_size: int
     hidden_size: int
@@ -99,27 +123,32 @@ class DeepseekConfig:
     num_shared_experts: int
     hidden_act: str
     rms_norm_eps: float
-    rope_theta: float
+    rope_parameters: dict[str, Any]
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token of an answer sees beside the prompt; None: all."""
+    query_scales: tuple[int, tuple[float, ...]] | None = None
+    """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
 
     @classmethod
     def from_hf(cls, hf_config: Any, **changes: Any) -> "DeepseekConfig":
-        """Read a `deepseek_v2` configuration; `CheckpointError` for what is not served.
+        """Read a configuration; `CheckpointError` for what is not served.
 
         `changes`: what a key means, whether it is there or not (`use_mla`).
         """
-        values = _read_keys(hf_config) | changes
+        values, rope = _read_keys(hf_config) | changes, _read_rope(hf_config)
         return read_config(
             cls,
             hf_config,
             num_dense_layers=_count_dense(hf_config, values["first_k_dense_replace"]),
-            latent=_read_latent(hf_config) if values["use_mla"] else None,
+            latent=_read_latent(hf_config, values, rope) if values["use_mla"] else None,
             router=_read_router(hf_config, values),
             num_shared_experts=values["n_shared_experts"] or 0,
             hidden_act=values["hidden_act"],
             rms_norm_eps=values["rms_norm_eps"],
-            rope_theta=_read_rope_theta(hf_config),
+            rope_parameters=rope,
+            query_scales=find_query_scales(rope, hf_config.max_position_embeddings)
+            if hf_config.model_type == "mistral4"
+            else None,
             windows=_read_windows(hf_config),
         )
 
@@ -149,8 +178,10 @@ class DeepseekConfig:
 
 def _read_keys(hf_config: Any) -> dict[str, Any]:
     """Return the keys that may be left out; `CheckpointError` for values that are not served."""
-    values = {key: getattr(hf_config, key, value) for key, value in _LEFT_OUT.items()}
-    for key, allowed in _ALLOWED.items():
+    own = _BY_KIND.get(hf_config.model_type, {})
+    means = {**_LEFT_OUT, **own}
+    values = {key: getattr(hf_config, key, value) for key, value in means.items()}
+    for key, allowed in {**_ALLOWED, **{key: (value,) for key, value in own.items()}}.items():
         if values[key] not in allowed:
             raise CheckpointError(
                 f"`language_config.{key}` is {values[key]!r}; mmjax serves "
@@ -192,29 +223,53 @@ def _read_windows(hf_config: Any) -> tuple[int | None, ...]:
     return tuple(windows[kind] for kind in kinds)
 
 
-def _read_rope_theta(hf_config: Any) -> float:
-    """Return `rope_theta`, which transformers moves to `rope_parameters`, as `rope_scaling`."""
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind != "default":
+def _read_rope(hf_config: Any) -> dict[str, Any]:
+    """Return `rope_parameters`, as transformers joins `rope_theta` and `rope_scaling`."""
+    given = dict(getattr(hf_config, "rope_parameters", None) or {})
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ("default", "yarn"):
         raise CheckpointError(
-            f"`language_config.rope_scaling` is of type `{kind}`; mmjax serves DeepSeek-V2 without"
+            f"`language_config.rope_scaling` is of type `{kind}`; mmjax serves a "
+            f"`{hf_config.model_type}` with `default` and `yarn`"
         )
-    theta = parameters.get("rope_theta") or getattr(hf_config, "rope_theta", None)
-    return float(theta or _ROPE_THETA)
+    theta = given.get("rope_theta") or getattr(hf_config, "rope_theta", None) or _ROPE_THETA
+    share = given.pop("partial_rotary_factor", None)
+    rope = {**given, "rope_type": kind, "rope_theta": float(theta)}
+    if share is None:
+        return rope
+    # Of Mistral 4 it is of a whole head, and says what `qk_rope_head_dim` says.
+    rotated, head_dim = hf_config.qk_rope_head_dim, hf_config.head_dim
+    if int(head_dim * share) != rotated:
+        raise CheckpointError(
+            f"`partial_rotary_factor` is {share}, of heads {head_dim} wide, and "
+            f"`qk_rope_head_dim` {rotated}; they must agree"
+        )
+    return rope
 
 
-def _read_latent(hf_config: Any) -> LatentConfig:
+def _read_latent(
+    hf_config: Any, values: Mapping[str, Any], rope: Mapping[str, Any]
+) -> LatentConfig:
     keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes: list[Any] = [getattr(hf_config, key, None) for key in keys]
-    for key, size in zip(keys, sizes, strict=True):
+    sizes: dict[str, Any] = {key: getattr(hf_config, key, None) for key in keys}
+    if values["q_lora_rank"] is not None:
+        sizes["q_lora_rank"] = values["q_lora_rank"]
+    for key, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise CheckpointError(
                 f"`language_config.{key}` is {size!r}; latent attention needs a positive number, "
                 "or `use_mla` false"
             )
-    rank, nope_dim, rope_dim, value_dim = sizes
-    return LatentConfig(rank=rank, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim)
+    rank, nope_dim, rope_dim, value_dim = (sizes[key] for key in keys)
+    return LatentConfig(
+        rank=rank,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=value_dim,
+        query_rank=values["q_lora_rank"],
+        is_interleaved=values["rope_interleave"],
+        score_factor=find_score_factor(rope),
+    )
 
 
 def _read_router(hf_config: Any, values: Mapping[str, Any]) -> RouterConfig:
@@ -251,13 +306,17 @@ class LatentAttention(nnx.Module):
     that is cached.
     """
 
-    def __init__(
-        self, width: int, num_heads: int, latent: LatentConfig, *, eps: float, dtype: Any
-    ) -> None:
+    def __init__(self, width: int, num_heads: int, latent: LatentConfig, *, dtype: Any) -> None:
         rank, rope_dim, options = latent.rank, latent.rope_dim, {"use_bias": False, "dtype": dtype}
-        self.q_proj = Linear(width, num_heads * (latent.nope_dim + rope_dim), **options)
+        query_width = num_heads * (latent.nope_dim + rope_dim)
+        if latent.query_rank is None:
+            self.q_proj = Linear(width, query_width, **options)
+        else:
+            self.q_a_proj = Linear(width, latent.query_rank, **options)
+            self.q_a_layernorm = RMSNorm(latent.query_rank, eps=_LATENT_EPS, dtype=dtype)
+            self.q_b_proj = Linear(latent.query_rank, query_width, **options)
         self.kv_a_proj_with_mqa = Linear(width, rank + rope_dim, **options)
-        self.kv_a_layernorm = RMSNorm(rank, eps=eps, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(rank, eps=_LATENT_EPS, dtype=dtype)
         self.k_b_proj = _Absorbed(rank, num_heads * latent.nope_dim, **options)
         self.v_b_proj = _Absorbed(rank, num_heads * latent.value_dim, **options)
         self.o_proj = Linear(num_heads * latent.value_dim, width, **options)
@@ -267,29 +326,41 @@ class LatentAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        angles: Angles,
+        layer_input: tuple[Angles, Float[Array, " T"] | None],
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Attend, and return the layer's cache with this step's latents."""
+        """Attend, and return the layer's cache with this step's latents.
+
+        `layer_input`: the rotary angles, and what queries are multiplied by, or None.
+        """
+        angles, scales = layer_input
         rank, nope_dim = self.latent.rank, self.latent.nope_dim
-        query = self.q_proj(x).reshape(len(x), self.num_heads, -1)
+        rotate = apply_interleaved_rotary if self.latent.is_interleaved else apply_rotary
+        query = self.project_query(x)
+        if scales is not None:
+            query = query * scales.astype(x.dtype)[:, None, None]
         without, rotated = query[..., :nope_dim], query[..., nope_dim:]
         compressed = self.kv_a_proj_with_mqa(x)[:, None, :]
         latent, rope_key = self.kv_a_layernorm(compressed[..., :rank]), compressed[..., rank:]
         key_weight = self.k_b_proj.weight[...].reshape(self.num_heads, nope_dim, rank)
         query = jnp.concatenate(
-            [
-                _product_by_head(without, key_weight.transpose(0, 2, 1)),
-                apply_interleaved_rotary(rotated, *angles),
-            ],
+            [_product_by_head(without, key_weight.transpose(0, 2, 1)), rotate(rotated, *angles)],
             axis=-1,
         )
-        key = jnp.concatenate([latent, apply_interleaved_rotary(rope_key, *angles)], axis=-1)
-        scale = (nope_dim + self.latent.rope_dim) ** -0.5
+        key = jnp.concatenate([latent, rotate(rope_key, *angles)], axis=-1)
+        scale = (nope_dim + self.latent.rope_dim) ** -0.5 * self.latent.score_factor
         out, cache = attention(query, key, latent, cache, metadata, scale=scale)
         value_weight = self.v_b_proj.weight[...].reshape(self.num_heads, -1, rank)
         return self.o_proj(_product_by_head(out, value_weight).reshape(len(x), -1)), cache
+
+    def project_query(self, x: Float[Array, "T D"]) -> Float[Array, "T N _nope_and_rope"]:
+        """Return the queries by head, not rotated."""
+        if self.latent.query_rank is None:
+            query = self.q_proj(x)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return query.reshape(len(x), self.num_heads, -1)
 
 
 def _product_by_head(
@@ -315,11 +386,17 @@ class DeepseekTextModel(Decoder):
         )
         self.config = config
 
-    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Angles]:
-        """Return the rotary angles, the same for every block."""
-        parameters = {"rope_theta": self.config.rope_theta}
-        angles = text_angles(parameters, self.config.rotary_dim, positions)
-        return [angles] * len(self.layers)
+    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
+        """Return the rotary angles, and beside them what queries of latents are multiplied by."""
+        config = self.config
+        angles = text_angles(config.rope_parameters, config.rotary_dim, positions)
+        if config.latent is None:
+            return [angles] * len(self.layers)
+        scales = None
+        if config.query_scales is not None:
+            length, factors = config.query_scales
+            scales = jnp.asarray(factors, jnp.float32)[positions[0] // length]
+        return [(angles, scales)] * len(self.layers)
 
 
 def _build_layer(config: DeepseekConfig, number: int, *, dtype: Any) -> nnx.Module:
@@ -334,9 +411,7 @@ def _build_attention(config: DeepseekConfig, window: int | None, *, dtype: Any) 
     width, num_heads = config.hidden_size, config.num_attention_heads
     if config.latent is not None:
         assert window is None, "no served model has both"
-        return LatentAttention(
-            width, num_heads, config.latent, eps=config.rms_norm_eps, dtype=dtype
-        )
+        return LatentAttention(width, num_heads, config.latent, dtype=dtype)
     return GroupedQueryAttention(
         width,
         num_heads=num_heads,

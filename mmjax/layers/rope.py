@@ -155,6 +155,34 @@ def attention_factor(parameters: Mapping[str, Any]) -> float:
     return _mscale(factor, 1.0)
 
 
+def find_score_factor(parameters: Mapping[str, Any]) -> float:
+    """Return what scores are multiplied by, where queries and keys are rotated in part.
+
+    DeepSeek-V2's `yarn` with `mscale_all_dim`: the parts without positions grow as those with.
+    """
+    scale_all = parameters.get("mscale_all_dim")
+    if parameters.get("rope_type") != "yarn" or not scale_all:
+        return 1.0
+    return _mscale(float(parameters["factor"]), float(scale_all)) ** 2
+
+
+def find_query_scales(parameters: Mapping[str, Any], longest: int) -> tuple[int, tuple[float, ...]]:
+    """Return the length of a run of positions, and what queries of each run are multiplied by.
+
+    Llama 4's, of `longest` positions: 1 + beta * log(1 + floor(position / length)).
+    `CheckpointError` where `rope_parameters` does not say them.
+    """
+    given = ("llama_4_scaling_beta", "original_max_position_embeddings")
+    missing = [name for name in given if parameters.get(name) is None]
+    if missing:
+        raise CheckpointError(
+            f"`rope_parameters` lacks {', '.join(missing)}, by which queries grow with positions"
+        )
+    beta, length = (parameters[name] for name in given)
+    factors = 1 + beta * np.log1p(np.arange(longest // length + 1))
+    return length, tuple(factors.tolist())
+
+
 def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 

@@ -47,7 +47,9 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
             ("deepseek_ocr2_text", "unlimited_ocr_text"),
             (partial(DeepseekConfig.from_hf, use_mla=False), DeepseekTextModel),
         ),
-        "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
+        **dict.fromkeys(
+            ("deepseek_v2", "deepseek_v3", "mistral4"), (DeepseekConfig.from_hf, DeepseekTextModel)
+        ),
         "ernie4_5_vl_moe_text": (Ernie45VLConfig.from_hf, Ernie45VLTextModel),
         **dict.fromkeys(
             ("gemma4_text", "gemma4_unified_text"), (Gemma4Config.from_hf, Gemma4TextModel)
@@ -286,6 +288,16 @@ def _keep(tensor: Any) -> Any:
     return tensor
 
 
+def _list_deepseek(text_config: Any) -> tuple[RuleTypes, ...]:
+    """Part the keys' half of `kv_b_proj` from the values', and read experts of either layout."""
+    halves = [rf"language_model.\1{part}_b_proj." for part in "kv"]
+    sizes = (text_config.qk_nope_head_dim, text_config.v_head_dim)
+    return (
+        Split(_LAYER + r"self_attn\.)kv_b_proj\.", halves, sizes),
+        *_list_experts(text_config),
+    )
+
+
 def _list_gpt_oss(text_config: Any) -> tuple[RuleTypes, ...]:
     """Turn the experts' matrices, which are `[in, out]`; those of gate and up alternate."""
     experts, width = _LAYER + r"mlp\.experts\.)", text_config.hidden_size
@@ -318,6 +330,7 @@ def _list_llama4(text_config: Any) -> tuple[RuleTypes, ...]:
 _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
     {
         **dict.fromkeys(("bart", "opt", "whisper"), _list_bart),
+        "deepseek_v3": _list_deepseek,
         "ernie4_5_vl_moe_text": _list_ernie,
         "exaone4": _list_exaone4,
         "gemma4_text": _list_experts,
@@ -330,6 +343,7 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "hunyuan_vl_text": _list_hunyuan,
         "lfm2": _list_lfm2,
         "llama4_text": _list_llama4,
+        "mistral4": _list_deepseek,
         "molmo": _list_molmo,
         "molmo2_text": _list_molmo,
         "persimmon": _list_persimmon,

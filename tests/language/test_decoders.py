@@ -19,6 +19,8 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
     Gemma2Config,
@@ -33,6 +35,8 @@ from transformers import (
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     OPTForCausalLM,
@@ -48,6 +52,7 @@ from transformers import OPTConfig as HFOPTConfig
 from transformers import PersimmonConfig as HFPersimmonConfig
 
 from mmjax.errors import CheckpointError
+from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
 from mmjax.language.encoder_decoder import BartConfig, BartDecoder
 from mmjax.language.llama.config import LlamaConfig
 from mmjax.language.llama.decoder import LlamaTextModel
@@ -79,6 +84,13 @@ GEMMA = LLAMA | {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+LATENT: dict[str, Any] = {
+    **{name: size for name, size in LLAMA.items() if name != "num_key_value_heads"},
+    **{"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 10, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
+"""Queries, keys and values of latents; experts behind the first layer."""
 PERSIMMON: dict[str, Any] = {
     "vocab_size": 130,
     "hidden_size": 48,
@@ -107,6 +119,12 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
     "original_max_position_embeddings": 128,
 }
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+MISTRAL4_YARN = {
+    **{**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+"""Queries grow at every 16th position."""
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -133,6 +151,15 @@ def _without_prefix(rule: Any) -> RuleTypes:
     if isinstance(rule, Split):
         return replace(rule, replacements=[cut(name) for name in rule.replacements])
     return replace(rule, replacement=cut(rule.replacement))
+
+
+def fill_experts(model: Any) -> None:
+    """Fill a model whose routers prefer some experts, as trained ones do."""
+    fill_with_unit_norms(model)
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.rand(buffer.shape, generator=generator) * 0.5)
 
 
 def no_prefix(config: Any) -> tuple[RuleTypes, ...]:
@@ -407,6 +434,23 @@ DECODERS = (
         },
     ),
     Decoder(
+        name="deepseek_v3",
+        hf_classes=(DeepseekV3Config, DeepseekV3ForCausalLM),
+        config_class=DeepseekConfig,
+        model_class=DeepseekTextModel,
+        tiny={**LATENT, "num_key_value_heads": 4},
+        rules=own_rules,
+        fill=fill_experts,
+        configs={
+            # Kimi K2's keys.
+            "yarn of both kinds": {"rope_parameters": DEEPSEEK_YARN},
+            "groups, whole queries, halves turned, no norm, coarse eps": {
+                **{"n_group": 4, "topk_group": 2, "q_lora_rank": None, "rope_interleave": False},
+                **{"norm_topk_prob": False, "rms_norm_eps": 1e-2, "n_shared_experts": 2},
+            },
+        },
+    ),
+    Decoder(
         name="granite",
         hf_classes=(GraniteConfig, GraniteForCausalLM),
         config_class=LlamaConfig,
@@ -425,6 +469,18 @@ DECODERS = (
                 "mlp_bias": True,
                 "attention_multiplier": 0.5,
             },
+        },
+    ),
+    Decoder(
+        name="mistral4",
+        hf_classes=(Mistral4Config, Mistral4ForCausalLM),
+        config_class=DeepseekConfig,
+        model_class=DeepseekTextModel,
+        tiny={**LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 0},
+        rules=own_rules,
+        fill=fill_experts,
+        configs={
+            "queries that grow": {"rope_parameters": MISTRAL4_YARN, "routed_scaling_factor": 1.5}
         },
     ),
     Decoder(
@@ -521,6 +577,7 @@ def test_every_state_is_hfs(decoder: Decoder, changes: Mapping[str, Any]):
 ROWS = {decoder.name: decoder for decoder in DECODERS}
 GEMMA3, LLAMA_ROW = ROWS["gemma3"], ROWS["llama"]
 QWEN3_ROW, PERSIMMON_ROW, COHERE_ROW = ROWS["qwen3"], ROWS["persimmon"], ROWS["cohere"]
+DEEPSEEK_ROW, MISTRAL4_ROW = ROWS["deepseek_v3"], ROWS["mistral4"]
 REFUSED = [
     (GEMMA3, {"use_bidirectional_attention": True}, "an encoder, not a generator"),
     (GEMMA3, {"layer_types": ["chunked_attention"]}, "chunked_attention"),
@@ -566,6 +623,21 @@ REFUSED = [
             "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2]},
         },
         "has four axes",
+    ),
+    (DEEPSEEK_ROW, {"scoring_func": "softmax"}, "`language_config.scoring_func` is 'softmax'"),
+    (DEEPSEEK_ROW, {"q_lora_rank": 0}, "`language_config.q_lora_rank` is 0; latent attention"),
+    (DEEPSEEK_ROW, {"attention_bias": True}, "`language_config.attention_bias` is True"),
+    (
+        DEEPSEEK_ROW,
+        {"rope_parameters": LINEAR},
+        "is of type `linear`; mmjax serves a `deepseek_v3`",
+    ),
+    (MISTRAL4_ROW, {"n_group": 2}, "`language_config.n_group` is 2"),
+    (MISTRAL4_ROW, {"rope_parameters": YARN}, "lacks llama_4_scaling_beta, by which"),
+    (
+        MISTRAL4_ROW,
+        {"rope_parameters": {**MISTRAL4_YARN, "partial_rotary_factor": 0.5}},
+        "`partial_rotary_factor` is 0.5, of heads 20 wide, and `qk_rope_head_dim` 8",
     ),
 ]
 

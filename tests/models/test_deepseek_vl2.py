@@ -176,12 +176,7 @@ def test_precomputed_embeddings_are_taken_with_all_their_rows():
         ours.apply("see <image>", {"image": {"image_embeds": np.ones((1, 51, 64), np.float32)}})
 
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 MAX_EMBEDS = 205
 
 
@@ -255,13 +250,12 @@ def test_more_devices_answer_as_one(size: str, num_devices: int):
         ({"vision_config.model_name": "vit"}, "`vision_config.model_name` is 'vit'"),
         ({"projector_config.depth": 3}, "`projector_config.depth` is 3"),
         ({"projector_config.n_embed": 8}, "`n_embed` of `projector_config` is 8"),
-        ({"language_config.q_lora_rank": 8}, "`language_config.q_lora_rank` is 8"),
         ({"language_config.topk_method": "best"}, "`language_config.topk_method` is 'best'"),
         ({"language_config.n_group": 3}, "`language_config.n_group` is 3"),
         ({"language_config.use_mla": True}, "`language_config.kv_lora_rank` is None"),
         (
-            {"language_config.rope_parameters": YARN},
-            "`language_config.rope_scaling` is of type `yarn`",
+            {"language_config.rope_parameters": LINEAR},
+            "`language_config.rope_scaling` is of type `linear`",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

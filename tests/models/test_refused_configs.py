@@ -60,7 +60,7 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"spatial_merge_size": 0}, "`spatial_merge_size` of config.json is 0"),
         (
             {"decoder": "ministral3", "text": {"rope_parameters": {"rope_type": "default"}}},
-            "`rope_parameters` of a Ministral 3 lacks llama_4_scaling_beta, original_max",
+            "`rope_parameters` lacks llama_4_scaling_beta, original_max",
         ),
     ],
     "ovis2": [

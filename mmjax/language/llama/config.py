@@ -37,6 +37,7 @@ from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError, check_settings
 from mmjax.layers.attention.metadata import ChunkWindow, Window
 from mmjax.layers.moe import ClampedGate, RouterConfig
+from mmjax.layers.rope import find_query_scales
 from mmjax.rounding import count_halvings
 
 _MOLMO_REQUIRED = {
@@ -370,15 +371,9 @@ def _read_hunyuan(hf_config: Any) -> dict[str, Any]:
 
 
 def _read_ministral3(hf_config: Any) -> dict[str, Any]:
-    rope = hf_config.rope_parameters
-    given = ("llama_4_scaling_beta", "original_max_position_embeddings")
-    missing = [name for name in given if rope.get(name) is None]
-    if missing:
-        raise CheckpointError(f"`rope_parameters` of a Ministral 3 lacks {', '.join(missing)}")
-    beta, length = (rope[name] for name in given)
-    # 1 + beta * log(1 + floor(position / length)), of which there are few values.
-    factors = 1 + beta * np.log1p(np.arange(hf_config.max_position_embeddings // length + 1))
-    return {**_read_llama(hf_config), "query_scales": QueryScales(length, tuple(factors.tolist()))}
+    longest = hf_config.max_position_embeddings
+    scales = QueryScales(*find_query_scales(hf_config.rope_parameters, longest))
+    return {**_read_llama(hf_config), "query_scales": scales}
 
 
 def _read_llama4(hf_config: Any) -> dict[str, Any]:
