@@ -12,6 +12,7 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Mistral4Config,
     MistralConfig,
     PixtralVisionConfig,
     Qwen3Config,
@@ -40,8 +41,23 @@ YARN = {
     **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
 }
 """Of Ministral 3: queries grow at every 16th position."""
+LATENT: dict[str, Any] = {
+    **{"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 6},
+    **{"num_experts_per_tok": 2, "num_key_value_heads": TEXT["num_attention_heads"]},
+}
+"""Of Mistral Small 4: queries, keys and values of latents, and experts in every layer."""
+
+
+def make_mistral4(**text: Any) -> Mistral4Config:
+    """Return the text config of a Mistral 4, whose heads have a width by its own keys."""
+    own = {name: value for name, value in text.items() if name != "head_dim"}
+    return Mistral4Config(**{"rope_parameters": YARN, **own, **LATENT})
+
+
 DECODERS: dict[str, Any] = {
     "mistral": MistralConfig,
+    "mistral4": make_mistral4,
     "ministral3": lambda **text: Ministral3Config(**{"rope_parameters": YARN, **text}),
     "qwen3": Qwen3Config,
 }
@@ -107,6 +123,7 @@ TINY = TinyFamily(
             9,
         ),
         "tied": Variant({"tie_word_embeddings": True}, 10),
+        "mistral 4": Variant({"decoder": "mistral4"}, 10),
     },
 )
 TINY_LIGHTON = replace(

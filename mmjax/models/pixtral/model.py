@@ -22,6 +22,7 @@ from mmjax.models.pixtral.host_inputs import (
     check_whole_pictures,
     read_merge_size,
 )
+from mmjax.models.text_model import text_rules
 from mmjax.models.tower_model import (
     TOWER,
     WRAPPER_RULES,
@@ -63,6 +64,7 @@ class PixtralForConditionalGeneration(FeatureLayersModel):
         return (
             *drop_unread_blocks(hf_config),
             *(Rule(pattern, f"vision_tower.{name}") for pattern, name in _NAMES.items()),
+            *text_rules(hf_config),
             *WRAPPER_RULES,
         )
 
