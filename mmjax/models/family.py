@@ -44,11 +44,14 @@ from mmjax.processing.prompt_updates.matching import (
 )
 from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
+    PlaceholderFeaturesInfo,
     PromptIndex,
     PromptInsertion,
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,
+    ResolvedPromptUpdate,
+    as_ids,
 )
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
@@ -79,6 +82,10 @@ class FamilyInfo(BaseProcessingInfo):
     item_bounds: ClassVar[tuple[str, str] | None] = None
     """The special tokens that an item's tokens begin and end with, of a family whose placeholder
     may be several tokens (`<`, `image`, `>`): such a one is replaced in the text, as HF does."""
+    text_bounds: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
+    """By modality, the special tokens that an item's tokens begin and end with but for words around
+    them: prompts with such an item are replaced in the text, as HF does, since these words may
+    merge with the user's."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
     cuts_clips: ClassVar[bool] = False
@@ -570,7 +577,17 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
     ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
-        """Replace; a target of several tokens may have merged with the words beside it."""
+        """Replace; a target of several tokens may have merged with the words beside it.
+
+        So may the words that an item begins or ends with (`text_bounds`). Token ids that do not
+        round-trip through text are replaced as they are.
+        """
+        if any(mm_prompt_updates.get(modality) for modality in self.info.text_bounds):
+            tokenizer = self.info.get_tokenizer()
+            text = tokenizer.decode(prompt)
+            if as_ids(text, tokenizer) == prompt:
+                new_text, result = self._apply_text_matches(text, mm_prompt_updates)
+                return as_ids(new_text, tokenizer), result
         bounds = self.info.item_bounds
         if bounds is not None and has_long_target(mm_prompt_updates):
             start, end = bounds
@@ -579,6 +596,25 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
             if spliced is not None:
                 return spliced
         return super()._apply_token_matches(prompt, mm_prompt_updates)
+
+    def _find_mm_placeholders(
+        self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> Mapping[str, list[PlaceholderFeaturesInfo]]:
+        """Find items of `text_bounds` from their first mark to their last: around them is text."""
+        inner = {
+            modality: [[self._cut_text(update) for update in one] for one in items]
+            for modality, items in mm_prompt_updates.items()
+        }
+        return super()._find_mm_placeholders(token_ids, inner)
+
+    def _cut_text(self, update: ResolvedPromptUpdate) -> ResolvedPromptUpdate:
+        tokens, bounds = update.content.full, self.info.text_bounds.get(update.modality)
+        if bounds is None or not isinstance(tokens, list):
+            return update
+        first, last = map(self.info.get_token_id, bounds)
+        inner = tokens[tokens.index(first) : len(tokens) - tokens[::-1].index(last)]
+        embed_token_ids = self.info.get_embed_token_ids(update.modality)
+        return update.with_content(PromptUpdateDetails.select_token_ids(inner, embed_token_ids))
 
     def _describe(self, modality: str, kwargs: MultiModalKwargsItems) -> Any:
         """Return what gives an item's tokens, and which of them take embeddings."""

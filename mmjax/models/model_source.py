@@ -37,10 +37,11 @@ DEFAULT_MAX_MODEL_LEN = 8192
 
 _BY_PART: Mapping[tuple[str, Any], str] = {
     ("Blip2ForConditionalGeneration", "t5"): "Blip2T5ForConditionalGeneration",
+    ("KimiK25ForConditionalGeneration", "kimi_k25_vision"): "Kimi_K25ForConditionalGeneration",
     ("LlavaForConditionalGeneration", "pixtral"): "PixtralForConditionalGeneration",
 }
-"""Families that checkpoints name by the wrapper around them, by that and the `model_type` of the
-vision tower or of the language model."""
+"""Families that checkpoints name by the wrapper around them, or as their own code does, by that and
+the `model_type` of the vision tower or of the language model."""
 _GENERATION_CONFIG = "generation_config.json"
 _GENERATION_FIELDS = (
     "temperature",
@@ -103,7 +104,7 @@ _FIRST_LONGROPE = "su"
 """What Phi-3's first files call `longrope`. Transformers knows the name, but finds the trained
 length of the new one alone."""
 
-_TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl", "t5"})
+_TIED_WITHOUT_KEY = frozenset({"kimi_k25", "mistral3", "paddleocr_vl", "t5"})
 """Model types, or those of a text model, whose class in transformers ties the head of published
 configurations that do not say so; their files tell."""
 

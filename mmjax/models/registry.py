@@ -126,6 +126,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLForConditionalGeneration": ModelRow(
             "internvl", "OpenGVLab/InternVL3-1B-hf", factories="HF_FACTORIES"
         ),
+        "Kimi_K25ForConditionalGeneration": ModelRow("kimi_k25", "moonshotai/Kimi-K2.5"),
         "Lfm2VlForConditionalGeneration": ModelRow("lfm2_vl", "LiquidAI/LFM2-VL-450M"),
         "LightOnOcrForConditionalGeneration": ModelRow(
             "pixtral", "lightonai/LightOnOCR-1B-1025", factories="LIGHTON_FACTORIES"

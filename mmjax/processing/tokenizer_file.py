@@ -1,5 +1,7 @@
-"""Tokenizers as tokenizer.json has them where transformers makes others, or of tekken.json."""
+"""Tokenizers as tokenizer.json has them where HF makes others, of tekken.json, or of ranks."""
 
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,4 +75,41 @@ def read_tekken(path: Path) -> Any:
     # What `mistral-common` would give where it is installed has other names of parts.
     tokenizer.chat_template = None
     tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Return the ranks of byte strings in a file of `tiktoken`; `CheckpointError` for none."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise CheckpointError(
+                f"line {number} of `{file.name}` is not a token in base64 and its rank"
+            ) from error
+    return ranks
+
+
+def build_ranked(
+    ranks: Mapping[bytes, int], pattern: str, others: Sequence[tuple[str, bool]]
+) -> Any:
+    """Return a tokenizer of the `tokenizers` library, of ranks as `tiktoken` has them.
+
+    Args:
+        ranks: Of byte strings.
+        pattern: What a text is cut into before pairs are merged.
+        others: Tokens that follow them, and whether each is special.
+    """
+    from tokenizers import AddedToken
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    converter = TikTokenConverter("", pattern)
+    # HF's own asks the library `tiktoken` to read a file.
+    converter.load_tiktoken_bpe = lambda tiktoken_url: dict(ranks)
+    tokenizer = converter.converted()
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=special) for token, special in others]
+    )
     return tokenizer

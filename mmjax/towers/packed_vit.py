@@ -2,10 +2,11 @@
 
 Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923), EXAONE
 4.5's (the same with fewer keys than queries; arXiv 2604.08644), PaddleOCR-VL's (arXiv 2510.14528),
-GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631), Qwen3.5's and ERNIE 4.5 VL's; without
-rotary places, SigLIP 2's (arXiv 2502.14786), MiniCPM-V 4.6's and HunyuanOCR's (arXiv 2511.19575).
-They differ by configuration alone: norms, MLPs, windows, learned positions, whether and how squares
-of patches merge, and after which blocks beside the last.
+GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631), Qwen3.5's, ERNIE 4.5 VL's and MoonViT
+(arXiv 2504.07491), whose clips are pooled over their frames in Kimi K2.5's (arXiv 2602.02276);
+without rotary places, SigLIP 2's (arXiv 2502.14786), MiniCPM-V 4.6's and HunyuanOCR's (arXiv
+2511.19575). They differ by configuration alone: norms, MLPs, windows, learned positions, whether
+and how squares of patches merge, and after which blocks beside the last.
 """
 
 import math
@@ -30,6 +31,7 @@ from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm, RMSNorm
 from mmjax.layers.rope import (
+    apply_interleaved_rotary,
     apply_rotary,
     inverse_frequencies,
     multimodal_angles,
@@ -40,6 +42,8 @@ Angles = tuple[Float[Array, "P _turned"], Float[Array, "P _turned"]]
 """Cosines and sines of every patch's place, half a head wide."""
 PositionTaps = tuple[Int[Array, "P _taps"], Float[Array, "P _taps"]]
 """Rows of the table of learned positions, and their weights."""
+FrameTaps = tuple[Int[Array, "P _frames"], Float[Array, "P _frames"]]
+"""Where the frames of a square's patch stand from its row, and how much of each it is."""
 AxisWeights = tuple[Float[Array, "P _side"], Float[Array, "P _side"]]
 """Weights of all rows, and of all columns, of a square of learned positions."""
 
@@ -80,6 +84,9 @@ class PackedViTConfig:
     alternates_axes: bool = False
     """Whether every second frequency turns by the row and the others by the column; else those of
     the first half turn by the row. In float32 then, as HF does."""
+    pairs_axes: bool = False
+    """Whether neighbours in a head are a pair that is rotated, and each frequency turns one by the
+    column and the next by the row."""
     full_attention_blocks: tuple[int, ...] | None = None
     """The blocks that see whole pictures, and not a window; None: all."""
     merge_size: int = 1
@@ -88,6 +95,8 @@ class PackedViTConfig:
     """Width of these embeddings; None: patches are not merged."""
     num_positions: int | None = None
     """Learned positions, those of a square grid; None: places are rotary alone."""
+    num_frames: int = 0
+    """Frames of a clip, whose number in it is added to their patches as a sinusoid; 0: none is."""
     merger_norm_eps: float | None = None
     """Of the norm before they merge; None: as of the others."""
     fed_blocks: tuple[int, ...] = ()
@@ -249,6 +258,26 @@ def _read_siglip2(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_kimi_k25(vision: Any) -> dict[str, Any]:
+    height, width = vision.pos_emb_height, vision.pos_emb_width
+    rows, columns = vision.merge_kernel_size
+    if height != width or rows != columns:
+        raise CheckpointError(
+            f"`vision_config` has {height} x {width} learned positions and a `merge_kernel_size` "
+            f"of {rows} x {columns}; mmjax's MoonViT has squares"
+        )
+    return {
+        "num_blocks": vision.num_hidden_layers,
+        "num_heads": vision.num_attention_heads,
+        "kernel": (3, vision.patch_size, vision.patch_size),
+        "norm_eps": 1e-5,  # no key of the config
+        "merge_size": rows,
+        "num_positions": height**2,
+        "num_frames": vision.pos_emb_time,
+        **dict.fromkeys(("has_last_norm", "has_patch_bias", "pairs_axes"), True),
+    }
+
+
 def _read_glm4v(vision: Any) -> dict[str, Any]:
     if vision.attention_bias:
         raise CheckpointError(
@@ -313,6 +342,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "glm_ocr_vision": _read_glm_ocr,
         "hunyuan_vl_vision": _read_hunyuan_vl,
         "minicpm_ocr_vision": _read_minicpmv4_6,
+        "kimi_k25_vision": _read_kimi_k25,
         "minicpmv4_6_vision": _read_minicpmv4_6,
         "minicpmv4_7_vision": _read_minicpmv4_6,
         "paddleocr_vl_vision": _read_paddleocr_vl,
@@ -386,8 +416,9 @@ class PackedAttention(nnx.Module):
         if angles is not None:
             # bfloat16 would round the angles of every place.
             dtype = x.dtype if config.alternates_axes else jnp.float32
+            rotate = apply_interleaved_rotary if config.pairs_axes else apply_rotary
             query, key = (
-                apply_rotary(part.astype(dtype), *angles).astype(x.dtype) for part in (query, key)
+                rotate(part.astype(dtype), *angles).astype(x.dtype) for part in (query, key)
             )
         per_key = config.num_heads // self.num_kv_heads
         if per_key > 1:
@@ -509,6 +540,8 @@ class PackedViT(nnx.Module):
         positions: PositionTaps | None = None,
         axis_weights: AxisWeights | None = None,
         square_offsets: Int[Array, " P"] | None = None,
+        frame_numbers: Int[Array, " P"] | None = None,
+        frame_taps: FrameTaps | None = None,
         feature_layers: Sequence[int] = (),
     ) -> tuple[Float[Array, "_rows _out"], list[Float[Array, "P D"]]]:
         """Return the last state, merged where the config says so, and the states asked for.
@@ -525,10 +558,18 @@ class PackedViT(nnx.Module):
             axis_weights: In their place, where a patch may have any number of those around it.
             square_offsets: Patches come row by row; that of row i + offsets[i] is the i-th one
                 square by square.
+            frame_numbers: Of each patch's frame in its clip, from 1 on; 0: it is a picture's.
+            frame_taps: In place of `square_offsets`, of a tower that pools the frames of clips: the
+                i-th patch, square by square, of a clip's first frame is the weighted sum of those
+                of the rows i + offsets[i].
             feature_layers: As HF's `hidden_states`: 0 is the normed embedding, n the output of
                 block n - 1.
         """
-        states = [self.embed_patches(pixel_values, positions, axis_weights)]
+        embedded = self.embed_patches(pixel_values, positions, axis_weights)
+        if frame_numbers is not None:
+            table = jnp.asarray(_sinusoids(self.config.num_frames, embedded.shape[1]))
+            embedded = embedded + table[frame_numbers].astype(embedded.dtype)
+        states = [embedded]
         angles = None if places is None else self._angles(places)
         full = self.config.full_attention_blocks
         for number, block in enumerate(self.blocks):
@@ -539,6 +580,8 @@ class PackedViT(nnx.Module):
         last = states[-1] if self.post_layernorm is None else self.post_layernorm(states[-1])
         if square_offsets is not None:
             last = last[jnp.arange(len(last)) + square_offsets]
+        if frame_taps is not None:
+            last = _pool_frames(last, *frame_taps)
         last = last if self.merger is None else self.merger(last)
         mergers = sorted(zip(self.config.fed_blocks, self.deepstack_merger_list, strict=True))
         if mergers:
@@ -582,6 +625,11 @@ class PackedViT(nnx.Module):
 
     def _angles(self, places: Int[Array, "P 2"]) -> Angles:
         theta, width = {"rope_theta": self.config.rope_theta}, self.config.head_dim
+        if self.config.pairs_axes:
+            frequencies = inverse_frequencies(theta, width // 2)
+            by_axis = (rotary_angles(places[:, axis], frequencies) for axis in (1, 0))
+            cos, sin = (jnp.stack(pair, axis=-1) for pair in zip(*by_axis, strict=True))
+            return cos.reshape(len(places), -1), sin.reshape(len(places), -1)
         if not self.config.alternates_axes:
             frequencies = inverse_frequencies(theta, width // 2)
             by_axis = (rotary_angles(places[:, axis], frequencies) for axis in (0, 1))
@@ -595,3 +643,25 @@ class PackedViT(nnx.Module):
             np.concatenate([by_row, by_column]),
             (len(by_row), len(by_column), 0),
         )
+
+
+def _sinusoids(num_frames: int, width: int) -> np.ndarray:
+    """Return float32[1 + num_frames, width]: of no frame, zeros, and of each of a clip's.
+
+    Sines, then cosines, of a frame's number (from 0 on) times frequencies as of rotary positions.
+    """
+    frequencies = inverse_frequencies({"rope_theta": 10_000.0}, width)
+    angles = np.arange(num_frames, dtype=np.float32)[:, None] * frequencies
+    table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    return np.pad(table, ((1, 0), (0, 0))).astype(np.float32)
+
+
+def _pool_frames(
+    x: Float[Array, "P D"], offsets: Int[Array, "P _frames"], weights: Float[Array, "P _frames"]
+) -> Float[Array, "P D"]:
+    """Return the weighted sums of the rows at `offsets` from each, in float32 until the end."""
+    rows = jnp.arange(len(x))
+    total = jnp.zeros(x.shape, jnp.float32)
+    for offset, weight in zip(offsets.T, weights.T, strict=True):
+        total = total + x[rows + offset].astype(jnp.float32) * weight[:, None]
+    return total.astype(x.dtype)

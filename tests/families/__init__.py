@@ -22,6 +22,7 @@ from tests.families.got_ocr2 import GOT_OCR2
 from tests.families.hunyuan_vl import HUNYUAN_VL
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
+from tests.families.kimi_k25 import KIMI_K25
 from tests.families.lfm2_vl import LFM2_VL
 from tests.families.llama4 import LLAMA4
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
@@ -75,6 +76,7 @@ _ROWS = (
     INTERNVL,
     INTERNVL_GPT_OSS,
     INTERNVL_ORIGINAL,
+    KIMI_K25,
     LFM2_VL,
     LLAMA4,
     LLAVA,

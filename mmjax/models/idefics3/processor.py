@@ -21,7 +21,6 @@ from PIL import Image
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.models.family import (
     FamilyInfo,
-    FamilyProcessor,
     Target,
     item_fields,
     make_factories,
@@ -32,12 +31,7 @@ from mmjax.processing.image_processors.frames import Timing, read_timing, split_
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.pil_classes import make_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, PixelsOnlyDataParser
-from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.updates import (
-    MultiModalPromptUpdates,
-    PlaceholderFeaturesInfo,
-    PromptUpdateDetails,
-    ResolvedPromptUpdate,
     as_ids,
 )
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -265,6 +259,7 @@ class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
     data_parser = PixelsOnlyDataParser
     limits: ClassVar = {"image": None, "video": None}
     placeholders: ClassVar = {"image": IMAGE, "video": "<video>"}
+    text_bounds: ClassVar = {"video": (FAKE, FAKE)}
 
     def load_hf_processor(self) -> ProcessorOfParts:
         parts = super().load_hf_processor()
@@ -306,43 +301,5 @@ class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
         return as_ids(text, self.get_tokenizer())
 
 
-class SmolVLMMultiModalProcessor(FamilyProcessor[SmolVLMProcessingInfo]):
-    def _apply_token_matches(
-        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
-    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
-        """Replace videos in the text, as HF does: theirs may merge with the user's at its ends.
-
-        Token ids that do not round-trip through text are replaced as they are.
-        """
-        tokenizer = self.info.get_tokenizer()
-        text = tokenizer.decode(prompt) if mm_prompt_updates.get("video") else ""
-        if not text or as_ids(text, tokenizer) != prompt:
-            return super()._apply_token_matches(prompt, mm_prompt_updates)
-        new_text, result = self._apply_text_matches(text, mm_prompt_updates)
-        return as_ids(new_text, tokenizer), result
-
-    def _find_mm_placeholders(
-        self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
-    ) -> Mapping[str, list[PlaceholderFeaturesInfo]]:
-        """Find videos from their first frame to their last: what stands around them is text."""
-        inner = {
-            modality: [[self._cut_text(update) for update in one] for one in items]
-            for modality, items in mm_prompt_updates.items()
-        }
-        return super()._find_mm_placeholders(token_ids, inner)
-
-    def _cut_text(self, update: ResolvedPromptUpdate) -> ResolvedPromptUpdate:
-        tokens = update.content.full
-        if update.modality != "video" or not isinstance(tokens, list):
-            return update
-        fake = self.info.get_token_id(FAKE)
-        end = len(tokens) - tokens[::-1].index(fake)
-        embed_token_id = self.info.get_embed_token_id("video")
-        content = PromptUpdateDetails.select_token_id(
-            tokens[tokens.index(fake) : end], embed_token_id
-        )
-        return update.with_content(content)
-
-
 FACTORIES = make_factories(Idefics3ProcessingInfo)
-SMOLVLM_FACTORIES = make_factories(SmolVLMProcessingInfo, SmolVLMMultiModalProcessor)
+SMOLVLM_FACTORIES = make_factories(SmolVLMProcessingInfo)

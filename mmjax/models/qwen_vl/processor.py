@@ -7,7 +7,6 @@ Qwen's tokenizer from `qwen.tiktoken`: ranks of byte strings, as the `tokenizers
 """
 
 import re
-from base64 import b64decode
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import MultiModalDataItems
+from mmjax.processing.tokenizer_file import build_ranked, read_ranks
 
 IMG_START, IMG_END, IMG_PAD = "<img>", "</img>", "<imgpad>"
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -63,27 +63,11 @@ def load_tokenizer(path: Path) -> Any:
 def _build(file: Path, modified: int) -> Any:
     # `modified` names the file's content.
     from tokenizers import normalizers
-    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    converter = TikTokenConverter(str(file), _PATTERN, extra_special_tokens=_SPECIAL_TOKENS)
-    # HF's own asks the library `tiktoken` to read the file.
-    converter.load_tiktoken_bpe = lambda tiktoken_url: _read_ranks(Path(tiktoken_url))
-    tokenizer = converter.converted()
+    others = [(token, True) for token in _SPECIAL_TOKENS]
+    tokenizer = build_ranked(read_ranks(file), _PATTERN, others)
     tokenizer.normalizer = normalizers.NFC()
     return tokenizer
-
-
-def _read_ranks(file: Path) -> dict[bytes, int]:
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        try:
-            token, rank = line.split()
-            ranks[b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise CheckpointError(
-                f"line {number} of `{file.name}` is not a token in base64 and its rank"
-            ) from error
-    return ranks
 
 
 _AFFINE = make_affine(
