@@ -33,9 +33,9 @@ NEVER = np.finfo(np.float32).min
 FIRST_ALONE = {
     *NEAR,
     *("blip2_t5", "deepseek_ocr2", "ernie4_5_vl", "exaone4_5", "fuyu", "gemma3", "gemma4"),
-    *("gemma4_unified", "glm4v", "glm_ocr", "got_ocr2", "hunyuan_vl", "lfm2_vl", "llama4", "llava"),
-    *("minicpmv4_6", "mistral3", "molmo2", "paddleocr_vl", "paligemma", "pixtral", "qwen2_5_omni"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_asr", "qwen3_vl"),
+    *("gemma4_unified", "glm4v", "glm_ocr", "got_ocr2", "hunyuan_vl", "kimi_k25", "lfm2_vl"),
+    *("llama4", "llava", "minicpmv4_6", "mistral3", "molmo2", "paddleocr_vl", "paligemma"),
+    *("pixtral", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_asr", "qwen3_vl"),
 }
 """Of which a variant takes seconds to compile: the slow run has the others. What they vary is
 compared by parts, too, in `tests/towers` and `tests/language`."""
