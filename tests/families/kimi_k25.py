@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration, video_utils
-from transformers.image_processing_utils import BatchFeature
+from transformers.image_processing_base import BatchFeature
 from transformers.image_utils import ChannelDimension, SizeDict, get_image_size
 from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
-from transformers.utils import TensorType
+from transformers.utils.generic import TensorType
 from transformers.video_utils import default_sample_indices_fn
 
 from mmjax.models.kimi_k25 import model as ours
@@ -220,6 +221,22 @@ def write_files(path: Path) -> Path:
 path = made_once(write_files)
 
 
+def write(folder: Path) -> Path:
+    """Write a checkpoint with weights, by the published names.
+
+    HF's `save_pretrained` (5.23) calls the decoder's layers `blocks`, as the tower's, and has what
+    cuts patches within its encoder.
+    """
+    made = with_weights(write_files, fill)(folder)
+    for file in made.glob("*.safetensors"):
+        renamed = {}
+        for name, tensor in load_file(file).items():
+            right = name.replace("language_model.model.blocks.", "language_model.model.layers.")
+            renamed[right.replace("encoder.patch_embed.", "patch_embed.")] = tensor
+        save_file(renamed, file, metadata={"format": "pt"})
+    return made
+
+
 @cache
 def image_class() -> Any:
     """Return HF's image processor, for which Pillow resizes."""
@@ -325,7 +342,7 @@ KIMI_K25 = Family(
     tiny=TINY,
     is_written=True,
     path=path,
-    write=with_weights(write_files, fill),
+    write=write,
     needless_files=frozenset(
         {"tokenizer_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
     ),
