@@ -227,8 +227,9 @@ def test_preempted_requests_answer_as_published():
     assert core.num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("size", [pytest.param("small", marks=pytest.mark.slow), "base"])
+@pytest.mark.slow  # two devices of every family are in the default run, four of some
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("size", ["small", "base"])
 def test_more_devices_answer_as_one(size: str, num_devices: int):
     """Query heads and every expert's width are cut; the latent is on all devices."""
     core = start(size, num_devices=num_devices, max_num_batched_tokens=16)

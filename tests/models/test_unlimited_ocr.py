@@ -103,7 +103,10 @@ def write_config(path: Path, raw: Mapping[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("raw", "architecture", "window", "max_tiles"),
     [
-        (DEEPSEEK, "DeepseekOCRForCausalLM", None, 9),
+        pytest.param(
+            *(DEEPSEEK, "DeepseekOCRForCausalLM", None, 9),
+            marks=pytest.mark.slow,  # the same tree, without windows
+        ),
         (UNLIMITED, "UnlimitedOcrForConditionalGeneration", 128, 32),
     ],
 )
@@ -132,7 +135,7 @@ def test_the_published_config_is_hfs_and_every_tensor_has_one_place(
     assert {layer.self_attn.window for layer in layers} == {window}
 
 
-@pytest.mark.parametrize("raw", [DEEPSEEK, UNLIMITED])
+@pytest.mark.parametrize("raw", [pytest.param(DEEPSEEK, marks=pytest.mark.slow), UNLIMITED])
 def test_a_tiny_checkpoint_in_its_authors_layout_says_what_hf_says(
     tmp_path: Path, raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
