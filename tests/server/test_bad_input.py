@@ -23,7 +23,7 @@ def error_of(response: Any, status: int = 400) -> dict[str, Any]:
     """Check the form of an error; return its inside."""
     assert response.status_code == status, response.text
     body = response.json()
-    assert set(body) == {"error"}
+    assert set(body) in ({"error"}, {"type", "error", "request_id"})  # OpenAI's, Anthropic's
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]
     assert not SECRETS.search(response.text)

@@ -177,6 +177,7 @@ def check_templates(make_server: MakeServer, make_vector_server: MakeServer) -> 
         has_messages = "messages" in fields.get("properties", {})
         messages = {"messages": [{"role": "user", "content": "a"}]}
         said: dict[str, Any] = messages if has_messages else {"input": "a"}
+        said |= {"max_tokens": 1} if "max_tokens" in fields.get("required", ()) else {}
         closed, opened = of_vectors if path in ("/v1/embeddings", "/pooling") else of_text
         for name in {"chat_template", "chat_template_kwargs"} & fields.get("properties", {}).keys():
             found.add((path, name))
@@ -187,7 +188,8 @@ def check_templates(make_server: MakeServer, make_vector_server: MakeServer) -> 
                     asked = {**said, name: {reserved: True}}
                     error = error_of(opened.http.post(path, json=asked))
                     assert error["param"] == f"{name}.{reserved}"
-    known = {"/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/pooling", "/tokenize"}
+    known = {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling"}
+    known.add("/tokenize")
     assert known <= {path for path, _ in found}
 
 

@@ -301,7 +301,10 @@ def test_pixtrals_states_of_packed_pictures_are_hfs(changes: dict[str, Any]):
     graphdef, abstract = build_abstract(
         PackedViT, PackedViTConfig.from_hf(config), dtype=jnp.float32
     )
-    wrapper = SimpleNamespace(vision_config=config, vision_feature_layer=-1)
+    text = SimpleNamespace(model_type="mistral")
+    wrapper = SimpleNamespace(
+        vision_config=config, vision_feature_layer=-1, get_text_config=lambda: text
+    )
     rules = PixtralForConditionalGeneration.rules(wrapper)
     whole_model = torch.nn.ModuleDict({"vision_tower": reference})
     params = params_of(whole_model, {"vision_tower": abstract}, rules)["vision_tower"]
