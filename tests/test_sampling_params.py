@@ -40,6 +40,7 @@ WRONG = [
     ("ignore_eos", None),
     ("logprobs", True),
     ("no_repeat_ngram_size", 2.0),
+    ("no_repeat_ngram_window_size", 2.0),
     ("logprobs", 2.0),
     ("skip_special_tokens", "no"),
     ("presence_penalty", "1"),

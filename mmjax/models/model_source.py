@@ -50,10 +50,9 @@ _GENERATION_FIELDS = (
     "min_p",
     "repetition_penalty",
     "no_repeat_ngram_size",
+    "no_repeat_ngram_window_size",
 )
 """Fields of SamplingParams that it may set."""
-_NGRAM_WINDOW = "no_repeat_ngram_window_size"
-"""What Unlimited-OCR's class in transformers adds to them."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "*.tiktoken")
@@ -300,12 +299,6 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
     """Read generation_config.json, which may be absent, and the EOS tokens of config.json."""
     raw = read_generation_config(model_config.path)
     settings = {**_chosen_generation_config(model_config, raw), **_overrides(model_config)}
-    if window := settings.get(_NGRAM_WINDOW):
-        raise CheckpointError(
-            f"`{_NGRAM_WINDOW}` of generation_config.json is {window!r}, and mmjax has no such "
-            "window: its `no_repeat_ngram_size` looks at all of prompt and answer; leave the "
-            "file's settings out with `--generation-config vllm`, or take the key out of it"
-        )
     sampling = {
         name: settings[name]
         for name in _GENERATION_FIELDS

@@ -16,7 +16,7 @@ from mmjax.params.pooling_params import PoolingParams
 
 MAX_LOGPROBS = 20
 """Maximum of `logprobs` (OpenAI's limit on `top_logprobs`)."""
-MAX_NGRAM_SIZE = 32
+MAX_NGRAM_SIZE = 64
 """Maximum of `no_repeat_ngram_size`: a step compares so many tokens at each place of a sequence."""
 MAX_BIASES = 1024
 """Entries of `logit_bias`, as vLLM's; OpenAI takes 300."""
@@ -44,6 +44,7 @@ LIMITS: Mapping[str, Mapping[str, int | float]] = {
     "logprobs": {"ge": 0, "le": MAX_LOGPROBS},
     "prompt_logprobs": {"ge": 0, "le": MAX_LOGPROBS},
     "no_repeat_ngram_size": {"ge": 0, "le": MAX_NGRAM_SIZE},
+    "no_repeat_ngram_window_size": {"ge": 0, "lt": 2**31},
     "logit_bias": {"max_length": MAX_BIASES},
     "stop_token_ids": {"max_length": MAX_STOP_TOKEN_IDS},
     "bad_words": {"max_length": MAX_BAD_WORDS},
@@ -185,6 +186,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     no_repeat_ngram_size: int = 0
     """So many tokens in a row never come twice, in prompt and answer together, as in HF's
     `generate`; 0: no limit. vLLM has no such field."""
+    no_repeat_ngram_window_size: int = 0
+    """Of how many of the last tokens that holds, as of Unlimited-OCR in HF; 0: of all."""
     transcript: TranscriptRules | None = None
     """What an answer that is a transcript may hold; the routes of transcriptions set it."""
     alignment: AlignmentRange | None = None

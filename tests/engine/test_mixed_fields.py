@@ -63,6 +63,7 @@ def draw_fields(rng: random.Random) -> dict[str, Any]:
         "frequency_penalty": rng.choice([-0.7, 0.3, 2.0]),
         "repetition_penalty": rng.choice([0.7, 1.2, 3.0]),
         "no_repeat_ngram_size": rng.choice([1, 2, 3]),
+        "no_repeat_ngram_window_size": rng.choice([1, 2, 8]),
         "logit_bias": {token_id: rng.uniform(-9, 9) for token_id in rng.sample(ids, 12)},
         "bad_words": ["x"],
         "allowed_token_ids": rng.sample(ids, rng.choice([2, 30, 80])),

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
+from transformers.models.unlimited_ocr.generation_unlimited_ocr import (
+    UnlimitedOcrSlidingWindowNoRepeatNgramLogitsProcessor,
+)
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
@@ -348,23 +351,27 @@ def test_closing_in_flight_is_quiet() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "window"), [(1, 0), (2, 0), (3, 0), (1, 4), (2, 7), (3, 2)])
 def test_what_may_not_be_repeated_depends_on_the_token_in_flight(
-    core: EngineCore, size: int
+    core: EngineCore, size: int, window: int
 ) -> None:
     """The oracle: HF's processor on the logits of dense passes. Others of the batch are plain."""
-    banned = message("banned", [text(5, 30)], max_tokens=24, no_repeat_ngram_size=size)
+    rule = {"no_repeat_ngram_size": size, "no_repeat_ngram_window_size": window}
+    banned = message("banned", [text(5, 30)], max_tokens=24, **rule)
     plain = [message(f"{n}", [text(n, 9)], max_tokens=12) for n in (2, 3)]
     for request in (plain[0], banned, plain[1]):
         core.add_request(request)
     news = drain(core)
     process: Any = NoRepeatNGramLogitsProcessor(size)
+    if window:
+        process = UnlimitedOcrSlidingWindowNoRepeatNgramLogitsProcessor(size, window)
     token_ids = list(banned.prompt_token_ids)
     for _ in range(24):
         logits = dense_logits(token_ids, ())[len(token_ids) - 1]
         scores = process(torch.tensor(token_ids)[None], torch.tensor(logits)[None])
         token_ids.append(int(scores[0].argmax()))
     assert tokens_of(news["banned"]) == token_ids[30:]
-    assert tokens_of(news["banned"]) != dense_greedy(message("free", [text(5, 30)], max_tokens=24))
+    free = dense_greedy(message("free", [text(5, 30)], max_tokens=24))
+    assert (tokens_of(news["banned"]) == free) == (window == 2)  # too short for three tokens
     for request in plain:
         assert tokens_of(news[request.request_id]) == dense_greedy(request)

@@ -67,6 +67,7 @@ def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> Sam
         "masked_token_ids": masked,
         "token_from": np.array([row.get("from", -1) for row in rows], np.int32),
         "ngram_sizes": np.array([row["ngram"] for row in rows], np.int32),
+        "ngram_windows": np.array([row.get("ngram_window", 0) for row in rows], np.int32),
         "prompt_lengths": np.array([row["prompt"] for row in rows], np.int32),
         **{
             f"{name}_penalty": np.array([row[f"{name}_penalty"] for row in rows], np.float32)

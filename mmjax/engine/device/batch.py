@@ -69,6 +69,8 @@ class SampleBatch(NamedTuple):
     """Row of the previous sample that is the sequence's last token, or -1."""
     ngram_sizes: Int[Array, " R"]
     """`no_repeat_ngram_size`; 0: no limit."""
+    ngram_windows: Int[Array, " R"]
+    """How many of the last tokens that is about; 0: all."""
     prompt_lengths: Int[Array, " R"]
     """Tokens that repetition penalties count, and presence and frequency penalties do not."""
     repetition_penalty: Float[Array, " R"]
@@ -472,6 +474,7 @@ class BatchBuilder:
             fields["positions"][row] = scheduled.end
             fields["token_from"][row] = scheduled.token_from
             fields["ngram_sizes"][row] = params.no_repeat_ngram_size
+            fields["ngram_windows"][row] = params.no_repeat_ngram_window_size
             fields["reports_masked"][row] = request.logit_rules.grammar is not None
             if params.transcript is not None:
                 fields["timestamps_from"][row] = params.transcript.timestamps_from or 0

@@ -322,9 +322,12 @@ def _mask_repeated_ngrams(
 ) -> Float[Array, "R V"]:
     """Mask tokens that would end an n-gram which the sequence has already.
 
-    Of size 3, behind 5 6 7 5 6: 7. As HF's NoRepeatNGramLogitsProcessor.
+    Of size 3, behind 5 6 7 5 6: 7. As HF's NoRepeatNGramLogitsProcessor, or within the last tokens
+    alone, as Unlimited-OCR's (HF: generation_unlimited_ocr.py).
     """
     size, length = batch.ngram_sizes[:, None], batch.positions[:, None]
+    window = batch.ngram_windows[:, None]
+    first = jnp.where(window > 0, length - window, 0)
     place = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
     tokens = _known_tokens(batch, history, previous)
 
@@ -334,7 +337,7 @@ def _mask_repeated_ngrams(
         return is_same & ((jnp.roll(tokens, -offset, axis=1) == last) | (offset >= size - 1))
 
     ends = place + size - 1
-    is_same = (size > 0) & (ends < length)
+    is_same = (size > 0) & (place >= first) & (ends < length)
     is_same = jax.lax.fori_loop(0, batch.ngram_sizes.max() - 1, compare, is_same)
     ending = jnp.take_along_axis(tokens, jnp.minimum(ends, history.shape[1] - 1), axis=1)
     each_row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]

@@ -215,6 +215,9 @@ class GenerationRequest(PromptRequest):
     min_p: Annotated[StrictFloat, bounded("min_p")] | None = None
     no_repeat_ngram_size: Annotated[StrictInt, bounded("no_repeat_ngram_size")] | None = None
     """HF's; neither OpenAI nor vLLM has it."""
+    no_repeat_ngram_window_size: (
+        Annotated[StrictInt, bounded("no_repeat_ngram_window_size")] | None
+    ) = None
     frequency_penalty: Annotated[StrictFloat, bounded("frequency_penalty")] | None = None
     presence_penalty: Annotated[StrictFloat, bounded("presence_penalty")] | None = None
     repetition_penalty: Annotated[StrictFloat, bounded("repetition_penalty")] | None = None
