@@ -15,7 +15,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.models.model_source import load_model_config
@@ -159,9 +159,13 @@ def write_directory(
 
 
 def make_random(path: Path, fill: Callable[[Any], object] = fill_with_unit_norms) -> Any:
-    """Return HF's model of a directory with random weights."""
+    """Return HF's model of a directory with random weights.
+
+    Its class is that of the architecture's name, else the one for the `model_type`.
+    """
     config: Any = AutoConfig.from_pretrained(path)
-    model = getattr(transformers, config.architectures[0])(config).eval()
+    of_name = getattr(transformers, config.architectures[0], None)
+    model = (of_name or AutoModelForImageTextToText.from_config)(config).eval()
     fill(model)
     return model
 

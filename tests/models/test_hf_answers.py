@@ -65,7 +65,7 @@ def as_inputs(family: Family, reference: Any, prompt: Prompt) -> dict[str, Any]:
     ids = torch.tensor(hf.input_ids)[None]
     return {
         **{
-            name: hf.tensors[name]
+            name: np.asarray(hf.tensors[name]).tolist()
             if name in LISTED
             else torch.as_tensor(np.asarray(hf.tensors[name]))
             for name in known & {*hf.tensors}

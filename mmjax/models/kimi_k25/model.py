@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import check_settings
@@ -81,6 +82,12 @@ class Kimi_K25ForConditionalGeneration(MultiModalModel):
         with self._mark_tower_model(hf_config, {"image", "video"}):
             self.visual = PackedViT(read_tower(hf_config), dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
+        self.mark_ids = (hf_config.image_token_id, hf_config.video_token_id)
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up the text embeddings; an item's mark is token 0, also in an answer, as in HF."""
+        is_mark = jnp.isin(token_ids, jnp.array(self.mark_ids, jnp.int32))
+        return super().embed_input_ids(jnp.where(is_mark, 0, token_ids))
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
