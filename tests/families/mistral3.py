@@ -52,13 +52,13 @@ LATENT: dict[str, Any] = {
 def make_mistral4(**text: Any) -> Mistral4Config:
     """Return the text config of a Mistral 4, whose heads have a width by its own keys."""
     own = {name: value for name, value in text.items() if name != "head_dim"}
-    return Mistral4Config(**{"rope_parameters": YARN, **own, **LATENT})
+    return Mistral4Config(**{"rope_parameters": {**YARN}, **own, **LATENT})
 
 
 DECODERS: dict[str, Any] = {
     "mistral": MistralConfig,
     "mistral4": make_mistral4,
-    "ministral3": lambda **text: Ministral3Config(**{"rope_parameters": YARN, **text}),
+    "ministral3": lambda **text: Ministral3Config(**{"rope_parameters": {**YARN}, **text}),
     "qwen3": Qwen3Config,
 }
 
