@@ -240,7 +240,7 @@ def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
 def check_is_cut(core: EngineCore, size: int) -> None:
     """Each device holds its part of every product's weights in every block of the decoder.
 
-    But for routers of experts: each device chooses for all tokens.
+    But for routers of experts: each device chooses for all tokens; and latents, which heads share.
     """
     whole = {
         name
@@ -249,7 +249,10 @@ def check_is_cut(core: EngineCore, size: int) -> None:
         if leaf.sharding.shard_shape(leaf.shape) == leaf.shape
         # A bias behind a product whose sums are over the devices is whole.
         and not name.endswith(
-            (".gate.weight", ".router.weight", ".shared_expert_gate.weight", ".down_proj_bias")
+            (
+                *(".gate.weight", ".router.weight", ".shared_expert_gate.weight"),
+                *(".down_proj_bias", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight"),
+            )
         )
     }
     assert whole == set(), f"not cut over {size} devices"
