@@ -356,7 +356,10 @@ def test_what_may_not_be_repeated_depends_on_the_token_in_flight(
     core: EngineCore, size: int, window: int
 ) -> None:
     """The oracle: HF's processor on the logits of dense passes. Others of the batch are plain."""
-    rule = {"no_repeat_ngram_size": size, "no_repeat_ngram_window_size": window}
+    rule: dict[str, Any] = {
+        "no_repeat_ngram_size": size,
+        "no_repeat_ngram_window_size": window,
+    }
     banned = message("banned", [text(5, 30)], max_tokens=24, **rule)
     plain = [message(f"{n}", [text(n, 9)], max_tokens=12) for n in (2, 3)]
     for request in (plain[0], banned, plain[1]):
