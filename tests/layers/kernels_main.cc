@@ -59,13 +59,21 @@ std::unique_ptr<X[]> draw_inputs(std::mt19937& rng, int64_t count) {
   return out;
 }
 
+struct Sizes {
+  std::vector<int64_t> rows, widths, features;
+};
+const Sizes kFew = {{1, 2, 3, 4, 5, 7, 8, 16},
+                    {1, 7, 31, 32, 33, 63, 64, 65, 100, 131, 640},
+                    {1, 3, 4, 5, 9}};
+const Sizes kMany = {{17, 32, 63, 1057}, {1, 31, 33, 64, 1024, 2051}, {1, 32, 47, 97}};
+
 template <typename X, typename W, typename Out>
-bool check(const char* name, mmjax::Product<X, W, Out> product) {
+bool check(const char* name, mmjax::Product<X, W, Out> product, const Sizes& sizes = kFew) {
   std::mt19937 rng(0);
   bool is_right = true;
-  for (int64_t rows : {1, 2, 3, 4, 5, 7, 8, 16}) {
-    for (int64_t width : {1, 7, 31, 32, 33, 63, 64, 65, 100, 131, 640}) {
-      for (int64_t features : {1, 3, 4, 5, 9}) {
+  for (int64_t rows : sizes.rows) {
+    for (int64_t width : sizes.widths) {
+      for (int64_t features : sizes.features) {
         const auto x = draw_inputs<X>(rng, rows * width);
         const auto weight = draw_many<W>(rng, features * width);
         const std::unique_ptr<Out[]> out(new Out[rows * features]);
@@ -297,6 +305,12 @@ bool check_rotation(const char* name, mmjax::Rotation<T> rotate) {
   return is_right;
 }
 
+bool check_many(const mmjax::ManyRows& many) {
+  std::printf("many rows\n");
+  return check("bfloat16", many.bfloat16, kMany) & check("int8", many.int8, kMany) &
+         check("bfloat16_int8", many.bfloat16_int8, kMany);
+}
+
 bool check_all(const mmjax::Products& products) {
   std::printf("%s\n", products.name);
   return check("float32", products.float32) & check("bfloat16", products.bfloat16) &
@@ -324,5 +338,7 @@ int main() {
     is_right &= check_all(*each);
     is_known = each == best;
   }
+  const mmjax::ManyRows* const many = mmjax::find_many_rows();
+  if (many != nullptr) is_right &= check_many(*many);
   return is_right ? 0 : 1;
 }

@@ -86,6 +86,12 @@ FORMS = {
 }
 
 
+def many_rows(kernels: str, dtype: str) -> tuple[int, ...]:
+    """Return numbers of rows beyond the few that tiles take, around multiples of theirs."""
+    takes_many = kernels == "amx" and dtype != "float32"
+    return (MAX_FEW_ROWS + 1, 48, 63, 64, 1100) if takes_many else ()
+
+
 def as_kernels_read(x: jax.Array, kernels: str) -> jax.Array:
     """Return what kernels for AVX2 make of bfloat16 inputs of integer weights.
 
@@ -110,7 +116,7 @@ def lower(dtypes: tuple[str, str], x: jax.Array, weight: jax.Array):
 def test_a_kernel_equals_xla_up_to_the_order_of_sums(
     kernels: str, shape: tuple[int, int], dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rows in (1, 2, 3, 7, MAX_FEW_ROWS):
+    for rows in (1, 2, 3, 7, MAX_FEW_ROWS, *many_rows(kernels, dtypes[0])):
         x, weight = draw(rows, shape, dtypes)
         lowered = lower(dtypes, x, weight)
         assert "mmjax_product" in lowered.as_text()
@@ -140,6 +146,22 @@ def test_a_row_has_the_same_bits_beside_any_others(
     x, weight = draw(MAX_FEW_ROWS, shape, dtypes)
     whole = np.asarray(jax.jit(FORMS[dtypes])(x, weight))
     for rows in (1, 2, 3, 4, 5, 8, 13):
+        for first in (0, len(x) - rows):
+            got = jax.jit(FORMS[dtypes])(x[first : first + rows], weight)
+            np.testing.assert_array_equal(got, whole[first : first + rows])
+
+
+@pytest.mark.parametrize("dtypes", FORMS, ids="-".join)
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 2100)], ids=str)
+def test_a_prompts_row_has_the_same_bits_in_any_prompt(
+    kernels: str, shape: tuple[int, int], dtypes: tuple[str, str]
+) -> None:
+    counts = many_rows(kernels, dtypes[0])
+    if not counts:
+        pytest.skip("XLA multiplies so many rows here: a CPU without AMX, or float32")
+    x, weight = draw(max(counts), shape, dtypes)
+    whole = np.asarray(jax.jit(FORMS[dtypes])(x, weight))
+    for rows in counts:
         for first in (0, len(x) - rows):
             got = jax.jit(FORMS[dtypes])(x[first : first + rows], weight)
             np.testing.assert_array_equal(got, whole[first : first + rows])
@@ -194,6 +216,26 @@ def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
         for first in (0, len(x) - rows):
             got = jax.jit(grouped_product)(x[first : first + rows], weight)
             np.testing.assert_array_equal(got, whole[first : first + rows])
+
+
+@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
+@pytest.mark.parametrize("shape", [(515, 640), (300, 1000), (400, 352), (131, 2112)], ids=str)
+def test_prompts_of_groups_are_multiplied_as_xla_does(
+    kernels: str, shape: tuple[int, int], layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = many_rows(kernels, "bfloat16")
+    if not counts:
+        pytest.skip("XLA multiplies so many rows here: a CPU without AMX")
+    weight = draw_groups(layout, *shape)
+    for rows in counts:
+        drawn = np.random.default_rng(rows).standard_normal((rows, shape[1]))
+        x = jnp.asarray(drawn, jnp.bfloat16)
+        assert "mmjax_product" in jax.jit(grouped_product).lower(x, weight).as_text()
+        got = jax.jit(grouped_product)(x, weight)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "find_kernels", lambda: None)
+            expected = jax.jit(lambda x, weight: grouped_product(x, weight))(x, weight)
+        np.testing.assert_allclose(got, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from mmjax.layers.cpu.dispatch import by_platform
-from mmjax.layers.cpu.product import MAX_FEW_ROWS, MIN_WEIGHT_SIZE, product
+from mmjax.layers.cpu.product import MAX_FEW_ROWS, MIN_WEIGHT_SIZE, product, takes_rows
 from mmjax.layers.gpu.capability import widens_float8
 from mmjax.layers.gpu.nibbles import MIDDLE, PACK, nibble_product, takes
 from mmjax.rounding import cdiv
@@ -147,8 +147,9 @@ def grouped_product(x: Float[Array, "T D"], weight: Grouped) -> Float[Array, "T 
     forms: dict[str, Any] = {"cpu": _by_xla, "default": _by_xla, "tpu": _on_tpu}
     kernel = _by_xla
     is_large = weight.codes.shape[0] * x.shape[1] >= MIN_WEIGHT_SIZE
-    if is_large and 0 < x.shape[0] <= MAX_FEW_ROWS and has_expert_kernel(x):
+    if is_large and takes_rows(x) and has_expert_kernel(x):
         kernel = _by_kernel
+    if kernel is _by_kernel and x.shape[0] <= MAX_FEW_ROWS:
         if takes(x, weight.layout.code):
             forms["gpu"] = _by_triton
         elif _can_sum_groups(x, weight):
@@ -232,10 +233,12 @@ def _spread(array: Array, groups: Int32[Array, " _part"]) -> Float[Array, "*lead
         return array.astype(jnp.float32)
     terms = [array.astype(jnp.bfloat16)]
     if array.dtype == jnp.float32:
-        # Three times 8 bits of 24. Without `reduce_precision`, XLA leaves out what is rounded.
+        # Three times 8 bits of 24, cut off and not rounded: sums of terms of one sign are exact in
+        # whatever order a device adds them.
         terms, rest = [], array
         for _ in range(3):
-            term = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+            bits = jax.lax.bitcast_convert_type(rest, jnp.uint32) & np.uint32(0xFFFF0000)
+            term = jax.lax.bitcast_convert_type(bits, jnp.float32)
             terms.append(term.astype(jnp.bfloat16))
             rest = rest - term
     is_of_group = jnp.arange(array.shape[-1], dtype=jnp.int32)[:, None] == groups[None, :]
@@ -276,14 +279,14 @@ def _by_group_sums(x: Array, weight: Grouped) -> Array:
 
 def _by_kernel(x: Array, weight: Grouped) -> Array:
     """Multiply in C++: a row has the same bits beside any others, and beside none."""
-    return _call("product", x, weight)
+    return _call("product", x, weight, few_rows=np.int64(MAX_FEW_ROWS))
 
 
-def _call(kind: str, x: Array, weight: Grouped, *sizes: Array) -> Array:
+def _call(kind: str, x: Array, weight: Grouped, *sizes: Array, **options: np.int64) -> Array:
     layout, shape = weight.layout, (x.shape[0], weight.codes.shape[-2])
     call = jax.ffi.ffi_call(
         f"mmjax_{kind}_{x.dtype.name}_{layout.code}", jax.ShapeDtypeStruct(shape, jnp.float32)
     )
     zero = jnp.zeros(0, jnp.uint8) if weight.zero is None else weight.zero
     size = np.int64(layout.group_size or x.shape[1])
-    return call(x, weight.codes, weight.scale, zero, *sizes, group_size=size)
+    return call(x, weight.codes, weight.scale, zero, *sizes, group_size=size, **options)

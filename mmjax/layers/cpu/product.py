@@ -41,7 +41,7 @@ def product(
     by_rows = partial(_by_rows, dtype=dtype)
     form = _choose(x, weight)
     on_cpu = partial(form, dtype=dtype)
-    if has_kernel(x, weight) and not is_small(weight):
+    if has_kernel(x, weight) and (not is_small(weight) or _is_tiled(x, weight)):
         kernel = partial(_by_kernel, dtype=dtype or x.dtype)
         return by_platform(x, weight, kernel=kernel, cpu=on_cpu, default=by_rows)
     if form is _by_rows:
@@ -94,9 +94,24 @@ def _widened(x: Float[Array, "T D"], weight: Int8[Array, "F D"], *, on_cpu: Form
 
 
 def has_kernel(x: Any, weight: Any) -> bool:
-    """Return whether a kernel multiplies these: few rows, of dtypes that it knows."""
+    """Return whether a kernel multiplies these: rows and dtypes that it knows."""
+    return takes_rows(x) and (x.dtype.name, weight.dtype.name) in _KERNELS
+
+
+def takes_rows(x: Any) -> bool:
+    """Return whether kernels multiply so many rows: few, or, with AMX, any but of floats."""
     is_few = 0 < x.shape[0] <= MAX_FEW_ROWS
-    return is_few and (x.dtype.name, weight.dtype.name) in _KERNELS
+    return is_few or (x.shape[0] > 0 and x.dtype != jnp.float32 and has_tiles())
+
+
+def _is_tiled(x: Any, weight: Any) -> bool:
+    """Return whether tiles multiply any number of these rows, of one even."""
+    return is_small(weight) and x.dtype == weight.dtype == jnp.bfloat16 and has_tiles()
+
+
+def has_tiles() -> bool:
+    """Return whether this CPU multiplies tiles of 16 and of 8 bits (AMX), and kernels do."""
+    return find_kernels() == "amx"
 
 
 def _by_kernel(x: Array, weight: Array, dtype: Any) -> Array:
@@ -105,7 +120,8 @@ def _by_kernel(x: Array, weight: Array, dtype: Any) -> Array:
     is_rounded = x.dtype == weight.dtype == dtype == jnp.bfloat16
     shape = (x.shape[0], weight.shape[0])
     out = jax.ShapeDtypeStruct(shape, dtype if is_rounded else sums)
-    return jax.ffi.ffi_call(name, out)(x, weight).astype(dtype)
+    few_rows = np.int64(0 if _is_tiled(x, weight) else MAX_FEW_ROWS)
+    return jax.ffi.ffi_call(name, out)(x, weight, few_rows=few_rows).astype(dtype)
 
 
 def group_product(
@@ -179,9 +195,11 @@ def _by_float32_sums(
     """Multiply bfloat16 numbers, add in float32, and round once.
 
     XLA's CPU library has programs for such sums, from two rows on: a lone row, or sums in bfloat16,
-    would take up to ten times as long (docs/notes/log.md).
+    would take up to ten times as long (docs/notes/log.md). The barrier keeps XLA from fusing what
+    was gathered into the product, for which it has no program.
     """
-    return _by_two_rows(x, weight, jnp.dtype(jnp.float32)).astype(dtype or x.dtype)
+    rows = optimization_barrier(x)
+    return _by_two_rows(rows, weight, jnp.dtype(jnp.float32)).astype(dtype or x.dtype)
 
 
 def _by_floats(

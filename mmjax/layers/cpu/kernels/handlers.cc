@@ -33,6 +33,40 @@ int64_t chunk_features(ffi::ThreadPool pool, int64_t features, int64_t row_bytes
   return std::max(kChunkFeatures, (step + 3) / 4 * 4);
 }
 
+// Features, and rows, that a thread takes at a time of a product of many rows: packed weights fit into
+// the second cache, there are as many chunks for each thread, and rows are divided where features are
+// too few for that.
+struct ManyChunks {
+  int64_t features, rows;
+};
+constexpr int64_t kMostFeatures = 256;
+constexpr int64_t kFeatureStep = 32;
+
+ManyChunks many_chunks(ffi::ThreadPool pool, int64_t features, int64_t rows) {
+  const auto divide_up = [](int64_t number, int64_t by) { return (number + by - 1) / by; };
+  const int64_t num_threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t least = divide_up(features, kMostFeatures);
+  const int64_t wanted = divide_up(least, num_threads) * num_threads;
+  const int64_t step = divide_up(divide_up(features, wanted), kFeatureStep) * kFeatureStep;
+  const int64_t num_parts = std::max<int64_t>(1, num_threads / divide_up(features, step));
+  return {step, std::max(divide_up(divide_up(rows, num_parts), kFeatureStep) * kFeatureStep,
+                         4 * kFeatureStep)};
+}
+
+// A product of many rows. `product(first, rows, begin, end)`: of `rows` rows from `first` on.
+template <typename Product>
+void share_many(ffi::ThreadPool pool, int64_t rows, int64_t features, Product product) {
+  const ManyChunks chunks = many_chunks(pool, features, rows);
+  const int64_t num_parts = (rows + chunks.rows - 1) / chunks.rows;
+  const int64_t num_steps = (features + chunks.features - 1) / chunks.features;
+  share(pool, num_steps * num_parts, [=](int64_t chunk) {
+    const int64_t first = chunk % num_parts * chunks.rows;
+    const int64_t begin = chunk / num_parts * chunks.features;
+    product(first, std::min(chunks.rows, rows - first), begin,
+            std::min(begin + chunks.features, features));
+  });
+}
+
 // Products as they are written: the sums themselves, or rounded to bfloat16.
 template <typename Product, typename X, typename W, typename Out>
 void write_product(Product product, const X* x, const W* weight, Out* out, int64_t rows,
@@ -51,13 +85,21 @@ void write_product(Product product, const X* x, const W* weight, Out* out, int64
   }
 }
 
+// `many`: the product of more than `few_rows`; null: `product` takes them, too.
 template <typename Product, typename X, typename W, typename Out>
-ffi::Error multiply(ffi::ThreadPool pool, Product product, const X* x, const W* weight, Out* out,
+ffi::Error multiply(ffi::ThreadPool pool, Product product, mmjax::Product<X, W, Out> many,
+                    int64_t few_rows, const X* x, const W* weight, Out* out,
                     ffi::Span<const int64_t> x_shape, ffi::Span<const int64_t> weight_shape) {
   if (x_shape.size() != 2 || weight_shape.size() != 2 || x_shape[1] != weight_shape[1]) {
     return ffi::Error::InvalidArgument("x must be [rows, width], weight [features, width]");
   }
   const int64_t rows = x_shape[0], width = x_shape[1], features = weight_shape[0];
+  if (rows > few_rows && many != nullptr) {
+    share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
+      many(x + first * width, weight, out + first * features, count, width, features, begin, end);
+    });
+    return ffi::Error::Success();
+  }
   const int64_t step = chunk_features(pool, features, width * static_cast<int64_t>(sizeof(W)));
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
     const int64_t begin = chunk * step;
@@ -161,24 +203,43 @@ const Products& products() {
   return *found;
 }
 
-template <ffi::DataType X, ffi::DataType W, ffi::DataType Out, auto kProduct>
+// The product of many rows that `kMany` names; null: this CPU has none, or no `kMany` is named.
+template <typename Product, auto kMany>
+Product find_many() {
+  if constexpr (std::is_null_pointer_v<decltype(kMany)>) {
+    return nullptr;
+  } else {
+    const ManyRows* const found = find_many_rows();
+    return found == nullptr ? nullptr : found->*kMany;
+  }
+}
+
+template <ffi::DataType X, ffi::DataType W, ffi::DataType Out, auto kProduct, auto kMany>
 ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Buffer<W> weight,
-                  ffi::ResultBuffer<Out> out) {
-  return multiply(pool, products().*kProduct, x.typed_data(), weight.typed_data(),
-                  out->typed_data(), x.dimensions(), weight.dimensions());
+                  ffi::ResultBuffer<Out> out, int64_t few_rows) {
+  const auto product = products().*kProduct;
+  return multiply(pool, product, find_many<std::decay_t<decltype(product)>, kMany>(), few_rows,
+                  x.typed_data(), weight.typed_data(), out->typed_data(), x.dimensions(),
+                  weight.dimensions());
 }
 
 // Of bfloat16 numbers: sums in float32, or rounded.
 ffi::Error handle_bfloat16(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x,
-                           ffi::Buffer<ffi::BF16> weight, ffi::Result<ffi::AnyBuffer> out) {
+                           ffi::Buffer<ffi::BF16> weight, ffi::Result<ffi::AnyBuffer> out,
+                           int64_t few_rows) {
   const auto* from = reinterpret_cast<const bf16*>(x.untyped_data());
   const auto* weights = reinterpret_cast<const bf16*>(weight.untyped_data());
-  const auto into = [&](auto* to) {
-    return multiply(pool, products().bfloat16, from, weights, to, x.dimensions(),
-                    weight.dimensions());
+  const ManyRows* const many = find_many_rows();
+  const auto into = [&](auto* to, auto product) {
+    return multiply(pool, products().bfloat16, product, few_rows, from, weights, to,
+                    x.dimensions(), weight.dimensions());
   };
-  if (out->element_type() == ffi::BF16) return into(static_cast<bf16*>(out->untyped_data()));
-  if (out->element_type() == ffi::F32) return into(static_cast<float*>(out->untyped_data()));
+  if (out->element_type() == ffi::BF16) {
+    return into(static_cast<bf16*>(out->untyped_data()), many ? many->rounded_bfloat16 : nullptr);
+  }
+  if (out->element_type() == ffi::F32) {
+    return into(static_cast<float*>(out->untyped_data()), many ? many->bfloat16 : nullptr);
+  }
   return ffi::Error::InvalidArgument("the product must be of float32 or bfloat16");
 }
 
@@ -190,10 +251,10 @@ ffi::Error handle_experts(ffi::ThreadPool pool, ffi::Buffer<T> x, ffi::Buffer<T>
                           x.dimensions(), weight.dimensions());
 }
 
-template <ffi::DataType X, auto kCodes, auto kProduct, int64_t kBits>
+template <ffi::DataType X, auto kCodes, auto kProduct, auto kMany, int64_t kBits>
 ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer codes,
                          ffi::AnyBuffer scale, ffi::Buffer<ffi::U8> zero,
-                         ffi::ResultBuffer<ffi::F32> out, int64_t group_size) {
+                         ffi::ResultBuffer<ffi::F32> out, int64_t group_size, int64_t few_rows) {
   if (x.dimensions().size() != 2) return ffi::Error::InvalidArgument("x must be [rows, width]");
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
   auto read = read_groups(width, 2, group_size, kBits, codes, scale, zero);
@@ -204,6 +265,13 @@ ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer 
   const auto product = products().*kCodes.*kProduct;
   const auto* from = x.typed_data();
   float* to = out->typed_data();
+  const auto many = find_many<std::decay_t<decltype(product)>, kMany>();
+  if (rows > few_rows && many != nullptr) {
+    share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
+      many(from + first * width, weight, to + first * features, count, features, begin, end);
+    });
+    return ffi::Error::Success();
+  }
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
     const int64_t begin = chunk * step;
     product(from, weight, to, rows, features, begin, std::min(begin + step, features));
@@ -242,29 +310,33 @@ ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Any
 // The name of the instruction set that runs here; null: this CPU has none that the kernels need.
 extern "C" const char* mmjax_instruction_set() {
   const mmjax::Products* found = mmjax::find_products();
-  return found == nullptr ? nullptr : found->name;
+  if (found == nullptr) return nullptr;
+  return mmjax::find_many_rows() == nullptr ? found->name : "amx";
 }
 
-#define MMJAX_PRODUCT(NAME, X, W, OUT)                                               \
+// MANY: of more rows, nullptr if there is none.
+#define MMJAX_PRODUCT(NAME, X, W, OUT, MANY)                                         \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                     \
       mmjax_product_##NAME,                                                          \
-      (mmjax::handle<ffi::X, ffi::W, ffi::OUT, &mmjax::Products::NAME>),             \
+      (mmjax::handle<ffi::X, ffi::W, ffi::OUT, &mmjax::Products::NAME, MANY>),       \
       ffi::Ffi::Bind()                                                               \
           .Ctx<ffi::ThreadPool>()                                                    \
           .Arg<ffi::Buffer<ffi::X>>()                                                \
           .Arg<ffi::Buffer<ffi::W>>()                                                \
-          .Ret<ffi::Buffer<ffi::OUT>>())
+          .Ret<ffi::Buffer<ffi::OUT>>()                                              \
+          .Attr<int64_t>("few_rows"))
 
-MMJAX_PRODUCT(float32, F32, F32, F32);
-MMJAX_PRODUCT(int8, S8, S8, S32);
-MMJAX_PRODUCT(float32_int8, F32, S8, F32);
-MMJAX_PRODUCT(bfloat16_int8, BF16, S8, F32);
+MMJAX_PRODUCT(float32, F32, F32, F32, nullptr);
+MMJAX_PRODUCT(int8, S8, S8, S32, &mmjax::ManyRows::int8);
+MMJAX_PRODUCT(float32_int8, F32, S8, F32, nullptr);
+MMJAX_PRODUCT(bfloat16_int8, BF16, S8, F32, &mmjax::ManyRows::bfloat16_int8);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_product_bfloat16, mmjax::handle_bfloat16,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("few_rows"));
 
 #define MMJAX_GROUPS(NAME, T)                                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_groups_##NAME,                                     \
@@ -280,10 +352,10 @@ MMJAX_GROUPS(float32, F32);
 MMJAX_GROUPS(bfloat16, BF16);
 
 // Of inputs of one dtype with weights in groups of one kind of code; then the same by expert.
-#define MMJAX_GROUP_PRODUCTS(NAME, X, CODES, BITS)                                              \
+#define MMJAX_GROUP_PRODUCTS(NAME, X, CODES, MANY, BITS)                                        \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
       mmjax_product_##NAME##_##CODES,                                                           \
-      (mmjax::handle_groups<ffi::X, &mmjax::Products::CODES, &mmjax::GroupProducts::NAME,       \
+      (mmjax::handle_groups<ffi::X, &mmjax::Products::CODES, &mmjax::GroupProducts::NAME, MANY, \
                             BITS>),                                                             \
       ffi::Ffi::Bind()                                                                          \
           .Ctx<ffi::ThreadPool>()                                                               \
@@ -292,7 +364,8 @@ MMJAX_GROUPS(bfloat16, BF16);
           .Arg<ffi::AnyBuffer>()                                                                \
           .Arg<ffi::Buffer<ffi::U8>>()                                                          \
           .Ret<ffi::Buffer<ffi::F32>>()                                                         \
-          .Attr<int64_t>("group_size"));                                                        \
+          .Attr<int64_t>("group_size")                                                          \
+          .Attr<int64_t>("few_rows"));                                                          \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
       mmjax_groups_##NAME##_##CODES,                                                            \
       (mmjax::handle_expert_groups<ffi::X, &mmjax::Products::CODES,                             \
@@ -307,9 +380,9 @@ MMJAX_GROUPS(bfloat16, BF16);
           .Ret<ffi::Buffer<ffi::F32>>()                                                         \
           .Attr<int64_t>("group_size"))
 
-MMJAX_GROUP_PRODUCTS(float32, F32, uint4, 4);
-MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint4, 4);
-MMJAX_GROUP_PRODUCTS(float32, F32, uint8, 8);
-MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint8, 8);
-MMJAX_GROUP_PRODUCTS(float32, F32, float8, 8);
-MMJAX_GROUP_PRODUCTS(bfloat16, BF16, float8, 8);
+MMJAX_GROUP_PRODUCTS(float32, F32, uint4, nullptr, 4);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint4, &mmjax::ManyRows::uint4, 4);
+MMJAX_GROUP_PRODUCTS(float32, F32, uint8, nullptr, 8);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint8, &mmjax::ManyRows::uint8, 8);
+MMJAX_GROUP_PRODUCTS(float32, F32, float8, nullptr, 8);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, float8, &mmjax::ManyRows::float8, 8);

@@ -1,5 +1,5 @@
-// Products of few rows with weights [out, in], attention over the paged cache, norms and rotations:
-// what an instruction set offers, and which one runs.
+// Products with weights [out, in], attention over the paged cache, norms and rotations: what an
+// instruction set offers, and which one runs.
 #pragma once
 
 #include <cstdint>
@@ -109,12 +109,23 @@ struct Products {
   const char* name;
 };
 
+// Products of many rows, which take more time than reading weights does.
+struct ManyRows {
+  Product<bf16, bf16, float> bfloat16;
+  Product<bf16, bf16, bf16> rounded_bfloat16;
+  Product<int8_t, int8_t, int32_t> int8;
+  Product<bf16, int8_t, float> bfloat16_int8;
+  GroupProduct<bf16> uint4, uint8, float8;  // numbers are rounded to bfloat16 first
+};
+
 // Each stands in a file of its own, compiled with the flags of its instruction set.
 extern const Products kAvx2;
 extern const Products kAvx512;
 extern const Products kAvx512Bf16;
+extern const ManyRows kAmx;
 
-// The best of them that this CPU has; null: none.
+// The best that this CPU has, and that the system lets this process use; null: none.
 const Products* find_products();
+const ManyRows* find_many_rows();
 
 }  // namespace mmjax
