@@ -99,6 +99,26 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    *(
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", **rest}}, "tool_choice")
+        for rest in (
+            {"allowed_tools": {"mode": "none", "tools": [{**WEATHER}]}},
+            {"allowed_tools": {"mode": "auto", "tools": []}},
+            {"allowed_tools": {"mode": "auto", "tools": 3}},
+            {"allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}},
+            {"allowed_tools": {"mode": "required", "tools": [NAMED_X]}},
+            {"mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]},
+        )
+    ),
+    (
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [WEATHER]},
+            }
+        },
+        "tool_choice",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     (
         {

@@ -27,6 +27,7 @@ WEATHER = {
 }
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+NO_TIME = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
 CALLS = f'Let me see.\n{CALL}\n<tool_call>{{"name": "get_time", "arguments": {{}}}}</tool_call>'
 
 THINKING_TEMPLATE = TOOLS_TEMPLATE + "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
@@ -152,6 +153,12 @@ def chat(name: str, check: Callable[[Seen], Any], **fields: Any) -> Case:
 
 def with_tools(name: str, check: Callable[[Seen], Any], **fields: Any) -> Case:
     return chat(name, check, **{"server": "tools", "tools": [WEATHER, TIME], **fields})
+
+
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    """Return a `tool_choice` of those `tools` alone."""
+    names = [{"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
 
 
 def thinking(name: str, check: Callable[[Seen], Any], **fields: Any) -> Case:
@@ -306,6 +313,29 @@ CHATS = [
         "one call at most", lambda s: s.calls == {0: [OSLO]}, says=CALLS, parallel_tool_calls=False
     ),
     with_tools("calls of two choices", lambda s: s.calls == {0: [OSLO], 1: [OSLO]}, says=CALL, n=2),
+    with_tools(
+        "one of the tools that are allowed",
+        lambda s: s.calls == {0: [OSLO]} and s.reasons == {0: "tool_calls"},
+        says=f"{NO_TIME}{CALL}{NO_TIME}",
+        tool_choice=allowed("auto", WEATHER),
+    ),
+    with_tools(
+        "none of the tools that are allowed",
+        lambda s: s.calls == {} and s.reasons == {0: "stop"},
+        says=NO_TIME,
+        tool_choice=allowed("auto", WEATHER),
+    ),
+    with_tools(
+        "tools that are allowed, and the prompt",
+        lambda s: "get_time" in s.texts[0] and "get_weather" not in s.texts[0],
+        tool_choice=allowed("auto", TIME),
+    ),
+    with_tools(
+        "a call of an allowed tool that is wanted",
+        lambda s: s.calls == {0: [OSLO]} and s.reasons == {0: "tool_calls"},
+        says='[{"name": "get_weather", "parameters": {"city": "Oslo"}}]',
+        tool_choice=allowed("required", WEATHER),
+    ),
     with_tools("no calls wanted", said(CALL), says=CALL, tool_choice="none"),
     with_tools(
         "a call that is wanted",

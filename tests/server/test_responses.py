@@ -220,6 +220,21 @@ CASES = [
         server="tools",
     ),
     Case(
+        "a call of a tool that is allowed",
+        {
+            "input": "a",
+            "tools": [WEATHER, TIME],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "get_time"}],
+            },
+        },
+        lambda r: calls_of(r) == [("get_time", "{}")] and r.tool_choice.mode == "auto",
+        says=CALLS,
+        server="tools",
+    ),
+    Case(
         "an answered call",
         {
             "input": [*ASKED, {"type": "function_call_output", "call_id": "c1", "output": "sun"}],

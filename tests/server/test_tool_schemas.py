@@ -7,9 +7,11 @@ from typing import Any
 import llguidance
 import pytest
 
+from mmjax.config.engine_config import ServerConfig
+from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import MAX_TOOLS
 from mmjax.params.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams
-from mmjax.server.openai.tool_use import ToolUse
+from mmjax.server.openai.tool_use import ToolUse, plan_tool_use
 from tests.server.conftest import TOOLS_TEMPLATE, MakeServer
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -63,6 +65,21 @@ def test_what_they_say_holds() -> None:
     assert not is_allowed([{"name": "find", "parameters": {"place": 3}}])
     assert is_allowed([{"name": "grow", "parameters": {"child": {"age": 3}}}])
     assert not is_allowed([{"name": "grow", "parameters": {"child": {"age": {"city": "Oslo"}}}}])
+
+
+def test_a_call_that_is_asked_for_is_of_a_tool_that_is_allowed() -> None:
+    named = [{"type": "function", "function": {"name": "grow"}}]
+    tools = plan_tool_use(
+        [tool("find", NESTED), tool("grow", TREE)],
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}},
+        is_parallel=True,
+        config=ServerConfig(),
+        template=ChatTemplate(TOOLS_TEMPLATE, None),
+    )
+    assert tools is not None
+    assert matches(tools.functions, tools.choice, [{"name": "grow", "parameters": {"age": 3}}])
+    other = [{"name": "find", "parameters": {"place": {"city": "Oslo"}}}]
+    assert not matches(tools.functions, tools.choice, other)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,13 @@ from mmjax.server.openai.responses import (
 )
 from mmjax.server.openai.streaming import while_connected
 from mmjax.server.openai.structure import errors_of_format
-from mmjax.server.openai.tool_use import AnswerReader, ToolUse, plan_reasoning, plan_tool_use
+from mmjax.server.openai.tool_use import (
+    AnswerReader,
+    ToolUse,
+    plan_reasoning,
+    plan_tool_use,
+    tools_of_prompt,
+)
 
 T = TypeVar("T")
 
@@ -225,7 +231,7 @@ class ChatService:
             template=template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            tools=body.tools,
+            tools=tools_of_prompt(body.tools, body.tool_choice),
             template_kwargs=_template_options(body, template or self._chat_parser.template),
             add_special_tokens=body.add_special_tokens,
             media_io_kwargs=body.media_io_kwargs,

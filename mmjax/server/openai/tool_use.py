@@ -14,7 +14,7 @@ from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.frontend.output.reasoning import ReasoningFormat, ReasoningReader
-from mmjax.frontend.output.tool_calls.deltas import CallParser
+from mmjax.frontend.output.tool_calls.deltas import AllowedCallParser, CallParser
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
     NamedCallParser,
@@ -49,18 +49,21 @@ class ToolUse:
     """The tools of one request."""
 
     functions: Mapping[str, Mapping[str, Any]]
-    """Name -> function, as OpenAI's `tools` have it."""
+    """Name -> function that may be called, as OpenAI's `tools` have it."""
     choice: str
     """"auto", "required", or a function's name."""
     is_parallel: bool
     """Whether an answer may hold several calls."""
     format: ToolCallFormat | None
     """The format of the calls for "auto"; None: JSON that the sampling enforces."""
+    is_restricted: bool = False
+    """Whether `tools` has functions beside those that may be called."""
 
     def parser(self) -> CallParser:
         """Return a parser for one answer."""
         if self.format is not None:
-            return self.format.make(self.functions)
+            parser = self.format.make(self.functions)
+            return AllowedCallParser(parser, self.functions) if self.is_restricted else parser
         if self.choice == "required":
             return required_call_parser()
         return NamedCallParser(self.choice)
@@ -150,9 +153,9 @@ def plan_tool_use(
     template: ChatTemplate,
 ) -> ToolUse | None:
     """Return how a request uses its tools; None: it does not. RequestError names a field."""
-    name = _read_choice(choice)
+    name, allowed = _read_choice(choice)
     if not tools:
-        if name not in (None, "none", "auto"):
+        if allowed is not None or name not in (None, "none", "auto"):
             raise RequestValueError.about(
                 "tool_choice",
                 "asks for a call, but `tools` is empty; give functions, or leave `tool_choice` out",
@@ -162,30 +165,68 @@ def plan_tool_use(
     name = name or "auto"
     if name == "none":
         return None
-    if name not in _NAMELESS and name not in functions:
+    named = allowed if allowed is not None else [name] if name not in _NAMELESS else []
+    unknown = next((one for one in named if one not in functions), None)
+    if unknown is not None:
         raise RequestValueError.about(
-            "tool_choice", f"names `{name[:64]}`, which is none of `tools`"
+            "tool_choice", f"names `{unknown[:64]}`, which is none of `tools`"
         )
+    may_call = functions if allowed is None else {one: functions[one] for one in allowed}
     return ToolUse(
-        functions=functions,
+        functions=may_call,
         choice=name,
         is_parallel=is_parallel,
         format=_format(config, template) if name == "auto" else None,
+        is_restricted=len(may_call) < len(functions),
     )
 
 
-def _read_choice(choice: Any) -> str | None:
-    """Return "none", "auto", "required" or a function's name; None: nothing is said."""
+def tools_of_prompt(
+    tools: Sequence[Mapping[str, Any]] | None, choice: Any
+) -> Sequence[Mapping[str, Any]] | None:
+    """Return the checked `tools` that the prompt tells of.
+
+    Where sampling holds calls to those that are allowed, the prompt stays that of all tools, so
+    that its cached prefix is found again; where the model is free, it must not know the others.
+    """
+    name, allowed = _read_choice(choice)
+    if tools is None or allowed is None or name != "auto":
+        return tools
+    return [tool for tool in tools if tool["function"]["name"] in allowed]
+
+
+def _read_choice(choice: Any) -> tuple[str | None, Sequence[str] | None]:
+    """Return what is chosen, and the names of the functions that are allowed; None: all.
+
+    What is chosen is "none", "auto", "required" or a function's name; None: nothing is said.
+    """
     match choice:
         case None:
-            return None
+            return None, None
         case str() if choice in _NAMELESS:
-            return choice
+            return choice, None
         case {"type": "function", "function": {"name": str(name)}} if name not in _NAMELESS:
+            return name, None
+        case {"type": "allowed_tools", "allowed_tools": {"mode": str(mode), "tools": [*tools]}} if (
+            mode in ("auto", "required") and tools
+        ):
+            return mode, [_read_name(tool) for tool in tools]
+    raise _wrong_choice()
+
+
+def _read_name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
             return name
-    raise RequestValueError(
-        "`tool_choice` must be `auto`, `none`, `required` or "
-        '{"type": "function", "function": {"name": ...}}',
+    raise _wrong_choice()
+
+
+def _wrong_choice() -> RequestValueError:
+    return RequestValueError(
+        "`tool_choice` must be `auto`, `none`, `required`, "
+        '{"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", '
+        '"allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", '
+        '"function": {"name": ...}}, ...]}}, with one function at least',
         param="tool_choice",
     )
 

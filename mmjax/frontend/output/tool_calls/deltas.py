@@ -1,6 +1,6 @@
 """What a parser of tool calls makes of an answer, piece by piece, and how it goes through one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from mmjax.frontend.output.reasoning import find_overlap
@@ -100,3 +100,31 @@ class CallParser:
         self._delta.add_text(shown[:kept])
         self._held = shown[kept:]
         return None
+
+
+class AllowedCallParser(CallParser):
+    """Reads an answer as another parser does, and leaves out calls that are not allowed."""
+
+    def __init__(self, parser: CallParser, allowed: Collection[str]) -> None:
+        """`allowed`: names of functions."""
+        super().__init__()
+        self._parser, self._allowed = parser, allowed
+        self._shown: dict[int, int] = {}
+        """Index of a call of the answer -> its index among those that are allowed."""
+
+    def push(self, text: str) -> AnswerDelta:
+        """Return what `text` adds."""
+        return self._filtered(self._parser.push(text))
+
+    def finish(self) -> AnswerDelta:
+        """Return what was held back, at the end of the answer."""
+        return self._filtered(self._parser.finish())
+
+    def _filtered(self, delta: AnswerDelta) -> AnswerDelta:
+        for call in delta.calls:
+            if call.name in self._allowed:
+                self._shown[call.index] = len(self._shown)
+        calls = [call for call in delta.calls if call.index in self._shown]
+        for call in calls:
+            call.index = self._shown[call.index]
+        return AnswerDelta(text=delta.text, calls=calls)

@@ -173,6 +173,9 @@ def to_chat_tool_choice(choice: Any) -> Any:
     match choice:
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            allowed = {"mode": mode, "tools": [to_chat_tool_choice(tool) for tool in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
 
 
