@@ -434,10 +434,7 @@ class EngineCore:
     def _leave_directory(self) -> None:
         self._scheduler.kv_cache.leave_directory()
         if (pool := self._runner.host_pool) is not None:
-            if self._has_failed:
-                # Copies behind a failed step may be none.
-                pool.forget_copies()
-            pool.close()
+            pool.close(has_failed=self._has_failed)
 
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""
@@ -587,6 +584,8 @@ class EngineCore:
         self._in_flight = self._failure = None
         self._open_outputs.clear()
         self._scheduler.forget_all(keeps_host=not has_failed)
+        if (pool := self._runner.host_pool) is not None:
+            pool.settle(has_failed=has_failed)
         self._runner.release_arrays()
         if level == 2:
             self._weights.release()

@@ -220,6 +220,58 @@ def test_sleep_leaves_what_host_memory_has(core: EngineCore) -> None:
     assert core.compilations == 0
 
 
+def test_nothing_is_on_its_way_in_an_engine_that_sleeps(core: EngineCore) -> None:
+    pool = core._runner.host_pool
+    assert pool is not None
+    cold = [serve(core, f"cold {seed}", seed)[0] for seed in (40, 41, 42)]
+    core._runner.wait()
+    pool._copies.append(
+        host_pool._Copy(
+            (0,),
+            (b"",),
+            pool._programs.gather_blocks(core._runner._state.kv_cache, np.zeros(1, np.int32)),
+        )
+    )
+    core.sleep()
+    assert not pool._copies
+    assert not pool._restores
+    core.wake_up()
+    assert serve(core, "warm", 40)[0] == cold[0]
+
+
+def test_what_a_failed_step_was_to_copy_fails_nobody_behind_a_sleep(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = core._runner.host_pool
+    assert pool is not None
+    cold = serve(core, "cold", 50)[0]
+
+    def fail(output: Any) -> Any:
+        pool._copies.append(host_pool._Copy((0,), (b"",), [Poisoned()]))
+        raise RuntimeError("the device fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core._runner, "dispatch", fail)
+        core.add_request(message("goes on", parts(50)))
+        with pytest.raises(RuntimeError, match="the device fails"):
+            drain(core)
+    core.sleep()
+    core.wake_up()
+    assert tokens_of(drain(core)["goes on"]) == cold
+
+
+class Poisoned:
+    """An array of a program that failed."""
+
+    shape = (1,)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("the device has failed")
+
+
 def test_host_memory_is_bounded() -> None:
     core = tiny_engine(**SIZES, kv_offload_gb=7.5 * BLOCK_BYTES / 2**30)
     pool, host = core._runner.host_pool, core._scheduler.kv_cache.host

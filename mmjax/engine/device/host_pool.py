@@ -96,16 +96,20 @@ class HostPool:
             self.restored_s += time.perf_counter() - copied_at
         return kv_cache
 
-    def forget_copies(self) -> None:
-        """Drop what is on its way, after a failure."""
+    def settle(self, *, has_failed: bool) -> None:
+        """Wait for what is on its way, so that it takes no memory of the device.
+
+        `has_failed`: drop it, since copies behind a failed step may be none.
+        """
+        while self._copies and not has_failed:
+            self._take(self._copies.popleft())
         self._copies.clear()
         self._restores.clear()
 
-    def close(self) -> None:
-        """Write what is on its way to the directory, and leave that. Idempotent."""
+    def close(self, *, has_failed: bool) -> None:
+        """Settle, and leave the directory. Idempotent."""
+        self.settle(has_failed=has_failed)
         if self.store is not None:
-            while self._copies:
-                self._take(self._copies.popleft())
             self.store.close()
             self._file_stats = self.store.stats
         self.store = None

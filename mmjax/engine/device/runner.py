@@ -175,7 +175,7 @@ class ModelRunner:
         """Reallocate all caches, after a failed step."""
         self._broadcast(Call.RESET)
         if self.host_pool is not None:
-            self.host_pool.forget_copies()
+            self.host_pool.settle(has_failed=True)
         # The device has no room for both, and the exception's traceback may refer to the old ones.
         self.release_arrays()
         self.make_arrays()
