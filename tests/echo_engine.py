@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -101,6 +102,10 @@ class _Running:
     num_sent: int = 0
 
 
+def is_gone(path: str | None) -> bool:
+    return path is not None and not Path(path).is_dir()
+
+
 class EchoEngine:
     """Answers with the prompt's token ids, one a step, then the end token (if there is one)."""
 
@@ -148,12 +153,15 @@ class EchoEngine:
 
     def change(self, message: ControlEngine) -> EngineChanged:
         self.changes.append(message)
-        error = None
+        error, lacks_weights = None, False
         match message.action:
             case "sleep" | "wake_up":
                 self.is_sleeping = message.action == "sleep"
             case "pause" | "resume":
                 self.is_paused = message.action == "pause"
+            case "load_weights" if message.weights_mark and is_gone(message.path):
+                error = RequestFailed.from_error("", RequestValueError("they are gone"))
+                self.weights_version, lacks_weights = message.weights_version or 0, True
             case "load_weights" if (message.path or "").endswith(BAD_ADAPTER):
                 refusal = RequestValueError("it lacks a tensor", param="path")
                 error = RequestFailed.from_error("", refusal)
@@ -163,6 +171,8 @@ class EchoEngine:
             number=message.number,
             error=error,
             weights_version=self.weights_version,
+            weights_mark="mark",
+            lacks_weights=lacks_weights,
             is_sleeping=self.is_sleeping,
             is_paused=self.is_paused,
         )

@@ -532,12 +532,22 @@ class EngineCore:
         return self._weights.open(path)
 
     def load_weights(
-        self, leaves: Iterator[tuple[str, Array]], *, version: int | None = None
+        self, leaves: Iterator[tuple[str, Array]] | None, *, version: int | None = None
     ) -> None:
-        """Replace all parameters, as `replace_weights`; `version` None: the next one."""
+        """Replace all parameters (None: by themselves); `version` None: the next one."""
         with self._changing_weights():
-            has_new_tower = self._weights.load(leaves)
+            has_new_tower = leaves is not None and self._weights.load(leaves)
             self._change_keys(has_new_tower=has_new_tower, version=version)
+
+    @property
+    def weights_mark(self) -> str:
+        """What tells the files of the present weights from others of their directory."""
+        return self._weights.mark
+
+    def lose_weights(self, version: int) -> None:
+        """Drop the weights; compute nothing until others come, which get a later version."""
+        self._weights.lose()
+        self.weights_version = version
 
     def drain(self) -> list[RequestOutputDelta]:
         """Read the step on the device, and dispatch none; return its outputs."""
@@ -724,11 +734,8 @@ class EngineCore:
         }
 
     def _measure_memory(self) -> dict[str, int]:
-        cache, host, pool = (
-            self._receiver_cache,
-            self._scheduler.kv_cache.host,
-            self._runner.host_pool,
-        )
+        cache, pool = self._receiver_cache, self._runner.host_pool
+        host = self._scheduler.kv_cache.host
         items = 0 if cache is None else cache.currsize
         known = {**self._host_bytes, "processed_items": items}
         if host is not None and pool is not None:

@@ -19,6 +19,7 @@ from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.memory import reserve_memory
 from mmjax.engine.device.threads import StepThreads
+from mmjax.engine.weights import mark_files
 from mmjax.errors import (
     CheckpointError,
     ConfigError,
@@ -74,7 +75,7 @@ class EngineControl:
     @property
     def is_halted(self) -> bool:
         """Whether no step is computed."""
-        return self._is_paused or self._core.is_sleeping
+        return self._is_paused or self._core.is_sleeping or not self._core.has_weights
 
     def add(self, message: ControlEngine) -> None:
         """Queue a message."""
@@ -116,24 +117,29 @@ class EngineControl:
         return is_patient and self._core.has_unfinished() and not self.is_halted
 
     def _apply(self, message: ControlEngine) -> None:
-        error = None
+        error, core = None, self._core
+        had_weights = core.has_weights
         try:
             self._change(message)
         except RequestError as refusal:
             error = refusal
-        except (CheckpointError, ConfigError) as refusal:
-            if not self._core.has_weights and not self._core.is_sleeping:
+        except (CheckpointError, ConfigError, OSError) as refusal:
+            if message.weights_version is not None:
+                # The weights of the start are not served in their place.
+                core.lose_weights(message.weights_version)
+            elif had_weights and not core.has_weights and not core.is_sleeping:
                 # Another process starts, with weights that are whole.
                 raise
             error = RequestValueError(str(refusal), param="path")
         if error is not None:
             logger.error("`%s` is refused: %s", message.action, error)
-        core = self._core
         self._answer(
             EngineChanged(
                 number=message.number,
                 error=None if error is None else RequestFailed.from_error("", error),
                 weights_version=core.weights_version,
+                weights_mark=core.weights_mark,
+                lacks_weights=not (core.has_weights or core.is_sleeping),
                 is_sleeping=core.is_sleeping,
                 is_paused=self._is_paused,
             )
@@ -152,10 +158,17 @@ class EngineControl:
                 core.sleep(message.level)
             case "wake_up":
                 core.wake_up()
+            case "load_weights" if message.path is None:
+                core.load_weights(None, version=message.weights_version)
             case "load_weights":
-                assert message.path is not None, "weights are loaded from a directory"
+                path = Path(message.path)
+                if message.weights_mark not in ("", mark_files(path)):
+                    raise CheckpointError(
+                        f"the files of `{path}` are not those that were loaded as version "
+                        f"{message.weights_version}: they are gone, or others were written there"
+                    )
                 # What is wrong with it ends no request.
-                leaves = core.open_weights(Path(message.path))
+                leaves = core.open_weights(path)
                 self._settle(message)
                 core.load_weights(leaves, version=message.weights_version)
 

@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blake3 import blake3
 from jaxtyping import Array
 
 from mmjax.engine.device.programs import Programs
@@ -44,8 +45,10 @@ class EngineWeights:
     def __init__(self, programs: Programs, runner: ModelRunner, source: WeightsSource) -> None:
         self._expected = flatten_params(programs.own_params)
         self._programs, self._runner, self._source = programs, runner, source
-        self._path = source.path
-        """Of the directory that was read last, to its end."""
+        self._path: Path | None = source.path
+        """Of the directory that was read last, to its end; None: it is lost."""
+        self.mark = ""
+        """Tells the files of an update, which were read last, from others of their directory."""
         self._missing: set[str] = set()
 
     @property
@@ -101,6 +104,10 @@ class EngineWeights:
         CheckpointError for files that do not fit.
         """
         path = path or self._path
+        if path is None:
+            raise CheckpointError(
+                "the weights that were given last cannot be read again; give others first"
+            )
         if self._source.encoded_apart is not None and path != self._source.path:
             raise CheckpointError(
                 f"`{path}` has weights of encoders, too, and `encoder_workers` encode with those "
@@ -111,17 +118,18 @@ class EngineWeights:
                 f"`{path}` is a snapshot, which is loaded at the start alone; give a directory of "
                 "safetensors files"
             )
+        mark = mark_files(path)
         leaves = self._source.read(path)
         # The first is read when all names and shapes are found to fit.
         first = next(leaves)
-        return self._note_read(path, chain([first], leaves))
+        return self._note_read(path, mark, chain([first], leaves))
 
     def _note_read(
-        self, path: Path, leaves: Iterator[tuple[str, Array]]
+        self, path: Path, mark: str, leaves: Iterator[tuple[str, Array]]
     ) -> Iterator[tuple[str, Array]]:
         """Yield all of a directory, which may be read again once it was read to its end."""
         yield from leaves
-        self._path = path
+        self._path, self.mark = path, mark
 
     def load(self, leaves: Iterator[tuple[str, Array]]) -> bool:
         """Put all parameters of a directory in place; return whether encoders changed."""
@@ -132,6 +140,11 @@ class EngineWeights:
         self._missing = set(self._expected)
         self._runner.release_params()
 
+    def lose(self) -> None:
+        """Drop all parameters, which no directory has any more."""
+        self.release()
+        self._path = None
+
     def _put(self, leaves: Iterable[tuple[str, Array]], names: Sequence[str]) -> bool:
         # If one cannot be placed, those behind it are still missing.
         self._missing |= set(names)
@@ -139,3 +152,11 @@ class EngineWeights:
             self._runner.replace_param(name, leaf)
             self._missing.discard(name)
         return not self._encoder_params.isdisjoint(names)
+
+
+def mark_files(path: Path) -> str:
+    """Return what tells a directory's files of weights from others that are written there later."""
+    files = sorted(path.glob("*.safetensors*"))
+    stats = [(file.name, file.stat()) for file in files]
+    written = [(name, one.st_size, one.st_mtime_ns) for name, one in stats]
+    return blake3(repr(written).encode()).hexdigest()

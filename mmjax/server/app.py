@@ -374,9 +374,9 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
         if heartbeat is not None:
             body["num_running"] = heartbeat.num_running
             body["num_waiting"] = heartbeat.num_waiting
-        if supervisor.is_healthy:
+        if client.is_healthy:
             return json_response(body)
-        body["reason"] = _NOT_READY[supervisor.state]
+        body["reason"] = client.control.weights_error or _NOT_READY[supervisor.state]
         response = json_response(body, 503)
         response.headers["Retry-After"] = str(max(1, round(supervisor.retry_after_s or 1.0)))
         return response

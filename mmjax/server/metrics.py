@@ -303,7 +303,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current figures; P1's once it has sent some."""
         supervisor = self._client.supervisor
-        yield self._gauge("mmjax:engine_up", "Whether it serves.", supervisor.is_healthy)
+        yield self._gauge("mmjax:engine_up", "Whether it serves.", self._client.is_healthy)
         states = {(state,): supervisor.state == state for state in get_args(EngineState)}
         yield self._gauges("mmjax:engine_state", "1 for the engine's state.", ("state",), states)
         restarts = supervisor.num_restarts

@@ -79,9 +79,12 @@ class ControlEngine(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     level: int = 1
     """Of `sleep`: 2 frees the weights, too."""
     path: str | None = None
-    """Of `load_weights`: a checkpoint's directory, which both processes see."""
+    """Of `load_weights`: a checkpoint's directory, which both processes see; None: the weights of
+    the start stay, and get `weights_version`."""
     weights_version: int | None = None
-    """That the loaded weights get; None: one more than the last."""
+    """That the loaded weights get, which the last process had; None: one more than the last."""
+    weights_mark: str = ""
+    """`EngineChanged.weights_mark` of the directory as the last process read it."""
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
@@ -217,6 +220,10 @@ class EngineChanged(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     number: int
     error: RequestFailed | None = None
     weights_version: int
+    weights_mark: str = ""
+    """Tells the files of the present weights from others that may be written to their directory."""
+    lacks_weights: bool = False
+    """Whether it is awake, and computes nothing until weights are given."""
     is_sleeping: bool
     is_paused: bool
 

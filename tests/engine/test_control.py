@@ -226,3 +226,38 @@ def test_weights_of_a_directory(frontend: Frontend, core: EngineCore, tmp_path: 
     held = flatten_params(core.params)
     for name, leaf in whole((0, 1, 1)).items():
         np.testing.assert_array_equal(held[name], leaf, err_msg=name)
+
+
+def test_weights_that_another_process_had_are_served_or_none(
+    frontend: Frontend, core: EngineCore, tmp_path: Path
+):
+    path = write(tmp_path / "step", (1, 2, 1))
+    frontend.serve(core)
+    mark = changed(frontend, "load_weights", path=str(path)).weights_mark
+    again = {"path": str(path), "weights_version": 5, "weights_mark": mark}
+    assert changed(frontend, "load_weights", **again).error is None
+    # Other files under the same name, as trainers write them.
+    save_file(whole((0, 1, 1)), path / "model.safetensors")
+    lost = changed(frontend, "load_weights", **again)
+    assert (lost.lacks_weights, lost.weights_version) == (True, 5)
+    assert lost.error is not None
+    assert "not those that were loaded as version 5" in lost.error.message
+    frontend.sender.send(ask("held", KEYS[1]))
+    assert frontend.receiver.receive(0.3) is None or not core.has_unfinished()
+    # It stays where it is by what does not help, also by a nap.
+    assert changed(frontend, "load_weights", path=str(tmp_path / "none")).lacks_weights
+    assert changed(frontend, "sleep").is_sleeping
+    assert changed(frontend, "wake_up").is_sleeping
+    told = changed(frontend, "load_weights", path=str(path))
+    assert (told.error, told.lacks_weights, told.weights_version) == (None, False, 6)
+    assert not changed(frontend, "wake_up").is_sleeping
+    assert collect(frontend, "held")[0] == answer_of((0, 1, 1), KEYS[1], ())
+
+
+def test_weights_of_the_start_keep_the_version_that_they_had(frontend: Frontend, core: EngineCore):
+    frontend.serve(core)
+    reply = changed(frontend, "load_weights", path=None, weights_version=3)
+    assert (reply.error, reply.weights_version, reply.lacks_weights) == (None, 3, False)
+    frontend.sender.send(ask("a", KEYS[1]))
+    news = frontend.receive(StepOutput).deltas
+    assert news[0].weights_version == 3

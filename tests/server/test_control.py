@@ -7,6 +7,7 @@ import pytest
 
 from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import ConfigError
+from mmjax.transport.messages import ControlEngine
 from tests.echo_engine import BAD_ADAPTER
 from tests.server.conftest import MakeServer, Server
 
@@ -133,3 +134,54 @@ def test_a_new_engine_is_as_the_last_one_was(server: Server) -> None:
     ]
     assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
     assert post(server, "/update_weights", json={"path": "step-1"}).json()["weights_version"] == 4
+
+
+def restart(server: Server) -> list[ControlEngine]:
+    """Replace the engine; return what the new one is told to be like."""
+
+    async def replace() -> None:
+        server.supervisor.die(restarts=True)
+        server.supervisor.health = True
+        server.supervisor.become_ready()
+
+    server.in_loop(replace)
+    return server.supervisor.engine.changes
+
+
+def test_weights_whose_directory_is_gone_are_not_replaced_by_those_of_the_start(
+    server: Server, weights_dir: Path
+) -> None:
+    post(server, "/update_weights", json={"path": "step-1"})
+    (weights_dir / "step-1").rename(weights_dir / "moved")
+    restart(server)
+    refused = server.chat()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+    for part in ("version 1", "they are gone", "/update_weights"):
+        assert part in refused.json()["error"]["message"]
+    ready = server.http.get("/ready")
+    assert (ready.status_code, ready.json()["reason"]) == (503, refused.json()["error"]["message"])
+    assert 'mmjax:engine_up{model_name="tiny"} 0.0' in server.http.get("/metrics").text
+    told = post(server, "/update_weights", json={"path": "moved"}).json()
+    assert told["weights_version"] == 2
+    assert server.chat().status_code == server.http.get("/ready").status_code == 200
+
+
+def test_the_version_never_goes_back(server: Server) -> None:
+    """As behind a deep sleep, from which the weights of the start are read again."""
+    server.supervisor.engine.weights_version = 1
+    assert post(server, "/wake_up").json()["weights_version"] == 1
+    (again,) = restart(server)
+    assert (again.action, again.path, again.weights_version) == ("load_weights", None, 1)
+
+
+def test_what_sleep_has_freed_stays_so_in_the_next_engine(server: Server) -> None:
+    for level in (2, 1):
+        post(server, "/sleep", params={"level": level})
+    assert [(one.action, one.level) for one in restart(server)] == [("sleep", 2)]
+    post(server, "/wake_up")
+    post(server, "/sleep", params={"level": 1})
+    assert [(one.action, one.level) for one in restart(server)] == [("sleep", 1)]
+    # Weights that were given to one that sleeps are in its memory.
+    post(server, "/sleep", params={"level": 2})
+    post(server, "/update_weights", json={"path": "step-1"})
+    assert [(one.action, one.level) for one in restart(server)][-1] == ("sleep", 1)

@@ -145,6 +145,11 @@ class AsyncEngineClient:
         await asyncio.to_thread(self.input_processor.close)
 
     @property
+    def is_healthy(self) -> bool:
+        """Whether requests are served: P1 is ready, sends heartbeats, and has its weights."""
+        return self.supervisor.is_healthy and self.control.weights_error is None
+
+    @property
     def num_requests(self) -> int:
         """Requests that are being processed, wait or run."""
         return self.capacity.num_requests
@@ -162,6 +167,8 @@ class AsyncEngineClient:
         pending = PendingRequest()
         try:
             await self._wait_for_start(request.deadline)
+            if self.control.weights_error is not None:
+                raise self._unavailable()
             if (structure := params.structured_outputs) is not None:
                 # In a thread of its own, so that a slow one delays no request without; `prepare`
                 # finds it read.
@@ -241,6 +248,8 @@ class AsyncEngineClient:
                 self.adapters.on_loaded(message)
             case EngineChanged():
                 self.control.on_changed(message)
+                if self.control.weights_error is not None:
+                    self._end_all()
             case RequestFailed():
                 self.requests.fail(message.request_id, message.to_error())
             case CacheMiss():
@@ -261,8 +270,7 @@ class AsyncEngineClient:
             self._quarantine.add(culprit)
             self._end(culprit.request_id, RequestQuarantinedError())
         if self.supervisor.state != "restarting":
-            for request_id in list(self._streams):
-                self._end(request_id, self._unavailable())
+            self._end_all()
 
     def on_ready(self) -> None:
         """Send all unfinished requests again, with what was generated for them."""
@@ -342,7 +350,8 @@ class AsyncEngineClient:
 
         No later one: without its first sequence a request would never end.
         """
-        can_serve = self.supervisor.state not in ("paused", "dead")
+        has_engine = self.supervisor.state not in ("paused", "dead")
+        can_serve = has_engine and self.control.weights_error is None
         if committed.index == 0 and not pending.cancellation.is_set and can_serve:
             pending.stream = self._register(committed.request)
         self.requests.put(committed)
@@ -387,6 +396,11 @@ class AsyncEngineClient:
         self._tell(stream, lambda observer: observer.on_broken_off(stream.request, reason))
         if error is not None:
             stream.put(error)
+
+    def _end_all(self) -> None:
+        """End all requests, which nothing serves any more."""
+        for request_id in list(self._streams):
+            self._end(request_id, self._unavailable())
 
     def _fail(self, request: ProcessedRequest, error: Exception) -> None:
         if not isinstance(error, RequestError) or isinstance(error, InternalError):
@@ -436,6 +450,8 @@ class AsyncEngineClient:
 
     def _unavailable(self) -> EngineUnavailableError:
         """Return the error that says why the engine takes no request."""
+        if self.control.weights_error is not None:
+            return EngineUnavailableError(self.control.weights_error)
         text = {
             "starting": "the engine is still starting; try again in a few seconds",
             "restarting": "the engine restarts; try again in a few seconds",

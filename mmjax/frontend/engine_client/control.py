@@ -119,10 +119,13 @@ class ControlClient:
         self._put = put
         self._numbers = count(1)
         self._waiting: dict[int, tuple[ControlEngine, asyncio.Future[None]]] = {}
-        self._weights: ControlEngine | None = None
-        """The message that has loaded the present weights; None: they are those of the start."""
+        self._weights_path: str | None = None
+        """The directory of the present weights; None: they are those of the start."""
+        self._weights_mark = ""
         self._sleep_level = 0
         self.weights_version = 0
+        self.weights_error: str | None = None
+        """Why P1 has no weights to serve requests with."""
         self.is_sleeping = self.is_paused = False
 
     async def change(
@@ -152,6 +155,7 @@ class ControlClient:
     def on_changed(self, reply: EngineChanged) -> None:
         """Take in what became of a message, and what P1 is like behind it."""
         self.weights_version = reply.weights_version
+        self._note_error(reply)
         if reply.number != _AGAIN:
             # Else it is on its way to what the last P1 was, and may end before it is there.
             self.is_sleeping, self.is_paused = reply.is_sleeping, reply.is_paused
@@ -161,7 +165,7 @@ class ControlClient:
                 logger.error("the engine is not as it was: %s", reply.error.message)
             return
         if reply.error is None:
-            self._note(message)
+            self._note(message, reply)
         if not changed.done():
             if reply.error is None:
                 changed.set_result(None)
@@ -170,14 +174,34 @@ class ControlClient:
                 # Nobody may wait for it any more.
                 changed.exception()
 
-    def _note(self, message: ControlEngine) -> None:
-        if message.action == "load_weights":
-            self._weights = message
-        elif message.action == "sleep":
-            self._sleep_level = message.level
+    def _note_error(self, reply: EngineChanged) -> None:
+        if not reply.lacks_weights:
+            self.weights_error = None
+        elif self.weights_error is None:
+            cause = "" if reply.error is None else f": {reply.error.message}"
+            self.weights_error = (
+                f"the engine process was started again, and weights of version "
+                f"{reply.weights_version} could not be read again{cause}; give weights by "
+                "`/update_weights`, or start the server again"
+            )
+
+    def _note(self, message: ControlEngine, reply: EngineChanged) -> None:
+        self._weights_mark = reply.weights_mark
+        match message.action:
+            case "load_weights":
+                self._weights_path = message.path
+                # One that sleeps holds them from now on.
+                self._sleep_level = min(self._sleep_level, 1)
+            case "sleep":
+                # What is freed stays so at a lower level.
+                self._sleep_level = max(self._sleep_level, message.level)
+            case "wake_up":
+                self._sleep_level = 0
 
     def on_exit(self) -> None:
         """Fail what is being changed."""
+        # The next P1 may be able to read its weights.
+        self.weights_error = None
         for _, changed in self._waiting.values():
             if not changed.done():
                 changed.set_exception(
@@ -189,13 +213,14 @@ class ControlClient:
     def on_ready(self) -> None:
         """Let a new P1 be as the last one was, before any request."""
         again: list[ControlEngine] = []
-        if self._weights is not None:
+        if self.weights_version:
             again.append(
                 ControlEngine(
                     number=_AGAIN,
                     action="load_weights",
-                    path=self._weights.path,
+                    path=self._weights_path,
                     weights_version=self.weights_version,
+                    weights_mark=self._weights_mark,
                 )
             )
         if self.is_sleeping:
