@@ -40,13 +40,21 @@ _NAMED_SCHEMAS = frozenset(
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})
 """Keywords whose values are no schemas."""
 _REMARKS = frozenset({"$comment", "description", "title"})
+_TIME_OF_DAY = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
 _DOMAIN = r"[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 _EQUAL_PATTERNS = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@(" + _DOMAIN: (
         r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:" + _DOMAIN
     ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+    r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:{_TIME_OF_DAY})?|{_TIME_OF_DAY})$"
+    ),
 }
-"""Patterns of zod that look ahead, as its later versions write them: `z.email()`."""
+"""Patterns of zod that look ahead, as its later versions write them, and what says the same:
+`z.email()` and `z.iso.duration()`."""
+_ZOD_TIME = r"^(?:[01]\d|2[0-3]):[0-5]\d"
+"""Begins what `z.iso.time()` writes, which has no offset from UTC."""
 
 
 class ReadGrammar(msgspec.Struct):
@@ -139,7 +147,12 @@ def _say_otherwise(root: Any, given: dict[str, Any]) -> dict[str, Any] | bool:
     said = {name: value for name, value in given.items() if not _says_nothing(name, value)}
     pattern, known = said.get("pattern"), said.get("properties", {})
     if isinstance(pattern, str):
-        said["pattern"] = _EQUAL_PATTERNS.get(pattern, pattern)
+        if said.get("format") == "time" and pattern.startswith(_ZOD_TIME):
+            # Of zod before 4.3. An offset must stand in what has the format: nothing has both.
+            del said["format"]
+        said["pattern"], *others = _split_pattern(_EQUAL_PATTERNS.get(pattern, pattern))
+        if others and isinstance(said.get("allOf", []), list):
+            said["allOf"] = [*said.get("allOf", []), *({"pattern": one} for one in others)]
     names = _find_names(root, said.get("propertyNames"))
     if names is None or "patternProperties" in said or not isinstance(known, dict):
         return said
@@ -148,6 +161,42 @@ def _say_otherwise(root: Any, given: dict[str, Any]) -> dict[str, Any] | bool:
     ordered = dict.fromkeys([*(name for name in known if name in names), *names])
     properties = {name: known.get(name, other) for name in ordered}
     return said | {"properties": properties, "additionalProperties": False}
+
+
+def _split_pattern(pattern: str) -> list[str]:
+    """Return patterns that a text must match all: `^(?=A)B` looks ahead, `^B` and `^(?:A)` do not.
+
+    As `z.hostname()` and rules for passwords are written.
+    """
+    ahead: list[str] = []
+    rest = pattern.removeprefix("^")
+    while rest.startswith("(?=") and (end := _find_end(rest, 3)) is not None:
+        if rest[end + 1 : end + 2] in ("*", "+", "?", "{"):
+            break
+        ahead.append(f"^(?:{rest[3:end]})")
+        rest = rest[end + 1 :]
+    # Else `^` and what stands behind it are those of the first branch alone.
+    is_whole = pattern.startswith("^") and _find_end(f"{rest})", 0, marks="|)") == len(rest)
+    return [f"^{rest}", *ahead] if is_whole else [pattern]
+
+
+def _find_end(pattern: str, place: int, marks: str = ")") -> int | None:
+    """Return where in a group the first of `marks` stands that is neither nested nor a literal."""
+    depth, is_class = 0, False
+    while place < len(pattern):
+        mark = pattern[place]
+        if mark == "\\":
+            place += 1
+        elif is_class:
+            is_class = mark != "]"
+        elif mark == "[":
+            is_class = True
+        elif depth == 0 and mark in marks:
+            return place
+        elif mark in "()":
+            depth += 1 if mark == "(" else -1
+        place += 1
+    return None
 
 
 def _find_names(root: Any, given: Any) -> Sequence[str] | None:
