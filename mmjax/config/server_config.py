@@ -14,6 +14,7 @@ ToolCallParserName = Literal[
     "glm45",
     "hermes",
     "internlm",
+    "kimi_k2",
     "lfm2",
     "llama3_json",
     "mistral",

@@ -30,6 +30,19 @@ FUNCTIONS: dict[str, Any] = {
 }
 F, G = ("f", '{"a": 1}'), ("g", "{}")
 
+SECTION = "<|tool_calls_section_begin|>"
+
+
+def kimi(*said: str) -> str:
+    """Return a section of Kimi's, of ids and arguments in turn."""
+    calls = zip(said[::2], said[1::2], strict=True)
+    written = (
+        f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        for call_id, arguments in calls
+    )
+    return f"{SECTION}{''.join(written)}<|tool_calls_section_end|>"
+
+
 SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [F]),
     ("hermes", 'so:\n<tool_call>\n{"name":"g"}\n</tool_call>\nend', "so:\nend", [G]),
@@ -106,6 +119,21 @@ SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "<|tool_call>call:f{a:1} b<tool_call|>", []),
     ("gemma4", '<|tool_call>call:f{a:<|"|>b}<tool_call|>',
      '<|tool_call>call:f{a:<|"|>b}<tool_call|>', []),
+    ("kimi_k2", kimi("functions.f:0", '{"a": 1}'), "", [F]),
+    ("kimi_k2", "so " + kimi("functions.f:7", '{"a": 1}', "functions.g:8", " ") + " end", "so end",
+     [F, ("g", " {}")]),
+    ("kimi_k2", kimi("functions.f:0", '{"a": 1}') + kimi("g:1", "{}"), "", [F, G]),
+    ("kimi_k2", kimi("functions.f.x:0", "{}"), "", [("f.x", "{}")]),
+    ("kimi_k2", kimi("functions.f:0", '{"a": "<|tool"}'), "", [("f", '{"a": "<|tool"}')]),
+    ("kimi_k2", SECTION, SECTION, []),
+    ("kimi_k2", kimi(), kimi(), []),
+    ("kimi_k2", f"{SECTION} no", f"{SECTION} no", []),
+    ("kimi_k2", kimi("f g", "{}"), kimi("f g", "{}"), []),
+    ("kimi_k2", f"{SECTION}<|tool_call_begin|>functions.f",
+     f"{SECTION}<|tool_call_begin|>functions.f", []),
+    ("kimi_k2", f'{SECTION}<|tool_call_begin|>f:0<|tool_call_argument_begin|>{{"a": ', "",
+     [("f", '{"a": ')]),
+    ("kimi_k2", "a < b <|tool", "a < b <|tool", []),
     ("pythonic", "[f(a=1), g()]", "", [F, G]),
     ("pythonic", "[ g () , f (a=1)]", "", [G, F]),
     ("lfm2", "<|tool_call_start|>[g(), f(a=1)]<|tool_call_end|>", "", [G, F]),
@@ -204,6 +232,8 @@ def test_enforced_calls(seed: int | None) -> None:
 
 MARKS = [
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *(SECTION, "<|tool_calls_section_end|>", "<|tool_call_begin|>functions.f:0"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     *("<|tool_call>", "<tool_call|>", "call:", '<|"|>'),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```", "```json"),
     *(

@@ -210,6 +210,7 @@ class ChatService:
             is_parallel=body.parallel_tool_calls is not False,
             config=self._config,
             template=self._chat_parser.template,
+            num_earlier_calls=sum(len(message.tool_calls or ()) for message in body.messages),
         )
 
     async def prompt_source(self, request: Request, body: ChatCompletionRequest) -> PromptSource:

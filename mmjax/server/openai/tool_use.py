@@ -31,6 +31,7 @@ from mmjax.server.openai.structure import errors_of_format
 _MARKS: Mapping[str, str] = {
     "<arg_key>": "glm45",
     "<|tool_call>": "gemma4",
+    "<|tool_calls_section_begin|>": "kimi_k2",
     "<|tool_call_start|>": "lfm2",
     "<function=": "qwen3_coder",
     "<tool_call>": "hermes",
@@ -58,6 +59,10 @@ class ToolUse:
     """The format of the calls for "auto"; None: JSON that the sampling enforces."""
     is_restricted: bool = False
     """Whether `tools` has functions beside those that may be called."""
+    id_format: ToolCallFormat | None = None
+    """Whose ids the chat template asks for, also where sampling enforces calls."""
+    num_earlier_calls: int = 0
+    """In the conversation."""
 
     def parser(self) -> CallParser:
         """Return a parser for one answer."""
@@ -88,11 +93,13 @@ class ToolUse:
             wanted = StructuredOutputsParams(json=json.dumps(self._schema()))
         return msgspec.structs.replace(params, structured_outputs=wanted)
 
-    def new_call_id(self) -> str:
-        """Return an id for a call."""
-        length = None if self.format is None else self.format.id_length
-        if length is not None:
-            return new_hex()[:length]
+    def new_call_id(self, name: str, index: int) -> str:
+        """Return an id for an answer's call."""
+        form = self.id_format
+        if form is not None and form.has_names_in_ids:
+            return f"functions.{name}:{self.num_earlier_calls + index}"
+        if form is not None and form.id_length is not None:
+            return new_hex()[: form.id_length]
         return f"chatcmpl-tool-{new_hex()}"
 
     def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
@@ -151,6 +158,7 @@ def plan_tool_use(
     is_parallel: bool,
     config: ServerConfig,
     template: ChatTemplate,
+    num_earlier_calls: int = 0,
 ) -> ToolUse | None:
     """Return how a request uses its tools; None: it does not. RequestError names a field."""
     name, allowed = _read_choice(choice)
@@ -178,6 +186,8 @@ def plan_tool_use(
         is_parallel=is_parallel,
         format=_format(config, template) if name == "auto" else None,
         is_restricted=len(may_call) < len(functions),
+        id_format=_find_format(config, template),
+        num_earlier_calls=num_earlier_calls,
     )
 
 
@@ -238,17 +248,23 @@ def _format(config: ServerConfig, template: ChatTemplate) -> ToolCallFormat:
             "is `auto`, which this server does not offer; name a function, ask with `required`, "
             "or start the server with `--enable-auto-tool-choice`",
         )
-    source = template.source or ""
-    found = config.tool_call_parser or next(
-        (name for mark, name in _MARKS.items() if mark in source), None
-    )
+    found = _find_format(config, template)
     if found is None:
         raise RequestValueError.about(
             "tool_choice",
             "is `auto`, but nothing says how this model writes calls; start the server with "
             "`--tool-call-parser`, or ask with `required`",
         )
-    return TOOL_CALL_FORMATS[found]
+    return found
+
+
+def _find_format(config: ServerConfig, template: ChatTemplate) -> ToolCallFormat | None:
+    """Return the format that the server's flag or a mark in the template names."""
+    source = template.source or ""
+    found = config.tool_call_parser or next(
+        (name for mark, name in _MARKS.items() if mark in source), None
+    )
+    return None if found is None else TOOL_CALL_FORMATS[found]
 
 
 # ---- reasoning -----------------------------------------------------------------------------------
@@ -372,7 +388,9 @@ class AnswerReader:
         calls = [
             CallPiece(
                 index=call.index,
-                id=None if call.name is None else tools.new_call_id(),
+                id=None
+                if call.name is None
+                else call.call_id or tools.new_call_id(call.name, call.index),
                 name=call.name,
                 arguments=call.arguments,
             )

@@ -17,6 +17,8 @@ class ToolCallDelta:
     index: int
     name: str | None = None
     """In the call's first delta alone."""
+    call_id: str | None = None
+    """Likewise, where the model itself gives it one."""
     arguments: str = ""
     """The next characters of a JSON object."""
 
@@ -32,13 +34,22 @@ class AnswerDelta:
         """Append text for the reader."""
         self.text += text
 
-    def add_call(self, index: int, *, name: str | None = None, arguments: str = "") -> None:
+    def add_call(
+        self,
+        index: int,
+        *,
+        name: str | None = None,
+        call_id: str | None = None,
+        arguments: str = "",
+    ) -> None:
         """Append to call `index`; deltas of one call in a row become one."""
         name, arguments = name and _as_unicode(name), _as_unicode(arguments)
         if self.calls and name is None and self.calls[-1].index == index:
             self.calls[-1].arguments += arguments
         else:
-            self.calls.append(ToolCallDelta(index=index, name=name, arguments=arguments))
+            self.calls.append(
+                ToolCallDelta(index=index, name=name, call_id=call_id, arguments=arguments)
+            )
 
 
 def _as_unicode(text: str) -> str:

@@ -27,6 +27,7 @@ from mmjax.frontend.output.tool_calls.json_scanner import (
     ValueScanner,
     call_scanner,
 )
+from mmjax.frontend.output.tool_calls.kimi import KimiCallParser
 from mmjax.frontend.output.tool_calls.python_literals import parse_arguments
 
 _FENCE = "```"
@@ -339,6 +340,8 @@ class ToolCallFormat:
     """Whether the marks are special tokens, which must stay in the text."""
     id_length: int | None = None
     """The length of a call's id, where the chat template asks for one."""
+    has_names_in_ids: bool = False
+    """Whether a call's id is `functions.NAME:NUMBER`, which the chat template shows alone."""
 
 
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
@@ -364,6 +367,9 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
             start="<|action_start|><|plugin|>", end="<|action_end|>"
         ),
         keeps_special_tokens=True,
+    ),
+    "kimi_k2": ToolCallFormat(
+        make=lambda functions: KimiCallParser(), keeps_special_tokens=True, has_names_in_ids=True
     ),
     "lfm2": ToolCallFormat(
         make=lambda functions: PythonCallParser(
