@@ -158,9 +158,10 @@ class EngineControl:
                 core.sleep(message.level)
             case "wake_up":
                 core.wake_up()
-            case "load_weights" if message.path is None:
-                core.load_weights(None, version=message.weights_version)
             case "load_weights":
+                if message.path is None:
+                    core.load_weights(None, version=message.weights_version)
+                    return
                 path = Path(message.path)
                 if message.weights_mark not in ("", mark_files(path)):
                     raise CheckpointError(
