@@ -16,6 +16,7 @@ from openai import OpenAI
 
 from mmjax import LLM, SamplingParams
 from tests.families import ALL_FAMILIES, CLIP_FAMILIES
+from tests.families.default_run import mark
 from tests.families.family import Family
 from tests.families.qwen2_5_omni import QWEN2_5_OMNI
 from tests.kit import draw
@@ -23,7 +24,6 @@ from tests.models.test_clip_laws import audio_part, draw_clip
 from tests.processing.test_audio_file import write_heard_video
 from tests.test_serve import Served, message_about
 
-IN_DEFAULT_RUN = {"qwen2_audio"}
 WITHOUT_CHATS = {"whisper"}
 """Served by a route of its own: `tests/server/test_transcripts.py`."""
 MAX_TOKENS = 8
@@ -93,7 +93,7 @@ def served(family: Family, tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, id=name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
+        pytest.param(family, id=name, marks=mark("HTTP", name))
         for name, family in ALL_FAMILIES.items()
         if name not in WITHOUT_CHATS
     ],

@@ -31,6 +31,7 @@ from tests.engine.tiny import (
     tokens_of,
 )
 from tests.families import served_model
+from tests.families.default_run import rows
 from tests.families.tiny import Media, Words
 from tests.models.served import make_request, serve, start_engine
 
@@ -191,9 +192,7 @@ def test_what_an_adapter_encodes_is_not_kept(tmp_path: Path):
     assert len(list(store.iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_vl", pytest.param("deepseek_ocr2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", rows("rows of encoders on disk", ("qwen2_vl", "deepseek_ocr2")))
 def test_rows_of_packed_and_of_chosen_outputs(name: str, tmp_path: Path):
     """Of packs of patches, and where embeddings are some of an encoder's outputs, in any order."""
     model = served_model(name)

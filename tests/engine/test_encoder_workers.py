@@ -44,6 +44,7 @@ from tests.engine.tiny import (
     tokens_of,
 )
 from tests.families import TINY_FAMILIES, served_model
+from tests.families.default_run import rows
 from tests.families.tiny import Media, Words
 from tests.models.served import make_config, make_request, serve, start_engine
 
@@ -421,15 +422,7 @@ def with_workers(config: EngineConfig, *addresses: str, **more: Any) -> EngineCo
     return replace(config, cache=cache)
 
 
-FEW = ["qwen2_vl"]
-"""Packs of patches."""
-MANY = [
-    pytest.param(name, marks=pytest.mark.slow)  # 10 s for each family
-    for name in sorted(TINY_FAMILIES.keys() - {*FEW})
-]
-
-
-@pytest.mark.parametrize("name", [*FEW, *MANY])
+@pytest.mark.parametrize("name", rows("encoder workers", TINY_FAMILIES))
 def test_other_families(name: str, tmp_path: Path):
     model, address = served_model(name), f"unix://{tmp_path}/encoder"
     family = model.family

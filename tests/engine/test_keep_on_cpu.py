@@ -13,8 +13,8 @@ from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFi
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from tests.engine.tiny import answer, message, tiny_engine
 from tests.families import FAMILIES
+from tests.families.default_run import rows
 
-IN_DEFAULT_RUN = {"gemma3", "molmo2"}
 ODD_SIZE = 1009
 """Elements of the field on the host: no other array has as many."""
 
@@ -53,10 +53,7 @@ def test_a_field_of_the_host_stays_there(core: EngineCore, sent: list[np.ndarray
     assert ODD_SIZE not in everything
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else pytest.mark.slow) for n in FAMILIES],
-)
+@pytest.mark.parametrize("name", rows("fields kept on the host", FAMILIES))
 def test_what_a_tower_takes_is_not_kept_on_the_host(name: str) -> None:
     family = FAMILIES[name]
     processor = family.make_processor()

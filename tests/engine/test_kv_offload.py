@@ -26,6 +26,7 @@ from tests.engine.tiny import (
     tokens_of,
 )
 from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
+from tests.families.default_run import mark
 from tests.models.served import count_least_blocks, make_request, start_engine
 from tests.models.served import serve as serve_alone
 
@@ -62,12 +63,11 @@ def serve(core: EngineCore, name: str, seed: int) -> tuple[list[int], int]:
 # ---- laws ----------------------------------------------------------------------------------------
 
 FAMILIES = [
-    pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
+    pytest.param(name, marks=mark("host memory", name))
     for name, family in TINY_FAMILIES.items()
     if max(family.max_embeds.values()) <= 128 and not ALL_FAMILIES[name].updates_encoder_prompt
 ]
-"""Requests of an encoder-decoder share no blocks. In the default run one, whose rows of a picture
-see each other: each takes half a minute."""
+"""Requests of an encoder-decoder share no blocks."""
 
 
 @pytest.mark.timeout(600)

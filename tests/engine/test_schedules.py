@@ -18,7 +18,8 @@ from tests.engine.bench import (
     random_parts,
     run_schedules,
 )
-from tests.families import ASKED_BY_HF, LEAST_ALIKE, TINY_FAMILIES, served_model
+from tests.families import TINY_FAMILIES, served_model
+from tests.families.default_run import rows
 from tests.families.tiny import TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
 
@@ -28,15 +29,7 @@ products do (docs/determinism.md)."""
 SMALL = [name for name, one in TINY_FAMILIES.items() if max(one.max_embeds.values()) <= 128]
 """An image of DeepSeek-OCR 2 has 257 embeddings or more, of 4,096 patches: thousands of requests
 would take hours. It is in the test of few schedules."""
-# By default three families: Gemma 3's rows of an item, which see each other, and windows are in
-# `test_mixed_fields.py`. Encoder-decoders are in `test_encoder_decoder.py`, and
-# Florence-2's answers, in chunks and preempted, in `tests/models/test_array_laws.py`; Qwen3-VL's in
-# chunks are in `tests/models/test_video_laws.py`.
-IN_DEFAULT_RUN = LEAST_ALIKE - ASKED_BY_HF - {"florence2", "qwen3_vl"}
-FEW = [
-    pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-    for name in TINY_FAMILIES
-]
+FEW = rows("schedules", TINY_FAMILIES)
 SAMPLING = (
     {"temperature": 1.0, "seed": 5, "top_k": 9},
     {"temperature": 0.7, "seed": 6, "top_p": 0.8},

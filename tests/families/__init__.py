@@ -122,46 +122,6 @@ ALL_FAMILIES = {**FAMILIES, **CLIP_FAMILIES}
 TINY_FAMILIES = {name: row.tiny for name, row in ALL_FAMILIES.items() if row.tiny is not None}
 """Those that transformers has a class of, whose arrays are compared with it."""
 
-NEAR = {
-    "cohere2_vision": "aya_vision",
-    "deepseek_ocr": "unlimited_ocr",
-    "glm46v": "glm4v",
-    "glm4v_moe": "glm4v",
-    "internvl gpt_oss": "internvl",
-    "lighton_ocr": "mistral3",
-    "qianfan_ocr": "internvl",
-    "minicpm_ocr": "minicpmv4_6",
-    "minicpmv4_7": "minicpmv4_6",
-    "llava siglip": "llava",
-    "llava_next": "llava",
-    "llava_onevision": "llava",
-    "qwen3_5_moe": "qwen3_5",
-    "qwen3_omni": "qwen2_5_omni",
-    "qwen3_vl_moe": "qwen3_vl",
-    "smolvlm": "idefics3",
-    "ultravox": "voxtral",
-    "unlimited_ocr": "deepseek_ocr2",
-}
-"""Rows that are little but others of another row's parts: laws that take seconds a row ask them in
-the slow run alone. `make test-slow` compares the arrays of all with HF's, and the default run those
-of which a part is in no other row (`tests/models/test_array_laws.py`)."""
-
-LEAST_ALIKE = {
-    "blip2",  # an item is inserted before the prompt
-    "florence2",  # encoder and decoder
-    "gemma4",  # layers that share a cache
-    "internvl gpt_oss",  # sinks, experts
-    "molmo2",  # rows of all items see each other
-    "paligemma",  # the whole prompt sees itself
-    "qwen2_5_vl",  # windows of a tower; rotary positions of three axes
-    "qwen3_vl",  # features for the first decoder layers
-}
-"""What an engine does differently for one family and another: laws that compile an engine's
-programs, or more, ask some of these in the default run, and all families in the slow one."""
-ASKED_BY_HF = {"blip2", "internvl gpt_oss", "paligemma", "qwen2_5_vl"}
-"""Of these HF is asked for an engine's answers (`tests/models/test_hf_answers.py`, two by default);
-the others are served under random schedules (`tests/engine/test_schedules.py`, two by default)."""
-
 
 @cache
 def served_model(name: str) -> TinyModel:

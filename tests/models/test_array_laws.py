@@ -19,7 +19,14 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.rounding import cdiv
-from tests.families import ALL_FAMILIES, LEAST_ALIKE, NEAR, TINY_FAMILIES, served_model
+from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
+from tests.families.default_run import (
+    HELD_ELSEWHERE,
+    LEAST_ALIKE,
+    VARIANTS,
+    rows,
+    slow_unless,
+)
 from tests.families.tiny import Parts, TinyFamily, TinyModel
 from tests.models.served import cramp, make_request, serve, start_engine
 from tests.oracle import TOLERANCE, assert_close
@@ -30,55 +37,19 @@ MAX_TOKENS = 16
 """So many that requests which begin together grow out of few blocks."""
 NEVER = np.finfo(np.float32).min
 """The logit of a token that is never sampled."""
-FIRST_ALONE = {
-    *NEAR,
-    *("blip2_t5", "deepseek_ocr2", "ernie4_5_vl", "exaone4_5", "fuyu", "gemma3", "gemma4"),
-    *("gemma4_unified", "glm4v", "glm_ocr", "got_ocr2", "hunyuan_vl", "kimi_k25", "lfm2_vl"),
-    *("llama4", "llava", "minicpmv4_6", "mistral3", "molmo2", "paddleocr_vl", "paligemma"),
-    *("pixtral", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_asr", "qwen3_vl"),
-}
-"""Of which a variant takes seconds to compile: the slow run has the others. What they vary is
-compared by parts, too, in `tests/towers` and `tests/language`."""
-HELD_ELSEWHERE = {
-    # Other parts of another row's, which is in the default run.
-    *("cohere2_vision", "deepseek_ocr", "glm46v", "glm4v", "idefics3", "lighton_ocr"),
-    *("minicpm_ocr", "minicpmv4_6", "qianfan_ocr", "qwen3_5", "qwen3_vl_moe", "ultravox"),
-    # A directory's logits, or its greedy tokens, are compared with HF's by default:
-    "blip2_t5",  # test_blip2_t5.py
-    "deepseek_ocr2",  # test_deepseek_ocr2.py
-    "florence2",  # test_florence2_llm.py; its other variants are below
-    "gemma3",  # tests/parity/test_parity.py
-    "paligemma",  # test_hf_answers.py
-    "pixtral",  # test_pixtral_directory.py
-    "qwen2_5_omni",  # test_qwen2_5_omni.py
-    "qwen2_5_vl",  # test_hf_answers.py
-    "qwen2_vl",  # test_qwen2_vl_checkpoint.py
-    "qwen2_audio",  # test_clip_laws.py; another variant is below
-    "qwen3_asr",  # test_qwen3_asr_transcripts.py
-    "qwen3_vl",  # test_video_laws.py
-    "voxtral",  # test_clip_laws.py; another variant is below
-    "whisper",  # test_whisper_transcripts.py; its other variants are below
-}
-"""Whose first variant the slow run compares here, since another default test has its mechanisms.
-
-Of Qwen3.5 the row with experts, which has a shared one beside them, and MiniCPM-V 4.7, whose
-decoder it is and which differs from 4.6 by positions alone, are in the default run; of Qwen3-VL
-with experts, Qwen3-VL and InternVL's experts; of GLM-4V the row with experts, whose tower it is,
-and GLM-OCR; of Idefics3, SmolVLM.
-"""
 
 
-def is_slow(row: str, number: int) -> bool:
-    """Return whether the slow run alone compares a row's variant of a number."""
-    return row in FIRST_ALONE if number else row in HELD_ELSEWHERE
+def is_asked(row: str, number: int, variant: str) -> bool:
+    """Return whether the default run compares a row's variant, of a number and a name."""
+    return variant in VARIANTS.get(row, ()) if number else row not in HELD_ELSEWHERE
 
 
-VARIANTS = [
+ROWS = [
     pytest.param(
         family,
         name,
         id=f"{family.name}-{name}",
-        marks=pytest.mark.slow if is_slow(row, number) else (),
+        marks=slow_unless(is_asked(row, number, name)),
     )
     for row, family in TINY_FAMILIES.items()
     for number, name in enumerate(family.variants)
@@ -93,10 +64,7 @@ def test_every_architecture_is_under_the_laws():
 # Graphs are equal or not by the layers that they are of: rows that differ most have all kinds.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in LEAST_ALIKE else pytest.mark.slow)
-        for name in TINY_FAMILIES
-    ],
+    [pytest.param(name, marks=slow_unless(name in LEAST_ALIKE)) for name in TINY_FAMILIES],
 )
 def test_models_of_one_configuration_are_equal(name: str):
     """Their blocks too, which are traced and lowered once where they are alike (`call_block`)."""
@@ -119,7 +87,7 @@ def list_prompts(family: TinyFamily, name: str) -> dict[str, Parts]:
     return family.variant_prompts(name) if is_named else family.prompts
 
 
-@pytest.mark.parametrize(("family", "name"), VARIANTS)
+@pytest.mark.parametrize(("family", "name"), ROWS)
 def test_states_logits_and_tokens_are_hfs(family: TinyFamily, name: str):
     variant = family.variants[name]
     model = TinyModel(family, **variant.settings)
@@ -135,7 +103,7 @@ def test_states_logits_and_tokens_are_hfs(family: TinyFamily, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "name"), VARIANTS)
+@pytest.mark.parametrize(("family", "name"), ROWS)
 def test_tokens_of_every_variant_are_hfs(family: TinyFamily, name: str):
     model = TinyModel(family, **family.variants[name].settings)
     for parts in list_prompts(family, name).values():
@@ -183,13 +151,7 @@ def make_workload(name: str) -> tuple[list[Sample], list[list[int]]]:
     return samples, [list(model.paged.generate(sample, MAX_TOKENS)) for sample in samples]
 
 
-IN_DEFAULT_RUN = {"florence2"}
-"""Of one device, `tests/engine/test_schedules.py` has two more there; of a decoder alone over four,
-`tests/engine/test_parallel.py`, and of a packed tower over two, `test_packing.py` there."""
-NAMES = [
-    pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-    for name in TINY_FAMILIES
-]
+NAMES = rows("answers of one pass", TINY_FAMILIES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -27,6 +27,7 @@ from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.validation import validate_num_embeds
 from mmjax.training.samples import make_sample
 from tests.families import CLIP_FAMILIES
+from tests.families.default_run import mark
 from tests.families.family import Family
 from tests.processing.test_audio_file import write_audio
 
@@ -39,21 +40,6 @@ ROWS = [
 """Whisper's prompts hold no placeholders: `test_whisper_transcripts.py` has what it says."""
 ASKED_BY_HF = [row for row in ROWS if CLIP_FAMILIES[str(row.id)].has_reference]
 """transformers has no class of an Ultravox: `test_ultravox.py` has what the published one says."""
-SLOW_ENGINES = {
-    *(
-        "gemma4 clips",
-        "gemma4_unified clips",
-        "qwen2_5_omni clips",
-        "qwen3_asr",
-        "qwen3_omni clips",
-    ),
-    "voxtral",
-}
-"""Items of many sizes have more programs to compile; tests of transcripts have a few of those,
-`tests/engine/test_schedules.py` those of Gemma 4, and `test_qwen2_5_omni.py` those of that."""
-LOGITS_IN_DEFAULT_RUN = {"voxtral"}
-"""Of the others an engine's tokens are compared below, or clips' logits in `test_array_laws.py`
-(Gemma 4) and in `test_qwen2_5_omni.py`."""
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -323,9 +309,7 @@ def as_inputs(family: Family, text: str, clips: list[np.ndarray]) -> dict[str, A
 @pytest.mark.parametrize(
     "family",
     [
-        row
-        if row.id in LOGITS_IN_DEFAULT_RUN
-        else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow)
+        pytest.param(*row.values, id=row.id, marks=mark("HF's logits of clips", str(row.id)))
         for row in ASKED_BY_HF
     ],
 )
@@ -349,9 +333,7 @@ def generate(llm: LLM, prompts: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(*row.values, id=row.id, marks=pytest.mark.slow)
-        if row.id in SLOW_ENGINES
-        else row
+        pytest.param(*row.values, id=row.id, marks=mark("HF's tokens of clips", str(row.id)))
         for row in ASKED_BY_HF
     ],
 )

@@ -34,7 +34,8 @@ from mmjax.models.registry import load_model_class
 from mmjax.weights.files.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
-from tests.families import ALL_FAMILIES, NEAR, published_names
+from tests.families import ALL_FAMILIES, published_names
+from tests.families.default_run import NAMED_AS_MODULES, NEAR, READ_ELSEWHERE, mark, slow_unless
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.family import Family
 from tests.families.published import Layout, Shapes
@@ -131,13 +132,6 @@ def is_smallest(name: str) -> bool:
     return name == min(sizes, key=lambda n: sizes[n])
 
 
-NAMED_AS_MODULES = {
-    *("deepseek_ocr", "deepseek_ocr2", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "llama4"),
-    *("ovis2", "qwen3_asr", "qwen3_vl", "unlimited_ocr", "whisper"),
-}
-"""Whose files have the names of HF's module, all of them, and no others."""
-
-
 CHECKPOINTS = [
     # A tree of a large model takes seconds; all sizes are in `make test-slow`. Of families that are
     # near to another one, and of those whose files have no names of their own, `test_array_laws.py`
@@ -145,19 +139,12 @@ CHECKPOINTS = [
     pytest.param(
         Checkpoint(name),
         id=name,
-        marks=()
-        if is_smallest(name) and PUBLISHED[name]["family"] not in {*NEAR, *NAMED_AS_MODULES}
-        else pytest.mark.slow,
+        marks=slow_unless(
+            is_smallest(name) and PUBLISHED[name]["family"] not in {*NEAR, *NAMED_AS_MODULES}
+        ),
     )
     for name in PUBLISHED
 ]
-
-
-# Tiny files of these, under their published names, are answered from by default: in
-# `test_deepseek_vl2.py`, `test_qwen_vl.py` and `test_molmo_engine.py`; of BLIP-2 with T5, whose
-# tower and queries are BLIP-2's, in `test_blip2_t5.py`; of Kimi K2.5, whose 384 experts take a
-# minute to list, in `test_kimi_k25_files.py`.
-READ_ELSEWHERE = {"blip2_t5", "deepseek_vl2", "kimi_k25", "molmo", "qwen_vl"}
 
 
 @pytest.mark.parametrize(
@@ -189,17 +176,14 @@ def test_every_tensor_is_used_once_but_for_what_nobody_reads(checkpoint: Checkpo
     assert total == published
 
 
-# Tiny models' shapes are compared with HF's (`test_array_laws.py`): here are a tower of units, one
-# of packed patches, an encoder-decoder, and clips, at the sizes that are published.
-SHAPES_IN_DEFAULT_RUN = {"florence2", "gemma3", "paddleocr_vl", "voxtral"}
-
-
 @pytest.mark.parametrize(
     "checkpoint",
     [
-        one
-        if PUBLISHED[str(one.id)]["family"] in SHAPES_IN_DEFAULT_RUN
-        else pytest.param(*one.values, id=one.id, marks=pytest.mark.slow)
+        pytest.param(
+            *one.values,
+            id=one.id,
+            marks=[*one.marks, *mark("published shapes", PUBLISHED[str(one.id)]["family"])],
+        )
         for one in CHECKPOINTS
     ],
 )

@@ -20,7 +20,8 @@ from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference, run_reference
 from mmjax.training.samples import make_sample
-from tests.families import ASKED_BY_HF, FAMILIES
+from tests.families import FAMILIES
+from tests.families.default_run import mark
 from tests.families.family import Family
 from tests.kit import draw
 
@@ -29,17 +30,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 Prompt = tuple[str, list[Image.Image]]
 START = "here are the picture and some crops to help you see better how many red shapes there are "
 """More than a block of the KV cache."""
-IN_DEFAULT_RUN = ASKED_BY_HF - {"blip2", "internvl gpt_oss"}
-"""Of units beside tokens alone, as LLaVA's, `tests/parity/test_parity.py` asks Gemma 3's engine.
-Items that are inserted before a prompt are in `test_blip2_t5.py`. Of states beside the cache an
-engine is compared with one pass in `tests/engine/test_recurrent_families.py`, and one pass with HF
-in `test_array_laws.py`, as one of sinks and of experts."""
 
 
-def find_cases(names: set[str]) -> list[Any]:
-    """Return all families that HF answers for; slow: all but `names`."""
+def find_cases(law: str) -> list[Any]:
+    """Return all families that HF answers for."""
     return [
-        pytest.param(family, id=name, marks=() if name in names else pytest.mark.slow)
+        pytest.param(family, id=name, marks=mark(law, name))
         for name, family in FAMILIES.items()
         if family.is_hf_asked
     ]
@@ -94,8 +90,7 @@ def embed(reference: Any, inputs: dict[str, Any]) -> np.ndarray:
     return rows.reshape(-1, rows.shape[-1]).numpy()
 
 
-# Of every family, `test_array_laws.py` compares logits of other weights.
-@pytest.mark.parametrize("family", find_cases({"paligemma"}))
+@pytest.mark.parametrize("family", find_cases("HF's logits"))
 def test_logits_at_every_position_are_hfs(family: Family):
     config = load_model_config(str(family.checkpoint))
     processor, model_class = create_processor(config), load_model_class(config.architecture)
@@ -111,7 +106,7 @@ def test_logits_at_every_position_are_hfs(family: Family):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", find_cases(IN_DEFAULT_RUN))
+@pytest.mark.parametrize("family", find_cases("HF's tokens"))
 def test_the_engines_greedy_tokens_are_hfs(family: Family):
     """In chunks, all at once; with cold caches and with warm ones; with HF's embeddings."""
     reference, inputs = load(family)

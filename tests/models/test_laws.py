@@ -17,14 +17,15 @@ from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.validation import validate_num_embeds
-from tests.families import ALL_FAMILIES, FAMILIES, NEAR
+from tests.families import ALL_FAMILIES, FAMILIES
+from tests.families.default_run import NEAR, mark, slow_unless
 from tests.families.family import Family
 from tests.families.retrieval import RETRIEVAL
 from tests.kit import draw, num_examples
 
 SIZES = [(1, 1), (37, 211), (640, 480), (2000, 300), (56, 56), (520, 260)]
 FAMILY_ROWS = [pytest.param(family, id=name) for name, family in FAMILIES.items()]
-SLOW_IF_NEAR = {name: pytest.mark.slow if name in NEAR else () for name in FAMILIES}
+SLOW_IF_NEAR = {name: slow_unless(name not in NEAR) for name in FAMILIES}
 """Processors of such rows are made of another row's parts: the default run compares them with HF's,
 and asks the other rows what caches and budgets do."""
 FAR_ROWS = [
@@ -333,19 +334,11 @@ def check_sizes(processor: BaseMultiModalProcessor[Any], prepared: PreparedInput
     validate_num_embeds(processor.info, prepared.mm_placeholders, described)
 
 
-# What is planned is the processor's own law, `test_dummy_inputs_have_exactly_the_declared_maximum`
-# and the next test, which all families are under: here are squares that follow a picture's form,
-# grids of patches, and frames beside pictures.
-SIZES_IN_DEFAULT_RUN = {"gemma4", "internvl", "qwen3_vl"}
-
-
 @pytest.mark.parametrize(
     "family",
     [
-        one
-        if one.id in SIZES_IN_DEFAULT_RUN
-        else pytest.param(*one.values, id=one.id, marks=pytest.mark.slow)
-        for one in FAR_ROWS
+        pytest.param(family, id=name, marks=mark("described sizes", name))
+        for name, family in FAMILIES.items()
     ],
 )
 def test_the_size_that_an_operator_describes_is_what_is_planned_for(family: Family):

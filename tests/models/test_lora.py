@@ -13,6 +13,7 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.transport.messages import EngineCoreRequest
 from tests.families import TINY_FAMILIES
+from tests.families.default_run import mark
 from tests.families.tiny import TinyModel
 from tests.models.adapters import EMBEDDINGS, HEAD, TEXT, TOWERS, make_adapter
 from tests.models.served import cramp, make_request, serve, start_engine
@@ -53,10 +54,10 @@ KINDS: dict[str, dict[str, Any]] = {
 OF_EVERY_FAMILY = ("bias", "embeddings", "head")
 """Which layers there are, and under which names; the others are of rules that no family changes."""
 LEAST_ALIKE = ("llava", "gemma3", "molmo2", "qwen2_vl", "qwen3_vl", "internvl")
-DEFAULT = {("gemma3", "towers"), ("qwen2_vl", "towers"), ("internvl", "rank-1")}
-"""Of the decoder alone, tests/checkpoints/test_italian.py asks PEFT, and `test_text_rules.py`."""
+LAWS = {"towers": "PEFT's towers", "rank-1": "PEFT's rank 1"}
+"""Of the default run, by kind."""
 CASES = [
-    pytest.param(name, kind, marks=() if (name, kind) in DEFAULT else pytest.mark.slow)
+    pytest.param(name, kind, marks=mark(LAWS[kind], name) if kind in LAWS else pytest.mark.slow)
     for name in NAMES
     for kind in (KINDS if name in LEAST_ALIKE else OF_EVERY_FAMILY)
     # HF has one table, whose adapters have rows for the tokens behind the vocabulary, too.

@@ -14,6 +14,7 @@ from mmjax.models.interface import build_model
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
 from tests.families import TINY_FAMILIES, served_model
+from tests.families.default_run import mark
 from tests.families.tiny import TinyModel
 from tests.models.served import cramp, make_request, serve, start_engine
 
@@ -23,8 +24,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunks, preempted": {"max_num_batched_tokens": 7, "is_cramped": True},
     "two devices": {"size": 2},
 }
-IN_DEFAULT_RUN = {("gemma4", "int8-weights"), ("qwen2_vl", "int4")}
-"""Gemma 4's decoder has most kinds of layers; engines of Gemma 3 are in `tests/layers`."""
+LAWS = {"int8-weights": "8 bits", "int4": "4 bits"}
 
 
 def quantize(model: TinyModel, quantization: Any) -> PagedModel:
@@ -52,8 +52,8 @@ def restore(params: Any, plain: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [
-        pytest.param(*one, marks=() if one in IN_DEFAULT_RUN else pytest.mark.slow)
-        for one in product(TINY_FAMILIES, ("int8-weights", "int4"))
+        pytest.param(name, one, marks=mark(law, name))
+        for name, (one, law) in product(TINY_FAMILIES, LAWS.items())
     ],
 )
 def test_the_logits_are_those_of_the_rounded_weights(name: str, quantization: str):

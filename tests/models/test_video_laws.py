@@ -17,6 +17,7 @@ from mmjax.parity.case import Case, Parity
 from mmjax.parity.compare import TOLERANCE
 from mmjax.parity.reference import make_pixels
 from tests.families import FAMILIES
+from tests.families.default_run import mark
 from tests.families.family import Family, call_with_videos
 from tests.families.hf_videos import HFVideos
 from tests.kit import draw, draw_video
@@ -26,11 +27,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 TAKEN = {name: family for name, family in FAMILIES.items() if family.video}
 HELD = {name: family for name, family in TAKEN.items() if family.load_hf_videos is not None}
 WITH_HFS = [pytest.param(family, id=name) for name, family in HELD.items()]
-IN_DEFAULT_RUN = {"qwen3_vl"}
-"""Of whole answers: time stamps among packed patches. `test_array_laws.py` has videos of SmolVLM,
-which are squares, by default, and of every family in the slow run."""
 ASKED = [
-    pytest.param(family, id=name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
+    pytest.param(family, id=name, marks=mark("HF's tokens of videos", name))
     for name, family in TAKEN.items()
     if family.is_hf_asked
 ]

@@ -20,6 +20,7 @@ from mmjax.parity.__main__ import _draw_clip, _draw_video
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.compare import TOLERANCE, format_summary
 from tests.families import ALL_FAMILIES, CLIP_FAMILIES, FAMILIES
+from tests.families.default_run import mark
 from tests.families.directories import made_once, save_weights
 from tests.families.family import Family
 from tests.families.florence2 import fill as fill_florence2
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings(
     # PaliGemma's processor of HF makes numpy's array of a tensor.
     "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 )
-IN_DEFAULT_RUN = {"smolvlm"}
 _BLOCK = re.compile(r"^.*(?:layers?|blocks|encoder_layers)\.\d+(?=\.)")
 
 
@@ -45,7 +45,7 @@ CASES = [
         family,
         media,
         id=f"{name}-{media}",
-        marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow,
+        marks=mark("damage that parity names", name),
     )
     for name, family in ALL_FAMILIES.items()
     for media in media_of(family)

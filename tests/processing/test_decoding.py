@@ -25,6 +25,7 @@ from mmjax.processing.media.decode_budget import (
 )
 from mmjax.processing.media.encoded import EncodedImage
 from tests.families import FAMILIES, gemma3
+from tests.families.default_run import ASKED, mark
 from tests.kit import draw
 from tests.processing.test_media import encode, png_header
 from tests.processing.test_processor import make
@@ -123,7 +124,7 @@ def test_no_family_looks_at_an_items_neighbours(
         assert one == other
 
 
-RESIZED_ONCE = ("gemma3", "llava", "qwen2_vl")
+RESIZED_ONCE = sorted(ASKED["pictures decoded side by side"])
 SIDE_BY_SIDE = [
     *((name, Image.Image, "resize") for name in RESIZED_ONCE),
     *(
@@ -131,7 +132,7 @@ SIDE_BY_SIDE = [
             name,
             encoded,
             "decode_image",
-            marks=() if name in RESIZED_ONCE else pytest.mark.slow,
+            marks=mark("pictures decoded side by side", name),
         )
         for name, family in FAMILIES.items()
         if family.max_images > 1

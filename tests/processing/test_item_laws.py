@@ -7,7 +7,8 @@ import pytest
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.processing.encoder_budget import MultiModalProfiler
-from tests.families import CLIP_FAMILIES, FAMILIES, NEAR
+from tests.families import CLIP_FAMILIES, FAMILIES
+from tests.families.default_run import NEAR, slow_unless
 from tests.families.directories import get_placeholder_str
 from tests.families.family import Family
 from tests.kit import draw, draw_video
@@ -20,7 +21,7 @@ DUMMIES = [
         family,
         kwargs,
         id=f"{name}-{'-'.join(kwargs) or 'plain'}",
-        marks=pytest.mark.slow if name in NEAR else (),
+        marks=slow_unless(name not in NEAR),
     )
     for name, family in FAMILIES.items()
     if family.video

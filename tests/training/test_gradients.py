@@ -15,13 +15,13 @@ from mmjax import ScoredModel, score
 from mmjax.layers.module import flatten_params
 from mmjax.parity.arrays import Sample
 from tests.families import TINY_FAMILIES
+from tests.families.default_run import rows
 from tests.families.tiny import TinyModel, Words, draw_words
 from tests.oracle import params_of
 
 RELATIVE = 1e-4
 NOISE = 1e-6
 """Of the largest gradient of all: what sums that cancel leave, of biases of keys above all."""
-IN_DEFAULT_RUN = {"llava"}
 SEEN_WHOLE = {"paligemma"}
 """HF's forward pass takes all tokens for the prompt, which sees itself, unless it is trained."""
 WITHOUT_GRADIENT = {"chameleon": {"vqmodel"}}
@@ -31,11 +31,7 @@ Pairs = Sequence[tuple[Sample, list[int]]]
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-        for name in TINY_FAMILIES
-        if name not in SEEN_WHOLE
-    ],
+    rows("gradients", (name for name in TINY_FAMILIES if name not in SEEN_WHOLE)),
 )
 def test_gradients_of_every_parameter_are_torchs(name: str):
     family = TINY_FAMILIES[name]

@@ -14,21 +14,14 @@ from mmjax import ScoredModel, score
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.training.batch import round_size
 from tests.families import TINY_FAMILIES, served_model
+from tests.families.default_run import rows
 
 LENGTHS = (5, 9, 3)
 """Tokens of the answers, by turns."""
 TOLERANCE = 1e-5
-IN_DEFAULT_RUN = {"florence2", "gemma3", "qwen2_vl"}
-"""Units, packs, spans within images, an encoder-decoder; the slow run has all."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-        for name in TINY_FAMILIES
-    ],
-)
+@pytest.mark.parametrize("name", rows("scores", TINY_FAMILIES))
 def test_a_batch_has_the_log_probabilities_of_the_paged_engine(name: str):
     model = served_model(name)
     samples = [model.draw_sample(parts) for parts in model.family.prompts.values()]

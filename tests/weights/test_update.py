@@ -16,12 +16,11 @@ from mmjax.weights.rules import Rule, Split, Squeeze, Stack, StackPart, Transpos
 from mmjax.weights.sharding import param_sharding
 from mmjax.weights.update import match_update, place_update
 from tests.families import TINY_FAMILIES
+from tests.families.default_run import mark
 from tests.oracle import params_of
 
-CHEAP = {"florence2", "internvl", "qwen2_vl", "qwen3_vl_moe"}
-"""A transposed matrix and a tied head; an axis less; fused attention; stacks of experts."""
 FAMILIES = [
-    pytest.param(family, marks=() if name in CHEAP else pytest.mark.slow, id=name)
+    pytest.param(family, marks=mark("updates of weights", name), id=name)
     for name, family in TINY_FAMILIES.items()
 ]
 
