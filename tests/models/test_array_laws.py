@@ -21,8 +21,12 @@ from mmjax.parity.reference import calls_by_modality, generate_reference, run_re
 from mmjax.rounding import cdiv
 from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
 from tests.families.default_run import (
+    ASKED,
     HELD_ELSEWHERE,
     LEAST_ALIKE,
+    NAMED_AS_MODULES,
+    NEAR,
+    READ_ELSEWHERE,
     VARIANTS,
     rows,
     slow_unless,
@@ -59,6 +63,15 @@ ROWS = [
 def test_every_architecture_is_under_the_laws():
     under = {family.folder for family in ALL_FAMILIES.values() if family.tiny is not None}
     assert under | WITH_GOLDEN_MODELS == {row.folder for row in MODELS.values()}
+
+
+def test_the_default_runs_tables_name_families_and_later_variants():
+    tables = (NEAR, NEAR.values(), LEAST_ALIKE, VARIANTS, HELD_ELSEWHERE, NAMED_AS_MODULES)
+    for table in (*tables, READ_ELSEWHERE, *ASKED.values()):
+        assert set(table) <= ALL_FAMILIES.keys()
+        assert table
+    for row, names in VARIANTS.items():
+        assert set(names) <= {*list(TINY_FAMILIES[row].variants)[1:]}
 
 
 # Graphs are equal or not by the layers that they are of: rows that differ most have all kinds.
