@@ -243,6 +243,9 @@ class Pair:
                 yield request, found[request.request_id], alone[request.request_id]
 
 
+# By default the same requests are in `test_draft.py`, of this model with a draft model, and lookups
+# are below; the layers that guess, of three more families, are in their own files.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_answer_is_the_one_without_guesses() -> None:
     """Of sliding windows, and images that see each other both ways."""
