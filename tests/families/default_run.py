@@ -53,9 +53,21 @@ LEAST_ALIKE = {
 programs, or more, ask some of these in the default run, and all families in the slow one."""
 
 VARIANTS = {
-    "blip2": ("other tower",),
-    "florence2": ("three stages, norms elsewhere, other heads and depths, relu",),
-    "internvl": ("qwen3 with experts, one layer without", "first state, no squares"),
+    "blip2": (
+        "cross-attention in every block, a text branch, another decoder",
+        "other tower",
+    ),
+    "chameleon": ("norms behind, shared key heads",),
+    "florence2": (
+        "wide images, deeper stages, scaled embeddings, a head of its own",
+        "three stages, norms elsewhere, other heads and depths, relu",
+    ),
+    "internvl": (
+        "qwen3 with experts, one layer without",
+        "phi3",
+        "internlm3",
+        "first state, no squares",
+    ),
     "qwen2_audio": ("one key head, another activation, an odd number of states",),
     "voxtral": ("one key head, other activations, two states an embedding",),
     "whisper": ("scaled embeddings that are not, a head of its own, other depths and heads, relu",),
@@ -70,7 +82,7 @@ HELD_ELSEWHERE = {
     # A directory's logits, or its greedy tokens, are compared with HF's by default:
     "blip2_t5",  # test_blip2_t5.py
     "deepseek_ocr2",  # test_deepseek_ocr2.py
-    "florence2",  # test_florence2_llm.py; another variant is above
+    "florence2",  # test_florence2_llm.py; other variants are above
     "gemma3",  # tests/parity/test_parity.py
     "paligemma",  # test_hf_answers.py
     "pixtral",  # test_pixtral_directory.py
