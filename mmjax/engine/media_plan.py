@@ -62,7 +62,7 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
     seen = (n for m, n in largest.items() if m != "audio" or not longest_clip)
     largest_seen = max(seen, default=0)
     if module.max_encoder_len:
-        check_offload(config, shares_blocks=False)
+        check_offload(config, shares_blocks=host_inputs.attends_to_items)
         if config.model.pools:
             raise ConfigError(
                 f"`runner` is 'pooling', but `{config.model.architecture}` is an encoder-decoder, "

@@ -485,7 +485,7 @@ class BartDecoder(Decoder):
         metadata = DenseAttentionMetadata(
             token_index=places[None],
             mask=(places[None, :] <= places[:, None])[None],
-            cross=DenseCrossMetadata(jnp.ones((1, len(states)), bool), states),
+            cross=DenseCrossMetadata(jnp.ones((1, 1, len(states)), bool), states),
         )
         hidden = self._begin(self.embed_input_ids(token_ids), places)
         found = []

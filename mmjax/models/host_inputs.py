@@ -143,6 +143,10 @@ class HostInputs(ABC):
     embedding. `embed_multimodal` is given the inputs of either."""
     cut_modalities: frozenset[str] = frozenset()
     """Those whose items have text among their embeddings: no run is as long as the item."""
+    attends_to_items: bool = False
+    """Whether no embedding of an item is one of the prompt: layers of cross-attention attend to
+    them, and a token to those of the item before it, and of those that it follows at once
+    (`find_seen_rows`). The model has a `max_encoder_len`, and each item a token for its place."""
     num_extra_rows: int = 0
     """Learned embeddings that stand among an item's: the model's `extra_embeds()` has as many."""
     num_fed_layers: int = 0
@@ -221,6 +225,27 @@ class HostInputs(ABC):
             return None
         is_longer = num_tokens > rope["original_max_position_embeddings"]
         return RotaryPositions.of_level(num_tokens, int(is_longer), "longrope")
+
+
+def find_seen_rows(offsets: Sequence[int], counts: Sequence[int], num_tokens: int) -> np.ndarray:
+    """Return int32[2, num_tokens]: which rows of a prompt's items each of its tokens attends to.
+
+    The first of them, and the one behind the last. Of two items that follow each other at once, the
+    places behind both see both; else an item is seen up to the next one's place (HF:
+    processing_mllama.py, get_cross_attention_token_mask). Before all items both numbers are 0.
+
+    Args:
+        offsets: Places of the items, in order.
+        counts: How many rows each of them has.
+        num_tokens: Of the prompt.
+    """
+    ends = np.cumsum([0, *counts])
+    firsts = [0]
+    for number, offset in enumerate(offsets):
+        follows = number > 0 and offset == offsets[number - 1] + 1
+        firsts.append(firsts[-1] if follows else int(ends[number]))
+    last = np.searchsorted(np.asarray(offsets, np.int64), np.arange(num_tokens), side="right")
+    return np.stack([np.array(firsts)[last], ends[last]]).astype(np.int32)
 
 
 class UnitHostInputs(HostInputs):

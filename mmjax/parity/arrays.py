@@ -89,9 +89,16 @@ class PagedModel:
             rows_of=self._rows.get,
             has_spans=self.sees != "past",
             max_encoder_blocks=self._num_encoder_blocks,
+            attends_to_items=self.host_inputs.attends_to_items,
             states_per_seq=int(bool(self.cache_spec.states)),
         )
         self._jit()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts that begin alike share what is computed of their beginning."""
+        is_apart = bool(self.max_encoder_len) and not self.host_inputs.attends_to_items
+        return not is_apart and not self.cache_spec.states
 
     def _jit(self) -> None:
         graphdef = self.graphdef

@@ -45,6 +45,8 @@ class PromptInputs(NamedTuple):
     """Of each prompt once."""
     state_rows: Any
     """int32[B, S]: rows of the pool, of each sequence's hidden states; padding: -1."""
+    seen: Any
+    """int32[B, 2, T]: as in `CrossAttentionMetadata`; None: all tokens attend to all."""
 
 
 @jax.tree_util.register_dataclass
@@ -113,8 +115,8 @@ class BatchMaker:
         requests = [self._make_request(number, *pair) for number, pair in enumerate(pairs)]
         if not requests or any(request.num_prompt_tokens == 0 for request in requests):
             raise ValueError("a batch needs prompts, each with a token at least")
-        rows, encoders, prompts = self._encode(requests)
         num_tokens = round_size(max(one.num_tokens for one in requests), _LEAST_TOKENS)
+        rows, encoders, prompts = self._encode(requests, num_tokens)
         answer_len = round_size(max(one.num_output_tokens for one in requests), _LEAST_ANSWER)
         shape = (len(requests), num_tokens)
         token_ids, positions = (
@@ -167,9 +169,12 @@ class BatchMaker:
         )
 
     def _encode(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[Request], num_tokens: int
     ) -> tuple[EncoderRows, tuple[EncoderInputs, ...], PromptInputs | None]:
-        """Return where each item's embeddings are in the pool, and what the encoders are given."""
+        """Return where each item's embeddings are in the pool, and what the encoders are given.
+
+        `num_tokens`: of a sequence, padded.
+        """
         items = {item.identifier: item for one in requests for item in one.media_items}
         states = {
             one.encoder.identifier: one.encoder for one in requests if one.encoder is not None
@@ -186,12 +191,18 @@ class BatchMaker:
         longest = max((one.num_embeds for one in states.values()), default=1)
         length = min(round_size(longest, _LEAST_TOKENS), self._max_encoder_len)
         calls = PromptCalls(max_len=length, num_rows=num_rows)
-        (call,) = calls.fill(list(states.values()), rows.get, [round_size(len(states))])
+        size = round_size(len(states))
+        call = next(iter(calls.fill(list(states.values()), rows.get, [size])), calls.empty(size))
         state_rows = np.full((len(requests), length), TEXT_ROW, np.int32)
         for row, request in enumerate(requests):
-            assert request.encoder is not None, "a prompt has none for the encoder"
-            state_rows[row, : request.encoder_len] = rows.get(request.encoder.identifier)
-        return rows, encoders, PromptInputs(call, state_rows)
+            if request.encoder is not None:
+                state_rows[row, : request.encoder_len] = rows.get(request.encoder.identifier)
+        return rows, encoders, PromptInputs(call, state_rows, self._find_seen(requests, num_tokens))
+
+    def _find_seen(self, requests: Sequence[Request], num_tokens: int) -> np.ndarray | None:
+        if not self._host_inputs.attends_to_items:
+            return None
+        return np.stack([request.seen_between(0, num_tokens) for request in requests])
 
 
 def _encode_items(

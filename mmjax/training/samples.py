@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.engine.scheduling.request import EncoderItem, EncoderPrompt, Request
+from mmjax.engine.scheduling.request import EncoderItem, EncoderPrompt, Request, join_rows
 from mmjax.models.host_inputs import HostInputs, PromptItem, Sees
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import MultiModalInputs, PlaceholderRange
@@ -89,7 +89,9 @@ def make_request(
         for identifier, (position, tensors) in zip(identifiers, sample.items, strict=True)
     ]
     encoder, ids = None, sample.encoder_token_ids
-    if ids is not None:
+    if host_inputs.attends_to_items:
+        encoder = join_rows(f"rows of {[*identifiers]}", items)
+    elif ids is not None:
         encoder = EncoderItem(
             identifier=f"states of {ids.tolist()} with {[*identifiers]}",
             mm_position=PlaceholderRange(offset=0, length=len(ids)),
@@ -103,6 +105,7 @@ def make_request(
         max_model_len=sample.num_tokens + max_tokens,
         items=items if encoder is None else (),
         encoder=encoder,
+        attended=items if host_inputs.attends_to_items else (),
         rotary=host_inputs.prompt_positions(sample.token_ids, sample.items),
         sees=sees,
     )

@@ -248,7 +248,12 @@ def _make_metadata(
         return DenseAttentionMetadata(token_index, mask, beyond)
     rows = batch.prompts.state_rows
     states = pool[jnp.maximum(rows, 0).reshape(-1)]
-    cross = DenseCrossMetadata(is_state=rows >= 0, encoder_hidden_states=states)
+    is_seen = (rows >= 0)[:, None, :]
+    if batch.prompts.seen is not None:
+        first, end = batch.prompts.seen[:, 0, :, None], batch.prompts.seen[:, 1, :, None]
+        place = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, None, :]
+        is_seen = is_seen & (place >= first) & (place < end)
+    cross = DenseCrossMetadata(is_seen=is_seen, encoder_hidden_states=states)
     return DenseAttentionMetadata(token_index, mask, beyond, cross)
 
 

@@ -16,7 +16,7 @@ from mmjax.engine.device.batch import (
 )
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
-from mmjax.engine.scheduling.request import EncoderItem, Request
+from mmjax.engine.scheduling.request import EncoderItem, Request, join_rows
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
 
@@ -235,7 +235,7 @@ def test_sampling_rows_carry_their_parameters(builder: BatchBuilder) -> None:
 # ---- an encoder-decoder --------------------------------------------------------------------------
 
 
-def encoder_builder() -> BatchBuilder:
+def encoder_builder(*, attends_to_items: bool = False) -> BatchBuilder:
     return BatchBuilder(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -245,6 +245,7 @@ def encoder_builder() -> BatchBuilder:
         rows_of=lambda identifier: np.arange(30, 30 + int(identifier), dtype=np.int32),
         has_spans=False,
         max_encoder_blocks=3,
+        attends_to_items=attends_to_items,
     )
 
 
@@ -279,6 +280,43 @@ def test_states_are_written_where_a_request_begins_and_seen_by_all() -> None:
     nowhere = [NUM_BLOCKS] * 8
     assert fields["cross_slot_block"].tolist() == [21, 21, 21, 21, 22, 22, 26, 26, *nowhere]
     assert fields["cross_slot_offset"][:8].tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+
+
+def test_tokens_are_told_which_states_they_attend_to() -> None:
+    items = [
+        EncoderItem(
+            identifier=f"image {offset}",
+            mm_position=PlaceholderRange(offset, 1),
+            rows=np.arange(number, dtype=np.int32),
+        )
+        for offset, number in ((2, 3), (4, 1), (5, 2))
+    ]
+    states = join_rows("6", items)
+    assert states is not None
+    assert states.num_embeds == 6
+    request = Request(
+        request_id="r",
+        prompt_token_ids=[3] * 7,
+        sampling_params=SamplingParams(temperature=0.0),
+        max_model_len=MAX_BLOCKS * BLOCK_SIZE,
+        encoder=states,
+        attended=items,
+    )
+    assert [one.mm_position.offset for one in request.media_items] == [0, 3, 4]
+    # The second and the third follow each other at once: what is behind sees both.
+    expected = [[0, 0, 0, 0, 3, 3, 3, 3, 3], [0, 0, 3, 3, 4, 6, 6, 6, 6]]
+    assert request.seen_between(0, 9).tolist() == expected
+    assert request.seen_between(6, 8).tolist() == [[3, 3], [6, 6]]
+    builder = encoder_builder(attends_to_items=True)
+    bucket = StepBucket(64, 4, 64, has_spans=False, num_states=16)
+    table, own = np.array([21, 22, 0], np.int32), np.zeros(MAX_BLOCKS, np.int32)
+    request.num_found_tokens = 4
+    window = ScheduledRequest(request, 4, 3, own, True, encoder_table=table)
+    assert builder.count_states([window]) == 6, "the first window, behind what was found"
+    flat, _ = builder.build_step([with_encoder(5, 1, 9, [23, 24, 25]), window], bucket)
+    layout = step_layout(bucket, MAX_BLOCKS, 3, attends_to_items=True)
+    seen = layout.views(flat)["cross_seen"]
+    assert seen[:, :5].tolist() == [[0, 3, 3, 3, 0], [0, 4, 6, 6, 0]]
 
 
 def test_decoding_writes_no_states() -> None:

@@ -50,7 +50,7 @@ def test_every_answer_is_the_lone_one_and_every_state_the_same(name: str) -> Non
     paged = bench.model.paged
     # Of a recurrent layer, prompts of 64 tokens and more alone: few families have such here.
     if not paged.cache_spec.states:
-        assert (bench.num_prefix_hits > 0) == (not paged.max_encoder_len)
+        assert (bench.num_prefix_hits > 0) == paged.shares_prefixes
     check_states(bench, num_shared=30)
 
 

@@ -12,6 +12,7 @@ from mmjax.layers.attention.api import (
     CrossAttentionMetadata,
     attention,
     cross_attention,
+    find_attending,
     write_encoder,
 )
 from mmjax.layers.attention.gpu import gpu_attention
@@ -138,6 +139,43 @@ def test_two_steps_are_dense_attention(seed: int, layout: str):
             )
 
 
+def draw_seen(generator: np.random.Generator, batch: Batch, encoders: Encoded) -> np.ndarray:
+    """Return which states each token attends to, more and more; the first ones to none."""
+    seen = np.zeros((2, len(batch.query)), np.int32)
+    for rows, (keys, _) in zip(batch.rows, encoders, strict=True):
+        ends = np.sort(generator.integers(0, len(keys) + 1, len(rows)))
+        firsts = np.minimum(np.sort(generator.integers(0, len(keys) + 1, len(rows))), ends)
+        seen[:, rows] = np.where(ends > firsts, (firsts, ends), 0)
+    return seen
+
+
+@pytest.mark.parametrize("layout", ["transposed", "interleaved", "slots", "rows"])
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_attend_to_the_states_that_they_are_shown(seed: int, layout: str):
+    generator = np.random.default_rng(seed)
+    encoders = draw_encoders(generator, 3)
+    chunks = [draw_causal_chunk(generator, 0, length, HEADS) for length in (30, 1, 9)]
+    batch = lay_out(chunks, num_tokens=192, num_requests=4, tile=64, seed=seed)
+    metadata, states = with_encoders(
+        batch, encoders, free_blocks([batch], generator), is_first=True
+    )
+    seen = draw_seen(generator, batch, encoders)
+    metadata = metadata._replace(cross=metadata.cross._replace(seen=seen))
+    layouts = {"interleaved": interleave, "slots": by_slots, "rows": by_rows}
+    cache = layouts.get(layout, lambda cache: cache)(batch.cache)
+    inputs = (batch.query, batch.key, batch.value, batch.query)
+    crossed = np.asarray(run_step(inputs, states, cache, metadata)[1])
+    assert np.isfinite(crossed).all()
+    is_attending = np.asarray(find_attending(jax.tree.map(jnp.asarray, metadata)))
+    for rows, (keys, values) in zip(batch.rows, encoders, strict=True):
+        for row in np.asarray(rows).tolist():
+            first, end = seen[:, row]
+            assert is_attending[row] == (end > first)
+            if end > first:
+                own = expected(batch.query[[row]], (keys[first:end], values[first:end]))
+                np.testing.assert_allclose(crossed[[row]], own, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_neighbours_never_matter(seed: int):
     generator = np.random.default_rng(seed)
@@ -157,7 +195,8 @@ def test_neighbours_never_matter(seed: int):
     np.testing.assert_array_equal(*outputs)
 
 
-def test_it_is_the_kernel_for_cuda():
+@pytest.mark.parametrize("is_shown_some", [False, True])
+def test_it_is_the_kernel_for_cuda(is_shown_some: bool):
     """Lowered for CUDA both attentions are a kernel; interpreted, it answers as XLA does."""
     generator = np.random.default_rng(0)
     encoders = draw_encoders(generator, 3)
@@ -165,6 +204,9 @@ def test_it_is_the_kernel_for_cuda():
     batch = lay_out(chunks, num_tokens=96, num_requests=4, tile=32)
     tables = free_blocks([batch], generator)
     metadata, states = with_encoders(batch, encoders, tables, is_first=True)
+    if is_shown_some:
+        seen = draw_seen(generator, batch, encoders)
+        metadata = metadata._replace(cross=metadata.cross._replace(seen=seen))
     inputs = (batch.query, batch.key, batch.value, batch.query)
     arguments = (inputs, states, by_slots(batch.cache), metadata)
     with as_on_gpu():
@@ -185,6 +227,7 @@ def test_it_is_the_kernel_for_cuda():
         interpret=True,
     )
     rows = np.concatenate(batch.rows)
+    rows = rows[np.asarray(find_attending(metadata))[rows]]
     np.testing.assert_allclose(out[rows], expected[rows], atol=TOLERANCE)
 
 

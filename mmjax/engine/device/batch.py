@@ -143,11 +143,17 @@ def _find_shapes(batch: type, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
 
 @cache
 def step_layout(
-    bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0, *, states_per_seq: int = 0
+    bucket: StepBucket,
+    max_blocks: int,
+    max_encoder_blocks: int = 0,
+    *,
+    attends_to_items: bool = False,
+    states_per_seq: int = 0,
 ) -> Layout:
     """Return the fields of a `StepBatch` of one bucket, and of its metadata.
 
-    Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`, and
+    Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`, `seen`
+    among them where tokens attend to some of the hidden states (`HostInputs.attends_to_items`), and
     models with recurrent layers, of which a request has some states, those of `StateMetadata`,
     named `states_...`.
     """
@@ -166,6 +172,8 @@ def step_layout(
     if max_encoder_blocks:
         sizes |= {"S": bucket.num_states, "_blocks": max_encoder_blocks}
         cross = _find_shapes(CrossAttentionMetadata, sizes)
+        if not attends_to_items:
+            del cross["seen"]
         shapes |= {f"cross_{name}": shape for name, shape in cross.items()}
         shapes["cross_src"] = (bucket.num_states,)
     if states_per_seq:
@@ -205,6 +213,8 @@ def add_padding_row(batch: StepBatch) -> StepBatch:
     """Return the batch with one row more, which is nobody's token: no tile asks for it."""
     num_rows, tile_rows = len(batch.token_ids), batch.metadata.tile_rows
     metadata = _add_row(batch.metadata, {"slot_block": jnp.iinfo(jnp.int32).max})
+    if metadata.cross is not None:
+        metadata = metadata._replace(cross=_add_row(metadata.cross, {}))
     tile_rows = jnp.where(tile_rows < num_rows, tile_rows, num_rows + 1)
     return _add_row(batch, PADDING)._replace(metadata=metadata._replace(tile_rows=tile_rows))
 
@@ -243,6 +253,7 @@ class BatchBuilder:
         rows_of: Callable[[str], np.ndarray],
         has_spans: bool,
         max_encoder_blocks: int = 0,
+        attends_to_items: bool = False,
         has_adapters: bool = False,
         states_per_seq: int = 0,
         slot_lag: int = 0,
@@ -262,6 +273,7 @@ class BatchBuilder:
         """identifier -> rows of the encoder-output pool, int32[embeddings]."""
         self.has_spans = has_spans
         self.max_encoder_blocks = max_encoder_blocks
+        self._attends_to_items = attends_to_items
         self._states_per_seq = states_per_seq
         self._padding: dict[StepBucket, np.ndarray] = {}
         """Buffers of padding, which are copied."""
@@ -269,7 +281,12 @@ class BatchBuilder:
     def layout(self, bucket: StepBucket) -> Layout:
         """Return the layout of a step of one bucket."""
         sizes = (self.max_blocks, self.max_encoder_blocks)
-        return step_layout(bucket, *sizes, states_per_seq=self._states_per_seq)
+        return step_layout(
+            bucket,
+            *sizes,
+            attends_to_items=self._attends_to_items,
+            states_per_seq=self._states_per_seq,
+        )
 
     def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return a buffer of padding, and views of its fields."""
@@ -361,6 +378,8 @@ class BatchBuilder:
         self._fill_items(fields, requests, ends - counts)
         if self.max_encoder_blocks:
             self._fill_cross(fields, requests)
+        if self._attends_to_items:
+            _fill_seen(fields["cross_seen"], requests, ends - counts)
         if self._states_per_seq:
             _fill_states(fields, requests, ends - counts)
         return flat, ends - 1
@@ -517,6 +536,15 @@ class BatchBuilder:
         fields["reported"][: len(rows)] = token_ids + 1
         fields["has_logprobs"][...] = 1
         return flat
+
+
+def _fill_seen(
+    seen: np.ndarray, requests: Sequence[ScheduledRequest], first_rows: np.ndarray
+) -> None:
+    """Set which of its request's hidden states each token attends to."""
+    for scheduled, first_row in zip(requests, first_rows, strict=True):
+        rows = slice(first_row, first_row + scheduled.num_tokens)
+        seen[:, rows] = scheduled.request.seen_between(scheduled.start, scheduled.end)
 
 
 def _fill_states(

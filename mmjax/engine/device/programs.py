@@ -514,7 +514,12 @@ class Programs:
 
     def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
         sizes = (self.max_blocks, self.max_encoder_blocks)
-        layout = step_layout(bucket, *sizes, states_per_seq=self.states_per_seq)
+        layout = step_layout(
+            bucket,
+            *sizes,
+            attends_to_items=self.host_inputs.attends_to_items,
+            states_per_seq=self.states_per_seq,
+        )
         return {
             "layout": layout,
             "state": arrays.state,

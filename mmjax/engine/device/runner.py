@@ -141,6 +141,7 @@ class ModelRunner:
             rows_of=self.rows.get,
             has_spans=has_spans,
             max_encoder_blocks=programs.max_encoder_blocks,
+            attends_to_items=programs.host_inputs.attends_to_items,
             has_adapters=programs.adapted is not None,
             states_per_seq=programs.states_per_seq,
             slot_lag=self.slot_lag,

@@ -23,6 +23,9 @@ BETWEEN_STEPS = (192, 384)
 """Those for many requests: a prompt with a picture, of some 300 tokens, beside decoding ones."""
 MAX_STARTS = 4
 """Requests of an encoder-decoder model, with the longest encoder input, that a step may start."""
+MANY_STATES = 2**13
+"""Encoder hidden states of which a step has no more, unless the longest input alone has: every step
+of a prompt projects as many in each layer, padding or not."""
 MAX_UNITS = 8
 """Units (images, crops) of the largest encoder call; more take several calls."""
 WRITTEN_ROWS = (256, 2048)
@@ -154,6 +157,7 @@ class Buckets:
             pools: Whether states are read, and no tokens sampled.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
+        num_states = max(max_encoder_len, min(num_states, MANY_STATES))
         top = round_up(max_num_batched_tokens, TILE_SIZE)
         few = min(FEW_REQUESTS, max_num_seqs)
         sizes = [

@@ -50,7 +50,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     @property
     def num_new_states(self) -> int:
         """Encoder hidden states whose keys and values the step writes: 0 but in a first step."""
-        return self.request.encoder_len if self.start == 0 else 0
+        return self.request.encoder_len if self.start == self.request.num_found_tokens else 0
 
 
 class WantedGuess(NamedTuple):

@@ -21,7 +21,7 @@ from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.engine.scheduling.spans import Spans, find_spans
 from mmjax.layers.recurrent.chunks import find_chunk_ends, find_snapshot_places
-from mmjax.models.host_inputs import RotaryPositions, Sees
+from mmjax.models.host_inputs import RotaryPositions, Sees, find_seen_rows
 from mmjax.params.pooling_params import PoolingParams
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
@@ -96,6 +96,11 @@ class EncoderItem:
         """Number of rows of the encoder output."""
         return self.mm_position.get_num_embeds()
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of an item that is attended to, whatever stands in the prompt."""
+        return self.num_embeds if self.rows is None else len(self.rows)
+
     def has_embeds_from(self, position: int) -> bool:
         """Return whether an embedding stands at a position of the prompt, or behind it."""
         return self.has_embeds_between(position, self.end)
@@ -153,6 +158,24 @@ class BlockHasher:
         return hash_block_tokens(self.none_hash, token_ids, keys, self.algorithm).hex()
 
 
+def join_rows(identifier: str, items: Sequence[EncoderItem]) -> EncoderItem | None:
+    """Return the rows of items that are attended to as an encoder's states; None without items.
+
+    In the encoder's prompt stand the items' rows alone, in the order of the items.
+    """
+    if not items:
+        return None
+    placed, length = list[EncoderItem](), 0
+    for item in sorted(items, key=lambda one: one.start):
+        placed.append(replace(item, mm_position=PlaceholderRange(length, item.num_rows)))
+        length += item.num_rows
+    return EncoderItem(
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=0, length=length),
+        prompt=EncoderPrompt(token_ids=np.zeros(length, np.int32), items=placed),
+    )
+
+
 _RUNNING, _WAITING, _PREEMPTED = (
     RequestStatus.RUNNING,
     RequestStatus.WAITING,
@@ -200,6 +223,8 @@ class Request:
     """Tokens whose keys the draft model has computed, which keeps the number."""
     states: np.ndarray | None = None
     """float32[rows, D]: what is known of the states that become vectors."""
+    num_found_tokens = 0
+    """Of its tokens, those whose blocks it found when it started: its first window is behind."""
     started_at = 0.0
     """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
     alignment: Alignment | None = None
@@ -215,6 +240,7 @@ class Request:
         output_token_ids: Sequence[int] = (),
         items: Sequence[EncoderItem] = (),
         encoder: EncoderItem | None = None,
+        attended: Sequence[EncoderItem] = (),
         rotary: RotaryPositions | None = None,
         eos_token_ids: Sequence[int] = (),
         priority: int = 0,
@@ -230,6 +256,8 @@ class Request:
         self.encoder = encoder
         """The hidden states that an encoder-decoder's request attends to, under an identifier of
         its own, since they depend on all of its encoder's prompt; None for a decoder alone."""
+        self._attended = sorted(attended, key=lambda item: item.start)
+        """Items whose rows these are, as they stand in the prompt (`attends_to_items`)."""
         self.rotary = rotary
         """Where its tokens are, if not at their indices."""
         self.encoder_len = 0 if encoder is None else encoder.num_embeds
@@ -295,8 +323,8 @@ class Request:
 
     @property
     def mm_features(self) -> Sequence[EncoderItem]:
-        """The items, under the name that block hashing uses."""
-        return self.items
+        """The items that stand in the prompt, under the name that block hashing uses."""
+        return self._attended or self.items
 
     @property
     def positions_key(self) -> str:
@@ -309,6 +337,24 @@ class Request:
         places = [item.mm_position for item in self.items]
         causal = [item.mm_position for item in self.items if item.is_causal]
         return find_spans(places, self.num_prompt_tokens, self._sees, causal)
+
+    @cached_property
+    def _seen_rows(self) -> np.ndarray:
+        """int32[2, prompt]: what `seen_between` gives of the prompt."""
+        offsets, counts = (
+            [item.start for item in self._attended],
+            [item.num_rows for item in self._attended],
+        )
+        return find_seen_rows(offsets, counts, self.num_prompt_tokens)
+
+    def seen_between(self, start: int, end: int) -> np.ndarray:
+        """Return int32[2, end - start]: which of its `encoder`'s states its tokens attend to.
+
+        The first of them and the one behind the last, of items that stand in the prompt; tokens
+        behind the prompt attend to those that its last one attends to.
+        """
+        places = np.minimum(np.arange(start, end), self.num_prompt_tokens - 1)
+        return self._seen_rows[:, places]
 
     @cached_property
     def chunk_ends(self) -> np.ndarray:
@@ -498,7 +544,10 @@ class Request:
 
         `rename` gives an item's identifier; `hasher` is that of the engine's requests.
         """
-        self.items = [replace(item, identifier=rename(item)) for item in self.items]
+        self.items, self._attended = (
+            [replace(item, identifier=rename(item)) for item in items]
+            for items in (self.items, self._attended)
+        )
         if self.encoder is not None:
             prompt = self.encoder.prompt
             assert prompt is not None, f"{self.encoder.identifier=} has no prompt"

@@ -18,7 +18,13 @@ from mmjax.engine.scheduling.admission import (
     check_shapes,
 )
 from mmjax.engine.scheduling.logit_rules import LogitRules
-from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, EncoderPrompt, Request
+from mmjax.engine.scheduling.request import (
+    BlockHasher,
+    EncoderItem,
+    EncoderPrompt,
+    Request,
+    join_rows,
+)
 from mmjax.errors import RequestRuntimeError, RequestValueError
 from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec, PromptItem, RotaryPositions
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -63,15 +69,17 @@ class RequestMaker:
         limits, params = self.limits, message.sampling_params
         check_is_served(
             message,
-            has_encoder=bool(limits.max_encoder_len),
+            has_encoder=bool(limits.max_encoder_len) and not self._host_inputs.attends_to_items,
             has_adapters=self._config.lora.enable_lora,
             pools=self._config.model.pools,
         )
         check_places(features)
         adapter = None if message.lora_name is None else self._adapters.find(message.lora_name)
         items = [self._make_item(feature, adapter) for feature in features]
-        encoder, rotary = None, None
-        if limits.max_encoder_len:
+        encoder, rotary, attended = None, None, list[EncoderItem]()
+        if self._host_inputs.attends_to_items:
+            encoder, attended, items = self._join_rows(items), items, []
+        elif limits.max_encoder_len:
             encoder = self._make_encoder(message, features, items)
             items = []
         else:
@@ -86,6 +94,7 @@ class RequestMaker:
             max_model_len=self._config.model.max_model_len,
             items=items,
             encoder=encoder,
+            attended=attended,
             rotary=rotary,
             eos_token_ids=message.eos_token_ids,
             priority=message.priority if self._has_priorities else 0,
@@ -146,7 +155,8 @@ class RequestMaker:
     def _make_block_hasher(self, seed: str | None = None) -> BlockHasher | None:
         cache = self._config.cache
         # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
-        if not cache.enable_prefix_caching or self.limits.max_encoder_len:
+        depends_on_encoder = self.limits.max_encoder_len and not self._host_inputs.attends_to_items
+        if not cache.enable_prefix_caching or depends_on_encoder:
             return None
         return BlockHasher(
             block_size=cache.block_size,
@@ -169,6 +179,14 @@ class RequestMaker:
             mm_position=PlaceholderRange(offset=0, length=len(token_ids)),
             prompt=EncoderPrompt(token_ids=np.array(token_ids, np.int32), items=items),
         )
+
+    def _join_rows(self, items: Sequence[EncoderItem]) -> EncoderItem | None:
+        """Return the rows that a prompt attends to; None where it has no items."""
+        encoder = join_rows(self._name_states(), items)
+        if encoder is not None and encoder.prompt is not None:
+            token_ids = encoder.prompt.token_ids.tolist()
+            self.limits.check_encoder_prompt(token_ids, encoder.prompt.items)
+        return encoder
 
     def _make_item(
         self, feature: MultiModalFeatureSpec, adapter: RegisteredAdapter | None
@@ -217,7 +235,9 @@ class RequestMaker:
                 largest = max(item_sizes[function], default=0)
                 _check_patches(feature.identifier, num_patches, largest)
         num_embeds = feature.mm_position.get_num_embeds()
-        if num_embeds != (num_outputs if rows is None else len(rows)):
+        if not host_inputs.attends_to_items and num_embeds != (
+            num_outputs if rows is None else len(rows)
+        ):
             raise RequestRuntimeError(
                 f"item {feature.identifier} has {num_outputs if rows is None else len(rows)} "
                 f"embeddings, and placeholders for {num_embeds}; they must agree",

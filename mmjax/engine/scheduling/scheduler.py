@@ -715,7 +715,7 @@ class Scheduler:
         encoder_table = None
         if request.encoder is not None:
             encoder_table = self.kv_cache.get_encoder_block_table(request.request_id)
-            if start == 0:
+            if start == request.num_found_tokens:
                 self._windows.free_encoder(request)
         return ScheduledRequest(
             request,

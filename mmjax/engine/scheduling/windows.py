@@ -88,6 +88,7 @@ class WindowFitter:
             found = request.block_hashes[:num_blocks]
             num_blocks, request.found_state = self._state_slots.find(found)
         request.num_computed_tokens = cache.start(request_id, request.block_hashes[:num_blocks])
+        request.num_found_tokens = request.num_computed_tokens
         if request.encoder is not None and (
             request.encoder_len > states_left
             or not cache.start_encoder(request_id, request.encoder_len)
@@ -111,7 +112,7 @@ class WindowFitter:
         """
         start = request.num_computed_tokens
         end = start + max(0, min(request.num_tokens_with_in_flight - start, max_tokens))
-        if start == 0 and request.encoder is not None:
+        if start == request.num_found_tokens and request.encoder is not None:
             states = self._fit_states(request.request_id, request.encoder, embeds_left)
             return (0, []) if states is None else (end - start, states)
         end = self._cut(request, start, end)

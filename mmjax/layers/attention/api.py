@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.backend import Backend, choose_backend
 from mmjax.layers.attention.dense import dense_attention
@@ -45,6 +45,7 @@ __all__ = [
     "choose_cache_type",
     "cross_attention",
     "dense_attention",
+    "find_attending",
     "span_variants",
     "with_gaps",
     "without_spans",
@@ -256,10 +257,11 @@ def cross_attention(
     *,
     scale: float,
 ) -> Float[Array, "T N _value"]:
-    """Attend to all encoder hidden states of each query's request, after `write_encoder`.
+    """Attend to the encoder hidden states of each query's request, after `write_encoder`.
 
-    `cache` may be that of the layer's self-attention, whose heads it then shares (both tables have
-    blocks of one pool), or an entry of its own in `KVCacheSpec.layers`.
+    What a query that attends to none is given means nothing (`find_attending`). `cache` may be that
+    of the layer's self-attention, whose heads it then shares (both tables have blocks of one pool),
+    or an entry of its own in `KVCacheSpec.layers`.
     """
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
     if isinstance(metadata, DenseAttentionMetadata):
@@ -270,6 +272,16 @@ def cross_attention(
     visible = visible_states(metadata, metadata.cross)
     tables = metadata.cross.block_tables
     return _within(query, cache, metadata, tables, visible, None, scale=scale, soft_cap=None)
+
+
+def find_attending(metadata: AttentionMetadata) -> Bool[Array, " T"]:
+    """Return which tokens attend to any of an encoder's hidden states."""
+    assert metadata.cross is not None, "the metadata is of a model without cross-attention"
+    if isinstance(metadata, DenseAttentionMetadata):
+        is_attending = metadata.cross.is_seen.any(-1)
+        return jnp.broadcast_to(is_attending, metadata.token_index.shape).reshape(-1)
+    end, before = visible_states(metadata, metadata.cross)
+    return end > before + 1
 
 
 def _paged(
@@ -348,8 +360,7 @@ def _dense_across(
 ) -> Float[Array, "T N _value"]:
     num_sequences, length = metadata.token_index.shape
     shaped = [_by_sequence(x, num_sequences) for x in (query, cache.keys, cache.values)]
-    shape = (num_sequences, length, cross.is_state.shape[1])
-    mask = jnp.broadcast_to(cross.is_state[:, None, :], shape)
+    mask = jnp.broadcast_to(cross.is_seen, (num_sequences, length, cross.is_seen.shape[2]))
     return dense_attention(*shaped, mask=mask, scale=scale).reshape(*query.shape[:2], -1)
 
 

@@ -99,7 +99,7 @@ class KVCacheSpec:
 
     @property
     def shares_caches(self) -> bool:
-        """Whether layers read what another one has written."""
+        """Whether layers read what another one has written, or write beside it."""
         return len(set(self.layer_places)) < len(self.layer_places)
 
     @property

@@ -47,8 +47,11 @@ class CrossAttentionMetadata(NamedTuple):
     """Block of a written hidden state's key and value; padding: out of range. S may be 0."""
     slot_offset: Int[Array, " S"]
     lengths: Int[Array, " R"]
-    """Number of each request's encoder hidden states; its queries attend to all of them."""
+    """Number of each request's encoder hidden states; without `seen`, its queries attend to all."""
     block_tables: Int[Array, "R _blocks"]
+    seen: Int[Array, "2 T"] | None = None
+    """The first of its request's hidden states that a token attends to, and the one behind the
+    last: both are equal where it attends to none. None: all tokens attend to all."""
     encoder_hidden_states: Float[Array, "S D"] | None = None
     """The encoder hidden states to write: every layer projects them to its own keys and values,
     and calls `write_encoder`. Padding is finite, and dropped."""
@@ -117,8 +120,9 @@ class PagedAttentionMetadata(NamedTuple):
 class DenseCrossMetadata(NamedTuple):
     """What the tokens of `B` sequences attend to of their encoders' hidden states."""
 
-    is_state: Bool[Array, "B _states"]
-    """False for padding."""
+    is_seen: Bool[Array, "B _queries _states"]
+    """Whether a token attends to a hidden state, of as many rows as a sequence has, or of one for
+    all its tokens; false for padding."""
     encoder_hidden_states: Float[Array, "_rows D"]
     """Of all sequences, one behind the other; as in `CrossAttentionMetadata`."""
 

@@ -63,7 +63,10 @@ def visible_range(
 def visible_states(
     metadata: PagedAttentionMetadata, cross: CrossAttentionMetadata
 ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-    """Return, for all encoder hidden states of the query's request, the same."""
+    """Return, for the encoder hidden states of the query's request, the same."""
+    if cross.seen is not None:
+        first, end = cross.seen
+        return end, first - 1
     tile = metadata.row_slot // metadata.tile_rows.shape[1]
     upper = cross.lengths[metadata.tile_request[tile]]
     return upper, jnp.full_like(upper, -1)
