@@ -157,6 +157,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "mistralai/Ministral-3-3B-Instruct-2512-BF16",
             factories="MISTRAL3_FACTORIES",
         ),
+        "MllamaForConditionalGeneration": ModelRow(
+            "mllama", "meta-llama/Llama-3.2-11B-Vision-Instruct"
+        ),
         "MolmoForCausalLM": ModelRow("molmo", "allenai/Molmo-7B-D-0924"),
         "Molmo2ForConditionalGeneration": ModelRow("molmo2", "allenai/Molmo2-4B"),
         "Ovis2ForConditionalGeneration": ModelRow("ovis2", "thisisiron/Ovis2-1B-hf"),

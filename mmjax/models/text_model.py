@@ -18,6 +18,7 @@ from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
 from mmjax.language.lfm2 import Lfm2Config, Lfm2TextModel
 from mmjax.language.llama.config import LlamaConfig
 from mmjax.language.llama.decoder import LlamaTextModel
+from mmjax.language.llama.mllama import MllamaConfig, MllamaTextModel
 from mmjax.language.qwen3_5 import Qwen35Config, Qwen35TextModel
 from mmjax.layers.decoder import Decoder
 from mmjax.weights.rules import (
@@ -55,6 +56,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
             ("gemma4_text", "gemma4_unified_text"), (Gemma4Config.from_hf, Gemma4TextModel)
         ),
         "lfm2": (Lfm2Config.from_hf, Lfm2TextModel),
+        "mllama_text_model": (MllamaConfig.from_hf, MllamaTextModel),
         **dict.fromkeys(
             ("qwen3_5_moe_text", "qwen3_5_text"), (Qwen35Config.from_hf, Qwen35TextModel)
         ),

@@ -118,12 +118,45 @@ def pair_axes(model: Any) -> None:
     rotary.recomposition_frequencies = choose
 
 
+@contextmanager
+def _masking_pictures(model: Any, layers: Sequence[int]) -> Iterator[None]:
+    handles = mask_pictures(model)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def mask_pictures(model: Any) -> list[Any]:
+    """Let HF's Llama 3.2 Vision show no picture to tokens before the first; return its hooks.
+
+    As Meta's code, and vLLM's. HF's class gives such tokens a mean over all pictures, of which it
+    masks only what the MLP behind makes (huggingface/transformers#39379).
+    """
+
+    def keep(module: Any, arguments: Any, kwargs: Any) -> None:
+        module.cross_attn.is_shown = kwargs["full_text_row_masked_out_mask"]
+
+    def mask(module: Any, arguments: Any, output: Any) -> Any:
+        out, weights = output
+        return (out if module.is_shown is None else out * module.is_shown[:, 0]), weights
+
+    handles = []
+    for module in model.modules():
+        if hasattr(module, "cross_attn"):
+            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+            handles.append(module.cross_attn.register_forward_hook(mask))
+    return handles
+
+
 AXES = "mrope_section"
 DEPARTURES: Mapping[str, Callable[[Any, Any], AbstractContextManager[None]]] = {
     "final_logit_softcapping": _capping_logits,
     "attn_logit_softcapping": _capping_scores,
     "logit_scale": _scaling_logits,
     AXES: _pairing_axes,
+    "cross_attention_layers": _masking_pictures,
     "logits_scaling": lambda model, divisor: _scaling_logits(model, 1 / divisor),
 }
 """By their keys in the configuration of the text model."""

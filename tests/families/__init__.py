@@ -30,6 +30,7 @@ from tests.families.llava_next import LLAVA_NEXT
 from tests.families.llava_onevision import LLAVA_ONEVISION
 from tests.families.minicpmv4_6 import MINICPM_OCR, MINICPMV4_6, MINICPMV4_7
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
+from tests.families.mllama import MLLAMA
 from tests.families.molmo import MOLMO
 from tests.families.molmo2 import MOLMO2
 from tests.families.ovis2 import OVIS2
@@ -88,6 +89,7 @@ _ROWS = (
     MINICPMV4_6,
     MINICPMV4_7,
     MISTRAL3,
+    MLLAMA,
     MOLMO,
     MOLMO2,
     OVIS2,

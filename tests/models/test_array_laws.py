@@ -201,7 +201,7 @@ def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
     for request, answer in zip(batch, expected, strict=True):
         assert serve(core, [request]) == [answer], "its beginning is in the cache"
     # Prompts here are too short for a recurrent layer's states to be found again.
-    has_prefixes = not model.paged.max_encoder_len and not model.paged.cache_spec.states
+    has_prefixes = model.paged.shares_prefixes
     # Prompts that see all of themselves share no part, and a pool for one request keeps no other's.
     if model.paged.sees != "prompt" or not (is_cramped or "max_num_seqs" in settings):
         assert (core.stats().prefix_cache_hits > 0) == has_prefixes

@@ -63,6 +63,12 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
             "`rope_parameters` lacks llama_4_scaling_beta, original_max",
         ),
     ],
+    "mllama": [
+        ({"vision": {"vision_output_dim": 73}}, "`vision_config.vision_output_dim` is 73; it must"),
+        ({"vision": {"image_size": [8, 16]}}, r"are \[8, 16\] and 4; each must be one number"),
+        ({"text": {"cross_attention_layers": []}}, r"`text_config.cross_attention_layers` is \[\]"),
+        ({"text": {"cross_attention_layers": [3]}}, r"is \[3\]; they must be numbers of its 3"),
+    ],
     "ovis2": [
         ({"vision": {"hidden_stride": 3}}, "`vision_config.hidden_stride` is 3; it must divide"),
         (
