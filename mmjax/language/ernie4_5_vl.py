@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError, check_settings
 from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache, StateCache
+from mmjax.layers.attention.kv_cache import DenseCache, KVCacheSpec, LayerCache, StateCache
 from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.moe import MixtureOfExperts, Router, RouterConfig
@@ -119,9 +119,9 @@ class SparseLayer(PreNormLayer):
         self,
         x: Float[Array, "T D"],
         layer_input: tuple[Angles, Bool[Array, " T"]],
-        cache: LayerCache | StateCache | None,
+        cache: LayerCache | DenseCache | StateCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | StateCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | StateCache | None]:
         """Return the residual stream after this block, and its cache."""
         angles, is_seen = layer_input
         mix = getattr(self, self.mixer_name)

@@ -17,6 +17,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import (
+    DenseCache,
     KVCache,
     KVCacheSpec,
     LayerCache,
@@ -225,9 +226,9 @@ class GatedAttention(nnx.Module):
         self,
         x: Float[Array, "T D"],
         angles: Angles,
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
         wide = self.q_proj(x).reshape(len(x), -1, 2, self.head_dim)
         query, gate = (wide[:, :, part].reshape(len(x), -1) for part in range(2))

@@ -34,7 +34,7 @@ def attend_by_heads(
     query: Float[Array, "T _query"],
     key: Float[Array, "T _key"],
     value: Float[Array, "T _key"],
-    cache: LayerCache | None,
+    cache: LayerCache | DenseCache | None,
     metadata: AttentionMetadata,
     *,
     head_dim: int,
@@ -47,7 +47,7 @@ def attend_by_heads(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     keeps_reference: bool = False,
-) -> tuple[Float[Array, "T _query"], LayerCache | None]:
+) -> tuple[Float[Array, "T _query"], LayerCache | DenseCache | None]:
     """Cut projections into heads, norm and rotate them, and attend.
 
     `angles` None: nothing is rotated; positions are in the hidden states, or the layer has none.
@@ -129,9 +129,9 @@ class GroupedQueryAttention(nnx.Module):
         self,
         x: Float[Array, "T D"],
         angles: Angles | None,
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T _width"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T _width"], LayerCache | DenseCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
         return self.attend(self.q_proj(x), x, angles, cache, metadata)
 
@@ -140,9 +140,9 @@ class GroupedQueryAttention(nnx.Module):
         query: Float[Array, "T _query"],
         x: Float[Array, "T D"],
         angles: Angles | None,
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T _width"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T _width"], LayerCache | DenseCache | None]:
         """Attend with projected queries to the keys and values of `x`."""
         key, norms = self.k_proj(x), (self.q_norm, self.k_norm)
         if self.norms_are_wide:
@@ -175,9 +175,9 @@ class ScaledQueryAttention(GroupedQueryAttention):
         self,
         x: Float[Array, "T D"],
         angles: Any,
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Attend; `angles` are a pair, of the rotary angles and of `[T]`, the factors."""
         angles, scales = angles
         query = self.q_proj(x) * scales.astype(x.dtype)[:, None]
@@ -216,9 +216,9 @@ class PreNormLayer(nnx.Module):
         self,
         x: Float[Array, "T D"],
         layer_input: Any,
-        cache: LayerCache | StateCache | None,
+        cache: LayerCache | DenseCache | StateCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | StateCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | StateCache | None]:
         """Return the residual stream after this block, and its cache.
 
         `layer_input` is what attention is given beside the hidden states: rotary angles, say.
@@ -242,9 +242,9 @@ class PostNormLayer(PreNormLayer):
         self,
         x: Float[Array, "T D"],
         layer_input: Any,
-        cache: LayerCache | StateCache | None,
+        cache: LayerCache | DenseCache | StateCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | StateCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | StateCache | None]:
         """Return the residual stream after this block, and its cache."""
         mix = getattr(self, self.mixer_name)
         with jax.named_scope("attn"):

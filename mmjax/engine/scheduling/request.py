@@ -223,10 +223,14 @@ class Request:
     """Tokens whose keys the draft model has computed, which keeps the number."""
     states: np.ndarray | None = None
     """float32[rows, D]: what is known of the states that become vectors."""
+    _attended: Sequence[EncoderItem] = ()
+    """Items whose rows `encoder` has, as they stand in the prompt (`attends_to_items`)."""
     num_found_tokens = 0
     """Of its tokens, those whose blocks it found when it started: its first window is behind."""
     started_at = 0.0
     """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
+    stop_reason: int | None
+    """The stop token that ended the request; None for the tokenizer's EOS."""
     alignment: Alignment | None = None
     """That of its prompt, if it is wanted and known."""
 
@@ -250,14 +254,12 @@ class Request:
         logit_rules: LogitRules | None = None,
         sees: Sees = "past",
     ) -> None:
-        self.request_id = request_id
-        self.sampling_params = sampling_params
+        self.request_id, self.sampling_params = request_id, sampling_params
         self.items = sorted(items, key=lambda item: item.start)
         self.encoder = encoder
         """The hidden states that an encoder-decoder's request attends to, under an identifier of
         its own, since they depend on all of its encoder's prompt; None for a decoder alone."""
         self._attended = sorted(attended, key=lambda item: item.start)
-        """Items whose rows these are, as they stand in the prompt (`attends_to_items`)."""
         self.rotary = rotary
         """Where its tokens are, if not at their indices."""
         self.encoder_len = 0 if encoder is None else encoder.num_embeds
@@ -270,11 +272,9 @@ class Request:
         """Prompt and output tokens; the first `num_tokens` are valid."""
         self.token_ids[: self.num_tokens] = (*prompt_token_ids, *output_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
-        self.times, self.status = RequestTimes(), RequestStatus.WAITING
+        self.times, self.status, self.stop_reason = RequestTimes(), RequestStatus.WAITING, None
         self.encoded, self.found_on_disk, self.encoded_apart = [], list[str](), list[str]()
         """Identifiers of the items that were encoded for it, read from disk, encoded by workers."""
-        self.stop_reason: int | None = None
-        """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0
         self.priority, self.cache_salt, self.lora_request = priority, cache_salt, lora_request
         self.logit_rules = logit_rules or LogitRules(sampling_params)
