@@ -81,7 +81,7 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     return {"text": {"hidden_size": width, **heads}}
 
 
-fill = partial(fill_with_unit_norms, sharpness=1.2)
+fill = partial(fill_with_unit_norms, sharpness=1.4)
 TINY = DeepseekOcr2Family(
     name="unlimited_ocr",
     model_class=ours.UnlimitedOcrForConditionalGeneration,

@@ -37,13 +37,17 @@ class PillowBackend(PilBackend):
     def rescale_and_normalize(
         self, images: Any, do_rescale: bool, factor: float, do_normalize: bool, mean: Any, std: Any
     ) -> Any:
-        mean, std = (torch.tensor(values)[:, None, None] for values in (mean, std))
-        scaled = images.float() * (factor if do_rescale else 1.0)
-        return (scaled - mean) / std if do_normalize else scaled
+        """Rescale mean and deviation in place of the pixels, as HF's, which rounds twice less."""
+        if not do_normalize:
+            return images.float() * (factor if do_rescale else 1.0)
+        scale = 1.0 / factor if do_rescale else 1.0
+        mean, std = (torch.tensor(values) * scale for values in (mean, std))
+        return self.normalize(images.float(), mean, std)
 
     def normalize(self, image: Any, mean: Any, std: Any, **kwargs: Any) -> Any:
         """Normalise in the pixels' dtype, as torchvision."""
-        mean, std = (torch.tensor(one, dtype=image.dtype)[:, None, None] for one in (mean, std))
+        of_colours = (torch.as_tensor(one, dtype=image.dtype) for one in (mean, std))
+        mean, std = (one.reshape(-1, 1, 1) for one in of_colours)
         return (image - mean) / std
 
 
