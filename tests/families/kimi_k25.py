@@ -149,6 +149,20 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     return {"text": {**text, **more}}
 
 
+def publish_names(folder: Path) -> None:
+    """Give tensors that HF saved the names that are published.
+
+    `save_pretrained` (5.23) calls the decoder's layers `blocks`, as the tower's, and has what cuts
+    patches within its encoder.
+    """
+    for file in folder.glob("*.safetensors"):
+        renamed = {}
+        for name, tensor in load_file(file).items():
+            right = name.replace("language_model.model.blocks.", "language_model.model.layers.")
+            renamed[right.replace("encoder.patch_embed.", "patch_embed.")] = tensor
+        save_file(renamed, file, metadata={"format": "pt"})
+
+
 TINY = TinyFamily(
     name="kimi_k25",
     model_class=ours.Kimi_K25ForConditionalGeneration,
@@ -162,6 +176,7 @@ TINY = TinyFamily(
     max_embeds={"image": 15, "video": 6},
     fill=fill,
     mend=take_clips,
+    publish_names=publish_names,
     variants={
         "plain": Variant({}, 8),
         "fewer positions, gelu, another theta, a tied head": Variant(
@@ -222,18 +237,9 @@ path = made_once(write_files)
 
 
 def write(folder: Path) -> Path:
-    """Write a checkpoint with weights, by the published names.
-
-    HF's `save_pretrained` (5.23) calls the decoder's layers `blocks`, as the tower's, and has what
-    cuts patches within its encoder.
-    """
+    """Write a checkpoint with weights, by the published names."""
     made = with_weights(write_files, fill)(folder)
-    for file in made.glob("*.safetensors"):
-        renamed = {}
-        for name, tensor in load_file(file).items():
-            right = name.replace("language_model.model.blocks.", "language_model.model.layers.")
-            renamed[right.replace("encoder.patch_embed.", "patch_embed.")] = tensor
-        save_file(renamed, file, metadata={"format": "pt"})
+    publish_names(made)
     return made
 
 

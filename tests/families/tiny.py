@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -131,6 +132,8 @@ class TinyFamily:
     """Of engines."""
     fill: Callable[[Any], None] = fill_with_unit_norms
     """Gives HF's model random values, loud enough that every input changes the answer."""
+    publish_names: Callable[[Path], None] = lambda folder: None
+    """Renames tensors of a folder that HF's `save_pretrained` gives names that nobody publishes."""
     mend: Callable[[Any], None] = lambda model: None
     """Lets HF's model take a prompt that it refuses."""
 

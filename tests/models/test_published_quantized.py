@@ -98,6 +98,7 @@ def test_logits_are_those_of_the_numbers_that_the_files_stand_for(
     model_class, rules = model.family.model_class, model.rules
     source, quantized = tmp_path / "source", tmp_path / "quantized"
     model.reference.save_pretrained(source)
+    model.family.publish_names(source)
     numbers = write_quantized(source, quantized, FORMS[form], rules)
     assert numbers
     stored = load_file(source / SINGLE_FILE)
