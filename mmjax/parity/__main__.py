@@ -172,7 +172,7 @@ def _run(options: argparse.Namespace) -> int:
     adapter = None if options.lora is None else resolve_adapter(options.lora)
     parity = Parity(model_config, max_len=options.max_len, adapter=adapter)
     reports: list[CaseReport] = []
-    explained: list[tuple[str, dict[str, float]]] = []
+    explained: list[tuple[str, dict[str, Any]]] = []
     for case in _make_cases(options, parity):
         reports.append(parity.run(case, max_tokens=options.max_tokens))
         if not options.summary_only:

@@ -80,7 +80,7 @@ class Parity:
         if adapter is not None:
             self.reference = load_reference_adapter(self.reference, adapter)
 
-    def explain(self, case: Case, report: CaseReport, tolerance: float) -> dict[str, float]:
+    def explain(self, case: Case, report: CaseReport, tolerance: float) -> dict[str, Any]:
         """Return the settings by which alone the models differ, those of config.json; or none.
 
         They are the fewest with which HF's model gives what ours does.
