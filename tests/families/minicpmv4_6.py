@@ -242,6 +242,7 @@ TINY_OCR = make_kind(
         "joined": Variant({"downsample_mode": "16x"}, 15),
     },
     max_embeds={"image": 20, "video": 40},
+    max_model_len=256,
 )
 
 

@@ -125,8 +125,12 @@ def test_two_swapped_tensors_are_found(family: Family, media: str):
             parity.ours.params = right
         first = report.first_out_of(TOLERANCE)
         assert first is not None, block
-        if block in [one.name for one in report.differences]:
+        names = [one.name for one in report.differences]
+        if block in names:
             assert first.name == block
+        elif names[0] == "language_model.layers.0":  # nothing of a tower of clips has HF's shape
+            assert media == "audio"
+            assert first.name == names[0]
         else:  # of another shape in HF's tower, as what it pads
             assert first.name.startswith(("vision_tower.", *family.probed))
         assert format_summary([report], TOLERANCE).endswith("parity: NO (tolerance 0.0001)")
