@@ -443,6 +443,7 @@ def _make_adapter_reader(
         read_base=read_base,
         has_towers=lora.enable_tower_connector_lora,
         left_out=model.left_out,
+        unadapted=model.model_class.unadapted,
     )
 
 

@@ -102,6 +102,12 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     """What HF calls it."""
     shared_names: ClassVar[Sequence[str]] = ()
     """Of what guesses: how names of parameters begin that the model it guesses for holds."""
+    unadapted: ClassVar[Sequence[str]] = ()
+    """Modules of towers whose layers `extra_embeds` applies, by their attributes. Adapters of them
+    are refused, for these embeddings are computed once, and all requests read them."""
+    read_by_extra: ClassVar[Sequence[str]] = ()
+    """Modules of towers that `extra_embeds` reads: an engine holds them whose items are encoded
+    elsewhere."""
     sees: Sees = "past"
     """What a prompt's tokens see; an instance may set it by its config. `items`: a run of an item's
     embeddings (those without a mark between them) see each other both ways, so that a step holds
@@ -241,11 +247,12 @@ def left_out_names(model: Any, mm: MultiModalConfig, *, has_towers: bool = True)
     """Return the attributes of the towers, where every limit is 0 and no prompt needs them.
 
     Precomputed embeddings need no tower. Without `has_towers` another process has them, but for
-    learned vectors, which `extra_embeds` may read.
+    learned vectors, which `extra_embeds` may read, and `read_by_extra`.
     """
     names = tuple(getattr(model, "tower_names", ()))
     if not has_towers:
-        return tuple(one for one in names if not isinstance(getattr(model, one), nnx.Variable))
+        is_kept = {one: isinstance(getattr(model, one), nnx.Variable) for one in names}
+        return tuple(one for one in names if not is_kept[one] and one not in model.read_by_extra)
     return () if names and any(map(mm.limit, model.modalities)) else names
 
 
@@ -301,6 +308,7 @@ def _add_adapters(model: Any, sizes: AdapterSizes) -> None:
         is_text = path[:1] == ("language_model",)
         # What becomes of states is no part of a step, which alone has adapters.
         has_room = is_text or (sizes.has_towers and path[:1] != ("embedding_proj_layer",))
+        has_room &= path[:1] not in [(name,) for name in model.unadapted]
         if isinstance(module, PackedLinear | Linear | Int8Linear) and has_room:
             is_packed = isinstance(module, PackedLinear)
             matrix = module.describe_whole() if is_packed else module.weight

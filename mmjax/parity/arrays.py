@@ -144,6 +144,7 @@ class PagedModel:
             dtype=jnp.dtype(self.dtype),
             max_rank=rank,
             read_base=lambda name: np.asarray(leaves[name]) if name in leaves else None,
+            unadapted=self.model_class.unadapted,
         )
         arrays = reader.read(path).arrays
         for name, leaf in shapes.items():

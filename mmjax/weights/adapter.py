@@ -124,6 +124,8 @@ class AdapterReader:
     """Whether towers and connectors have room for adapters."""
     left_out: Sequence[str] = ()
     """Attributes of the model that this engine does not compute: nothing of them is read."""
+    unadapted: Sequence[str] = ()
+    """Attributes of the model that no adapter may change (`MultiModalModel.unadapted`)."""
 
     def read(self, path: Path) -> Adapter:
         """Return a directory's adapter; CheckpointError, which names no path, for a bad one."""
@@ -236,6 +238,11 @@ class AdapterReader:
             raise CheckpointError(
                 f"the adapter has weights of `{layer}`, which is of a tower or a connector; give "
                 "`--enable-tower-connector-lora`"
+            )
+        if name.partition(".")[0] in self.unadapted:
+            raise CheckpointError(
+                f"the adapter has weights of `{layer}`, which learned embeddings go through that "
+                "all requests share; mmjax serves adapters that leave it out of `target_modules`"
             )
         raise CheckpointError(
             f"the adapter has weights of `{layer}`, which is no linear layer or table of "

@@ -45,6 +45,8 @@ def _find_part(name: str, module: torch.nn.Module, model: TinyModel) -> str | No
     mapped = apply_rules(f"{name}.weight", model.rules) or ""
     if name.endswith("lm_head"):
         return HEAD
+    if mapped.partition(".")[0] in model.family.model_class.unadapted:
+        return None
     if isinstance(module, torch.nn.Embedding):
         return EMBEDDINGS if mapped == "language_model.embed_tokens.weight" else None
     return TEXT if mapped.startswith("language_model.") else TOWERS

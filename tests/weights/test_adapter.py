@@ -217,6 +217,13 @@ def test_numbers_that_overflow_the_served_dtype_are_refused(tmp_path: Path) -> N
         make_reader(dtype=np.float16).read(write(tmp_path, tensors))
 
 
+def test_a_layer_that_shared_embeddings_go_through_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, pair("base_model.model.tower.fc", 3, 3))
+    shapes = {name: s for name, s in make_reader().shapes.items() if not name.startswith("tower")}
+    with pytest.raises(CheckpointError, match=r"`tower\.fc`.* leave it out of `target_modules`"):
+        make_reader(shapes=shapes, unadapted=("tower",)).read(tmp_path)
+
+
 def test_a_tower_needs_its_flag(tmp_path: Path) -> None:
     write(tmp_path, pair("base_model.model.tower.fc", 3, 3))
     assert make_reader().read(tmp_path).arrays

@@ -35,6 +35,7 @@ _NAMES: dict[str, str | None] = {
     _MERGER + r"$": None,  # HF's module gives a picture's marks with its cells
     _MERGER + r"(?:proj\.0|proj_conv)\.": "patch_merger.proj_conv.",
     _MERGER + r"(?:proj\.2|proj_out)\.": "patch_merger.proj_out.",
+    _MERGER + r"(?=mlp\.|after_rms\.|image_)": "patch_marks.",
     _MERGER: "patch_merger.",
     r"^lm_head\.": "language_model.lm_head.",
     r"^model\.(language_model\.)?": "language_model.",
@@ -43,29 +44,39 @@ _NAMES: dict[str, str | None] = {
 
 
 class SquareMerger(nnx.Module):
-    """Squares of normed patches become embeddings, beside which a picture's marks are learned."""
+    """Squares of normed patches are joined."""
 
-    def __init__(self, vision: Any, width: int, *, dtype: Any) -> None:
+    def __init__(self, vision: Any, *, dtype: Any) -> None:
         inner, side = vision.hidden_size, vision.spatial_merge_size
         options = {"use_bias": True, "dtype": dtype}
         self.before_rms = RMSNorm(inner, eps=vision.rms_norm_eps, dtype=dtype)
         self.proj_conv = PatchEmbed(2 * inner, (inner, side, side), **options)
         self.activation = get_activation(vision.hidden_act)
         self.proj_out = PatchEmbed(4 * inner, (2 * inner, 1, 1), **options)
-        self.mlp = Linear(4 * inner, width, **options)
-        self.image_newline = nnx.Param(jnp.zeros((4 * inner,), dtype))
+        self.per_square = side**2
+
+    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "_squares _wide"]:
+        """Merge squares; the patches of one stand behind each other."""
+        squares = self.before_rms(x).reshape(-1, self.per_square, x.shape[-1]).swapaxes(1, 2)
+        return self.proj_out(self.activation(self.proj_conv(squares.reshape(len(squares), -1))))
+
+
+class SquareMarks(nnx.Module):
+    """Squares become embeddings, and so do the learned ends of rows that stand beside them."""
+
+    def __init__(self, vision: Any, width: int, *, dtype: Any) -> None:
+        wide = 4 * vision.hidden_size
+        self.mlp = Linear(wide, width, use_bias=True, dtype=dtype)
+        self.image_newline = nnx.Param(jnp.zeros((wide,), dtype))
         self.image_begin = nnx.Param(jnp.zeros((width,), dtype))
         self.image_end = nnx.Param(jnp.zeros((width,), dtype))
         self.after_rms = RMSNorm(width, eps=vision.rms_norm_eps, dtype=dtype)
-        self.per_square = side**2
 
-    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "_rows _out"]:
-        """Merge squares; the patches of one stand behind each other."""
-        squares = self.before_rms(x).reshape(-1, self.per_square, x.shape[-1]).swapaxes(1, 2)
-        inner = self.activation(self.proj_conv(squares.reshape(len(squares), -1)))
-        return self.after_rms(self.mlp(self.proj_out(inner)))
+    def __call__(self, x: Float[Array, "_squares _wide"]) -> Float[Array, "_squares _out"]:
+        """Project squares to the language model's width."""
+        return self.after_rms(self.mlp(x))
 
-    def write_marks(self) -> Float[Array, "3 _out"]:
+    def write(self) -> Float[Array, "3 _out"]:
         """Return the embeddings of a row's end, a picture's beginning and its end."""
         newline = self.mlp(self.image_newline[...][None])
         bounds = jnp.stack([self.image_begin[...], self.image_end[...]])
@@ -76,12 +87,14 @@ class HunYuanVLForConditionalGeneration(MultiModalModel):
     """Served as HF's class of this name."""
 
     host_inputs = HunYuanVLHostInputs
+    unadapted = read_by_extra = ("patch_marks",)
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         vision, width = hf_config.vision_config, hf_config.text_config.hidden_size
         with self._mark_tower_model(hf_config, "image"):
             self.vision_tower = PackedViT(PackedViTConfig.from_hf(vision), dtype=dtype)
-            self.patch_merger = SquareMerger(vision, width, dtype=dtype)
+            self.patch_merger = SquareMerger(vision, dtype=dtype)
+            self.patch_marks = SquareMarks(vision, width, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
@@ -108,8 +121,8 @@ class HunYuanVLForConditionalGeneration(MultiModalModel):
                 square_offsets=square_offsets,
             )
         with jax.named_scope("patch_merger"):
-            return self.patch_merger(states)
+            return self.patch_marks(self.patch_merger(states))
 
     def extra_embeds(self) -> Float[Array, "_extra D"]:
         """Return the embeddings of a row's end and of a picture's bounds."""
-        return self.patch_merger.write_marks()
+        return self.patch_marks.write()

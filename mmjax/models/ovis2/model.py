@@ -66,6 +66,7 @@ class Ovis2ForConditionalGeneration(TowerModel):
     """Served as HF's class of this name."""
 
     host_inputs = Ovis2HostInputs
+    read_by_extra = ("multi_modal_projector",)
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         vision = hf_config.vision_config
