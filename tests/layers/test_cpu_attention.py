@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.layers.attention.api import attention
+from mmjax.layers.attention.api import attention, dense_attention
 from mmjax.layers.attention.kv_cache import LayerKVSpec, TransposedCache
 from mmjax.layers.attention.metadata import ChunkWindow, PagedAttentionMetadata, Window
 from mmjax.layers.attention.paged import visible_range, walk_blocks
 from mmjax.layers.cpu import dispatch
 from mmjax.layers.cpu.library import find_kernels
+from mmjax.layers.cpu.product import has_tiles
 from mmjax.layers.cpu.storage import storage_dtype, to_storage
 from tests.layers.ragged import Chunk, Heads, draw_causal_chunk, lay_out
 
@@ -226,3 +227,36 @@ def test_without_kernels_xla_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = draw(SHAPES["each its own"], (40,), "float32", has_sinks=False)
     with pytest.raises(AssertionError, match="mmjax_attention_"):
         attend(tokens)
+
+
+@pytest.mark.skipif(not has_tiles(), reason="a CPU without AMX, or without the kernels")
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 1, 8, 8), (33, 47, 4, 2, 72, 40), (5, 300, 2, 1, 80, 128), (577, 577, 2, 2, 64, 64)],
+    ids=str,
+)
+def test_tiles_attend_as_the_formula_does(sizes: tuple[int, ...], soft_cap: float | None):
+    """And an item has the bits that it has alone."""
+    length, num_keys, heads, kv_heads, head_dim, value_dim = sizes
+    generator = np.random.default_rng(7)
+    query, key, value = (
+        jnp.asarray(2 * generator.normal(size=(2, *shape)), jnp.bfloat16)
+        for shape in (
+            (length, heads, head_dim),
+            (num_keys, kv_heads, head_dim),
+            (num_keys, kv_heads, value_dim),
+        )
+    )
+    attend = jax.jit(partial(dense_attention, mask=None, scale=head_dim**-0.5, soft_cap=soft_cap))
+    assert "mmjax_whole_attention" in attend.lower(query, key, value).as_text()
+    out = attend(query, key, value)
+    q, k, v = (np.asarray(array, np.float64) for array in (query, key, value))
+    k, v = (np.repeat(array, heads // kv_heads, axis=2) for array in (k, v))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) * head_dim**-0.5
+    scores = scores if soft_cap is None else np.tanh(scores / soft_cap) * soft_cap
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+    # Weights and outputs are rounded to 2^-9 of each.
+    np.testing.assert_allclose(out, expected, rtol=2**-8, atol=2**-7 * np.abs(v).max() / 4)
+    np.testing.assert_array_equal(attend(query[1:], key[1:], value[1:]), out[1:])

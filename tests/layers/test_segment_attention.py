@@ -14,6 +14,7 @@ import pytest
 from mmjax.layers.attention import segments as attention_segments
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.attention.segments import PADDING, refine_segments, segment_attention
+from mmjax.layers.cpu.product import has_tiles
 from tests.layers.on_gpu import as_on_gpu
 
 NUM_HEADS, HEAD_DIM = 3, 16
@@ -73,6 +74,26 @@ def test_each_image_attends_as_it_does_alone(
     starts = np.cumsum([0, *sizes])
     for start, end in pairwise(starts):
         np.testing.assert_allclose(out[start:end], alone(rows[:, start:end]), atol=TOLERANCE)
+
+
+@pytest.mark.skipif(not has_tiles(), reason="a CPU without AMX, or without the kernels")
+@pytest.mark.parametrize("order", ["in order", "mixed"])
+@pytest.mark.parametrize("sizes", PACKS)
+def test_tiles_attend_within_segments_wherever_their_rows_stand(
+    sizes: list[int], order: str
+) -> None:
+    """With the bits of each alone; of mixed rows, too."""
+    num_rows = sum(sizes) + 45
+    rows, ids = jnp.asarray(draw(num_rows), jnp.bfloat16), ids_of(sizes, num_rows)
+    if order == "mixed":
+        ids = np.random.default_rng(1).permutation(ids)
+    attend = jax.jit(partial(segment_attention, scale=SCALE))
+    assert "mmjax_segment_attention" in attend.lower(*rows, ids).as_text()
+    out = np.asarray(attend(*rows, ids).astype(jnp.float32))
+    assert (out[ids == PADDING] == 0).all()
+    for number in range(len(sizes)):
+        own = rows[:, ids == number]
+        np.testing.assert_array_equal(out[ids == number], alone(own).astype(np.float32))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

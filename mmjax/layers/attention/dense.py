@@ -4,10 +4,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.backend import choose_backend
 from mmjax.layers.attention.paged import MASKED, apply_soft_cap
+from mmjax.layers.cpu.dispatch import by_platform
+from mmjax.layers.cpu.product import has_tiles
 from mmjax.rounding import cdiv
 
 CACHED_SCORES = 2**19
@@ -45,6 +48,9 @@ def dense_attention(
             xla = partial(_by_parts, **options)
         by_heads = partial(_by_heads, **options)
         xla = partial(jax.lax.platform_dependent, cpu=by_heads, default=xla)
+    if mask is None and query.dtype == jnp.bfloat16 and has_tiles():
+        kernel = partial(_by_tiles, scale=scale, soft_cap=soft_cap)
+        xla = partial(by_platform, kernel=kernel, cpu=xla, default=xla)
     on_cuda = choose_backend(
         "cuda",
         is_paged=False,
@@ -139,6 +145,21 @@ def _by_heads(
     out = jax.lax.map(attend, (chunks, heads))
     out = out.reshape(batch, num_heads, -1, value.shape[3]).transpose(0, 2, 1, 3)
     return out[:, :length]
+
+
+def _by_tiles(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K _value"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "B T N _value"]:
+    """Attend in C++, by AMX: a row has the same bits beside any others."""
+    out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
+    cap = np.float32(0 if soft_cap is None else soft_cap)
+    call = jax.ffi.ffi_call("mmjax_whole_attention_bfloat16", out)
+    return call(query, key, value, scale=np.float32(scale), soft_cap=cap)
 
 
 def _by_parts(

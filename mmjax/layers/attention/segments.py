@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.backend import triton_takes
@@ -25,6 +26,8 @@ from mmjax.layers.attention.gpu_tiles import (
     store_rows,
 )
 from mmjax.layers.attention.paged import MASKED
+from mmjax.layers.cpu.dispatch import by_platform
+from mmjax.layers.cpu.product import has_tiles
 from mmjax.rounding import round_up
 
 
@@ -147,10 +150,27 @@ def _attend(
     # faster (rows and heads padded to 128, padding as a segment), but was not run on one yet.
     arguments = (query, key, value, segment_ids)
     blockwise = partial(_blockwise_attention, scale=scale)
+    if query.dtype == value.dtype == jnp.bfloat16 and has_tiles():
+        on_cpu = partial(_by_tiles, scale=scale)
+        blockwise = partial(by_platform, kernel=on_cpu, cpu=blockwise, default=blockwise)
     if not triton_takes(query.shape[2], query.dtype):
         return blockwise(*arguments)
     kernel = partial(_kernel_attention, scale=scale)
     return jax.lax.platform_dependent(*arguments, cuda=kernel, default=blockwise)
+
+
+def _by_tiles(
+    query: Float[Array, "P N H"],
+    key: Float[Array, "P N H"],
+    value: Float[Array, "P N H"],
+    segment_ids: Int[Array, " P"],
+    *,
+    scale: float,
+) -> Float[Array, "P N H"]:
+    """Attend in C++, by AMX: a segment has the same bits wherever it stands."""
+    out = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    call = jax.ffi.ffi_call("mmjax_segment_attention_bfloat16", out)
+    return call(query, key, value, segment_ids.astype(jnp.int32), scale=np.float32(scale))
 
 
 def refine_segments(

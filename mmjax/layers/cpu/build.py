@@ -19,8 +19,10 @@ from mmjax.layers.cpu.library import SOURCES, library_path
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
+_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _INSTRUCTIONS = {
-    "amx.cc": (*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "amx.cc": _AMX,
+    "amx_attention.cc": _AMX,
     "avx2.cc": ("-mavx2", "-mfma"),
     "avx512.cc": _AVX512,
     "avx512_bf16.cc": _AVX512_BF16,

@@ -27,6 +27,7 @@ TARGETS = (
         for name in ("attention", "norm", "rotation")
         for dtype in ("float32", "bfloat16")
     ),
+    *(f"mmjax_{name}_attention_bfloat16" for name in ("whole", "segment")),
 )
 """The kernels, by the names that JAX and the library know them by; they end with the dtypes of what
 is multiplied: of both, or of inputs and weights."""

@@ -118,11 +118,24 @@ struct ManyRows {
   GroupProduct<bf16> uint4, uint8, float8;  // numbers are rounded to bfloat16 first
 };
 
+// A head of a whole sequence, whose rows are `stride` numbers apart: each query sees all keys.
+struct WholeHead {
+  const bf16* query;  // [num_queries, head_dim]
+  const bf16* key;    // [num_keys, head_dim]
+  const bf16* value;  // [num_keys, value_dim]
+  bf16* out;          // [num_queries, value_dim]
+  int64_t num_queries, num_keys, head_dim, value_dim;
+  int64_t query_stride, key_stride, value_stride, out_stride;
+  float scale, soft_cap;  // soft_cap 0: none
+};
+using AttendWhole = void (*)(const WholeHead& head);
+
 // Each stands in a file of its own, compiled with the flags of its instruction set.
 extern const Products kAvx2;
 extern const Products kAvx512;
 extern const Products kAvx512Bf16;
 extern const ManyRows kAmx;
+extern const AttendWhole kAmxAttention;  // where `find_many_rows` finds kAmx
 
 // The best that this CPU has, and that the system lets this process use; null: none.
 const Products* find_products();
