@@ -57,7 +57,7 @@ def ids_of(sizes: Sequence[int], num_rows: int) -> np.ndarray:
 attend_densely = jax.jit(partial(dense_attention, mask=None, scale=SCALE))
 
 
-def alone(rows: np.ndarray) -> np.ndarray:
+def alone(rows: np.ndarray | jax.Array) -> np.ndarray:
     query, key, value = jnp.asarray(rows)[:, None]
     return np.asarray(attend_densely(query, key, value))[0]
 

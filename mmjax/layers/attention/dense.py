@@ -1,6 +1,7 @@
 """Attention over whole sequences, for towers, training and parity: cuDNN if possible, else XLA."""
 
 from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.backend import choose_backend
 from mmjax.layers.attention.paged import MASKED, apply_soft_cap
-from mmjax.layers.cpu.dispatch import by_platform
+from mmjax.layers.cpu.dispatch import Form, by_platform
 from mmjax.layers.cpu.product import has_tiles
 from mmjax.rounding import cdiv
 
@@ -38,19 +39,18 @@ def dense_attention(
 
     `sinks` are as in `attention`. `bias`: what each head adds to scores, the same in all sequences.
     """
-    xla = partial(_in_xla, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias)
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    xla: Form = partial(_in_xla, mask=mask, sinks=sinks, bias=bias, **options)
     if sinks is not None or bias is not None:
         return xla(query, key, value)
     num_scores = query.shape[1] * query.shape[2] * key.shape[1]
     if mask is None and num_scores >= MANY_SCORES:
-        options = {"scale": scale, "soft_cap": soft_cap}
         if len(query) * num_scores >= TOO_MANY_SCORES:
             xla = partial(_by_parts, **options)
         by_heads = partial(_by_heads, **options)
-        xla = partial(jax.lax.platform_dependent, cpu=by_heads, default=xla)
+        xla = cast("Form", partial(jax.lax.platform_dependent, cpu=by_heads, default=xla))
     if mask is None and query.dtype == jnp.bfloat16 and has_tiles():
-        kernel = partial(_by_tiles, scale=scale, soft_cap=soft_cap)
-        xla = partial(by_platform, kernel=kernel, cpu=xla, default=xla)
+        xla = partial(by_platform, kernel=partial(_by_tiles, **options), cpu=xla, default=xla)
     on_cuda = choose_backend(
         "cuda",
         is_paged=False,
