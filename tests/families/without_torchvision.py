@@ -15,6 +15,13 @@ from PIL import Image
 from transformers.image_processing_backends import PilBackend
 
 
+def normalize(image: Any, mean: Any, std: Any) -> Any:
+    """Return `image` without its colours' `mean`, by their `std`, in its dtype."""
+    of_colours = (torch.as_tensor(one, dtype=image.dtype) for one in (mean, std))
+    mean, std = (one.reshape(-1, 1, 1) for one in of_colours)
+    return (image - mean) / std
+
+
 class PillowBackend(PilBackend):
     """What a subclass of HF's `TorchvisionBackend` asks of it."""
 
@@ -42,13 +49,11 @@ class PillowBackend(PilBackend):
             return images.float() * (factor if do_rescale else 1.0)
         scale = 1.0 / factor if do_rescale else 1.0
         mean, std = (torch.tensor(values) * scale for values in (mean, std))
-        return self.normalize(images.float(), mean, std)
+        return normalize(images.float(), mean, std)
 
     def normalize(self, image: Any, mean: Any, std: Any, **kwargs: Any) -> Any:
         """Normalise in the pixels' dtype, as torchvision."""
-        of_colours = (torch.as_tensor(one, dtype=image.dtype) for one in (mean, std))
-        mean, std = (one.reshape(-1, 1, 1) for one in of_colours)
-        return (image - mean) / std
+        return normalize(image, mean, std)
 
 
 def pad(images: Any, *, padding: list[int], fill: list[int]) -> Any:
