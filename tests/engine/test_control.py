@@ -109,7 +109,9 @@ def test_adapters_are_not_held(core: EngineCore, action: Any):
 
 def test_an_adapter_s_bias_is_compared_with_no_weights_that_sleep_has_dropped():
     model: Any = SimpleNamespace(
-        adapted=None, left_out=(), model_class=SimpleNamespace(rules=lambda config: ())
+        adapted=None,
+        left_out=(),
+        model_class=SimpleNamespace(rules=lambda config: (), unadapted=()),
     )
     config: Any = SimpleNamespace(
         lora=LoRAConfig(enable_lora=True), model=SimpleNamespace(hf_config=None)

@@ -236,6 +236,7 @@ def test_nothing_is_on_its_way_in_an_engine_that_sleeps(core: EngineCore) -> Non
     assert not pool._copies
     assert not pool._restores
     core.wake_up()
+    core.reset_prefix_cache()  # the copy above was of no block, into a slot that may have one
     assert serve(core, "warm", 40)[0] == cold[0]
 
 
