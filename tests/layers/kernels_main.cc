@@ -191,10 +191,10 @@ bool check_all_groups(const mmjax::GroupProducts& products, Code code) {
 
 // Queries that share keys and see other parts of them each, over blocks in reverse order.
 template <typename T>
-bool check_attention(const char* name, mmjax::AttendChunk<T> attend) {
+bool check_attention(const char* name, mmjax::AttendChunk<T> attend, double unit = 1e-4) {
   std::mt19937 rng(0);
   bool is_right = true;
-  for (int64_t count : {1, 3, 4, 9}) {
+  for (int64_t count : {1, 3, 4, 9, 21}) {
     for (int64_t width : {1, 8, 40, 72, 128}) {
       for (int64_t slots : {4, 16, 20, 32, 48}) {
         const int64_t num_blocks = mmjax::kMaxChunkSlots / slots;
@@ -209,12 +209,12 @@ bool check_attention(const char* name, mmjax::AttendChunk<T> attend) {
         std::vector<mmjax::PagedQuery<T>> queries;
         for (int64_t i = 0; i < count; ++i) {
           queries.push_back({query.get() + i * width, slots / 2 + 3 * i,
-                             num_blocks * slots - 3 - 7 * (count - i), out.get() + i * (2 + width)});
+                             num_blocks * slots - 3 - 7 * ((count - i) % 9), out.get() + i * (2 + width)});
         }
         attend(head, 0, queries.data(), count);
         for (int64_t i = 0; i < count; ++i) {
           const float* found = queries[i].out;
-          double sum = 0, first_value = 0;
+          double sum = 0, first_value = 0, size = 0;
           for (int64_t slot = queries[i].begin; slot < queries[i].end; ++slot) {
             const int64_t block = table[slot / slots], offset = slot % slots;
             double score = 0;
@@ -225,9 +225,10 @@ bool check_attention(const char* name, mmjax::AttendChunk<T> attend) {
             const double weight = std::exp(5 * std::tanh(score / 5) - found[0]);
             sum += weight;
             first_value += weight * as_float(values[(block * slots + offset) * width]);
+            size += weight * std::fabs(as_float(values[(block * slots + offset) * width]));
           }
-          if (std::fabs(found[1] - sum) <= 1e-4 * sum &&
-              std::fabs(found[2] - first_value) <= 1e-4 * sum) {
+          if (std::fabs(found[1] - sum) <= unit * sum &&
+              std::fabs(found[2] - first_value) <= unit * size) {
             continue;
           }
           std::printf("attention %s queries=%ld width=%ld slots=%ld: %g, not %g; %g, not %g\n",
@@ -344,7 +345,8 @@ bool check_whole_attention() {
 
 bool check_many(const mmjax::ManyRows& many) {
   std::printf("many rows\n");
-  return check_whole_attention() & check("bfloat16", many.bfloat16, kMany) & check("int8", many.int8, kMany) &
+  // Weights are rounded to bfloat16.
+  return check_attention("by tiles", mmjax::kAmxPagedAttention, 0x1p-8) & check_whole_attention() & check("bfloat16", many.bfloat16, kMany) & check("int8", many.int8, kMany) &
          check("bfloat16_int8", many.bfloat16_int8, kMany);
 }
 

@@ -124,14 +124,20 @@ def lay_out_tokens(tokens: Tokens, tile: int) -> PagedAttentionMetadata:
 
 
 def attend(
-    tokens: Tokens, *, tile: int = 1, window: Window = None, soft_cap: float | None = None
+    tokens: Tokens,
+    *,
+    tile: int = 1,
+    window: Window = None,
+    soft_cap: float | None = None,
+    metadata: PagedAttentionMetadata | None = None,
 ) -> np.ndarray:
     def run(query: Any, cache: Any, metadata: Any, sinks: Any) -> Any:
         walk = partial(walk_blocks, scale=query.shape[2] ** -0.5, soft_cap=soft_cap)
         visible = visible_range(metadata, window)
         return walk(query, cache, metadata, metadata.block_tables, visible, sinks)
 
-    arguments = (tokens.query, tokens.cache, lay_out_tokens(tokens, tile), tokens.sinks)
+    metadata = lay_out_tokens(tokens, tile) if metadata is None else metadata
+    arguments = (tokens.query, tokens.cache, metadata, tokens.sinks)
     lowered = jax.jit(run).lower(*arguments)
     assert "mmjax_attention_" in lowered.as_text()
     return np.asarray(lowered.compile()(*arguments))
@@ -204,6 +210,25 @@ def attend_to_chunk(chunk: Chunk, *, tile: int, window: Window) -> np.ndarray:
     arguments = (batch.query, batch.key, batch.value, batch.cache, batch.metadata)
     out, _ = jax.jit(partial(attention, scale=0.25, window=window))(*arguments)
     return np.asarray(out)[batch.rows[0]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_of_a_request_have_the_bits_that_they_have_alone(shape: str, dtype: str) -> None:
+    """In a tile of 64, where each sees another part of the cache, and in tiles of their own."""
+    tokens = draw(SHAPES[shape], (600,), dtype, has_sinks=True)
+    lengths = np.asarray([*range(1, 20), *range(235, 262), *range(583, 601)])
+    rows = np.zeros(len(lengths), int)
+    some = take(tokens, list(rows))._replace(tables=tokens.tables, lengths=lengths)
+    padded = lay_out_tokens(some, 64)._replace(
+        tile_rows=jnp.arange(64, dtype=jnp.int32)[None],
+        tile_request=jnp.zeros(1, jnp.int32),
+        row_slot=jnp.arange(64, dtype=jnp.int32),
+    )
+    alone = lay_out_tokens(some, 1)._replace(tile_request=jnp.zeros(len(lengths), jnp.int32))
+    for window in (None, 70):
+        together = attend(some, metadata=padded, window=window)
+        np.testing.assert_array_equal(attend(some, metadata=alone, window=window), together)
 
 
 def test_a_tile_of_padding_gives_zeros() -> None:

@@ -23,6 +23,7 @@ _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _INSTRUCTIONS = {
     "amx.cc": _AMX,
     "amx_attention.cc": _AMX,
+    "amx_paged_attention.cc": _AMX,
     "avx2.cc": ("-mavx2", "-mfma"),
     "avx512.cc": _AVX512,
     "avx512_bf16.cc": _AVX512_BF16,

@@ -3,7 +3,7 @@
 // Keys are the features of a product with queries, and values, whose keys are its inputs, those of a
 // product with weights. An online softmax: a row's sums are made in the order of the keys, whatever
 // rows are beside it.
-#include "amx.h"
+#include "amx_attention.h"
 #include "attention.h"
 
 namespace mmjax {
@@ -11,26 +11,6 @@ namespace {
 
 constexpr int64_t kKeys = 256;
 constexpr int64_t kWeightStride = kKeys + kDepth<bf16>;  // rows begin in different places of the cache
-constexpr float kLowest = -1e30f;
-
-// 2 to the power of x, at most 0, up to 3e-6 of it: weights are rounded to 2^-9. Taylor's series.
-inline __m512 exp2_of(__m512 x) {
-  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(x, n);
-  __m512 y = _mm512_set1_ps(1.3333558e-3f);
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.6181291e-3f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5504109e-2f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022651e-1f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(y, n);
-}
-
-// A row of blocks of sums: 16 numbers from column `16 * vector` on.
-inline float* find_row(float* blocks, int64_t row, int64_t vector) {
-  return blocks + vector / 2 * kBlockSums + row / kTile * 2 * kTileSums + vector % 2 * kTileSums +
-         row % kTile * kTile;
-}
 
 // Pack the values of all keys as weights: tiles [panels of 32 columns, steps of 32 keys, 2].
 void pack_values(const WholeHead& head, bf16* packed) {
@@ -40,13 +20,12 @@ void pack_values(const WholeHead& head, bf16* packed) {
     bf16* into = packed + (column / kBlock * steps * 2 + column / kTile % 2) * kTile * kDepth<bf16>;
     for (int64_t first = 0; first < head.num_keys; first += kDepth<bf16>) {
       const auto load = [&](int64_t key) {
-        if (key >= head.num_keys) return _mm512_setzero_si512();
-        const bf16* const from = head.value + key * head.value_stride + column;
-        return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(is_there, from));
+        if (key >= head.num_keys) return _mm256_setzero_si256();
+        return _mm256_maskz_loadu_epi16(is_there, head.value + key * head.value_stride + column);
       };
       for (int64_t i = 0; i < kTile; ++i) {
-        const __m512i second = _mm512_slli_epi32(load(first + 2 * i + 1), 16);
-        _mm512_store_si512(into + i * kDepth<bf16>, _mm512_or_si512(load(first + 2 * i), second));
+        const __m512i both = pair_up(load(first + 2 * i), load(first + 2 * i + 1));
+        _mm512_store_si512(into + i * kDepth<bf16>, both);
       }
       into += 2 * kTile * kDepth<bf16>;
     }

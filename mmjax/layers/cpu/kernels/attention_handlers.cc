@@ -217,6 +217,12 @@ void clear_others(const Call<T>& call) {
   }
 }
 
+// By tiles where there are some, whatever the number of queries: a query has the same bits in any.
+AttendChunk<float> find_attend(AttendChunk<float> attend) { return attend; }
+AttendChunk<bf16> find_attend(AttendChunk<bf16> attend) {
+  return find_many_rows() == nullptr ? attend : kAmxPagedAttention;
+}
+
 template <typename T, ffi::DataType kQuery, ffi::DataType kStored, auto kAttend>
 ffi::Error handle_attention(ffi::ThreadPool pool, ffi::Buffer<kQuery> query,
                             ffi::Buffer<kStored> keys, ffi::Buffer<kStored> values,
@@ -242,7 +248,7 @@ ffi::Error handle_attention(ffi::ThreadPool pool, ffi::Buffer<kQuery> query,
                         reinterpret_cast<T*>(out->untyped_data()),
                         shape[0], shape[1], stored[1], shape[2], stored[3], stored[0], stored[2],
                         table[0], table[1], tiles[0], tiles[1], soft_cap,
-                        find_products()->*kAttend};
+                        find_attend(find_products()->*kAttend)};
   clear_others(call);
   const auto parts = find_parts(call);
   const auto num_parts = static_cast<int64_t>(parts.size());

@@ -135,7 +135,8 @@ extern const Products kAvx2;
 extern const Products kAvx512;
 extern const Products kAvx512Bf16;
 extern const ManyRows kAmx;
-extern const AttendWhole kAmxAttention;  // where `find_many_rows` finds kAmx
+extern const AttendWhole kAmxAttention;  // this and the next: where `find_many_rows` finds kAmx
+extern const AttendChunk<bf16> kAmxPagedAttention;
 
 // The best that this CPU has, and that the system lets this process use; null: none.
 const Products* find_products();
