@@ -27,7 +27,7 @@ from mmjax.layers.cpu.groups import (
     set_grouped,
     split_inputs,
 )
-from mmjax.layers.cpu.product import group_product, has_group_kernel, is_small
+from mmjax.layers.cpu.product import group_product, has_group_kernel, is_small, takes_rows
 from mmjax.layers.linear import linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.tpu.groups import tpu_group_product
@@ -184,7 +184,7 @@ class Experts(nnx.Module):
         arrays |= {name: find_grouped(self, name, layout) for name, layout in self.layouts}
         weights = ExpertWeights(**arrays)
         expert = jax.ShapeDtypeStruct((self.inner, x.shape[1]), x.dtype)
-        is_large = _has_few_rows(x, sizes) and not is_small(expert)
+        is_large = takes_rows(x, len(sizes)) and not is_small(expert)
         # Of a ragged product, XLA's CPU backend multiplies all rows with all experts, and masks;
         # on a GPU it transposes all matrices first. A loop over tiles has no gradient, as a kernel
         # has none, and on several devices adds up their parts tile by tile.

@@ -166,7 +166,8 @@ def expert_product(
     x: Float[Array, "R D"], weight: Grouped, sizes: Int32[Array, " E"]
 ) -> Float[Array, "R F"]:
     """Return `x @ weight[e].T` in float32, by a kernel: rows stand by e, `sizes` rows of each."""
-    return _call("groups", order_rows(x, weight, sizes), weight, sizes)
+    rows = order_rows(x, weight, sizes)
+    return _call("groups", rows, weight, sizes, few_rows=np.int64(MAX_FEW_ROWS))
 
 
 def order_rows(

@@ -98,9 +98,12 @@ def has_kernel(x: Any, weight: Any) -> bool:
     return takes_rows(x) and (x.dtype.name, weight.dtype.name) in _KERNELS
 
 
-def takes_rows(x: Any) -> bool:
-    """Return whether kernels multiply so many rows: few, or, with AMX, any but of floats."""
-    is_few = 0 < x.shape[0] <= MAX_FEW_ROWS
+def takes_rows(x: Any, num_experts: int = 1) -> bool:
+    """Return whether kernels multiply so many rows: few, or, with AMX, any but of floats.
+
+    `num_experts`: that share them; few are then as many for each.
+    """
+    is_few = 0 < x.shape[0] <= MAX_FEW_ROWS * num_experts
     return is_few or (x.shape[0] > 0 and x.dtype != jnp.float32 and has_tiles())
 
 
@@ -129,7 +132,8 @@ def group_product(
 ) -> Float[Array, "R F"]:
     """Return `x @ weight[e].T` in float32, by a kernel: rows stand by e, `sizes` rows of each."""
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(f"mmjax_groups_{x.dtype.name}", shape)(x, weight, sizes)
+    call = jax.ffi.ffi_call(f"mmjax_groups_{x.dtype.name}", shape)
+    return call(x, weight, sizes, few_rows=np.int64(MAX_FEW_ROWS))
 
 
 def has_group_kernel(x: Any, weight: Any) -> bool:

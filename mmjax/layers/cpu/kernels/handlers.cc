@@ -114,12 +114,13 @@ struct ExpertRows {
   int64_t expert, first, rows;
 };
 
-// Rows that stand expert by expert, each multiplied with its expert's weight. The weights of experts
-// without rows are not read. `product(rows, out, expert, num_rows, begin, end)`.
+// Rows that stand expert by expert, each multiplied with its expert's weight, `step` features at a
+// time. The weights of experts without rows are not read.
+// `product(rows, out, expert, num_rows, begin, end)`.
 template <typename X, typename Product>
 void multiply_by_expert(ffi::ThreadPool pool, const X* x, ffi::Span<const int32_t> sizes,
-                        float* out, int64_t rows, int64_t width, int64_t features,
-                        int64_t row_bytes, Product product) {
+                        float* out, int64_t rows, int64_t width, int64_t features, int64_t step,
+                        Product product) {
   std::vector<ExpertRows> groups;
   int64_t first = 0;
   for (int64_t expert = 0; expert < static_cast<int64_t>(sizes.size()); ++expert) {
@@ -129,7 +130,6 @@ void multiply_by_expert(ffi::ThreadPool pool, const X* x, ffi::Span<const int32_
     first += size;
   }
   std::fill(out + first * features, out + rows * features, 0.0f);
-  const int64_t step = chunk_features(pool, features, row_bytes);
   const int64_t num_steps = (features + step - 1) / step;
   share(pool, static_cast<int64_t>(groups.size()) * num_steps, [=](int64_t chunk) {
     const ExpertRows group = groups[static_cast<size_t>(chunk / num_steps)];
@@ -139,10 +139,15 @@ void multiply_by_expert(ffi::ThreadPool pool, const X* x, ffi::Span<const int32_
   }, true);
 }
 
-// Weights of [experts, features, width].
+// Features of an expert that a thread takes at a time.
+int64_t expert_features(ffi::ThreadPool pool, int64_t features, int64_t row_bytes, bool has_many) {
+  return has_many ? std::min(features, kMostFeatures) : chunk_features(pool, features, row_bytes);
+}
+
+// Weights of [experts, features, width]. `has_many`: `product` is of many rows.
 template <typename T>
-ffi::Error multiply_experts(ffi::ThreadPool pool, Product<T, T, float> product, const T* x,
-                            const T* weight, ffi::Span<const int32_t> sizes, float* out,
+ffi::Error multiply_experts(ffi::ThreadPool pool, Product<T, T, float> product, bool has_many,
+                            const T* x, const T* weight, ffi::Span<const int32_t> sizes, float* out,
                             ffi::Span<const int64_t> x_shape,
                             ffi::Span<const int64_t> weight_shape) {
   if (x_shape.size() != 2 || weight_shape.size() != 3 || x_shape[1] != weight_shape[2] ||
@@ -151,8 +156,9 @@ ffi::Error multiply_experts(ffi::ThreadPool pool, Product<T, T, float> product, 
         "x must be [rows, width], weight [experts, features, width], sizes [experts]");
   }
   const int64_t width = x_shape[1], features = weight_shape[1];
+  const auto row_bytes = width * static_cast<int64_t>(sizeof(T));
   multiply_by_expert(pool, x, sizes, out, x_shape[0], width, features,
-                     width * static_cast<int64_t>(sizeof(T)),
+                     expert_features(pool, features, row_bytes, has_many),
                      [=](const T* rows, float* to, int64_t expert, int64_t num_rows, int64_t begin,
                          int64_t end) {
                        product(rows, weight + expert * features * width, to, num_rows, width,
@@ -243,10 +249,18 @@ ffi::Error handle_bfloat16(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x,
   return ffi::Error::InvalidArgument("the product must be of float32 or bfloat16");
 }
 
-template <ffi::DataType T, auto kProduct>
+// `few_rows`: of an expert, on average.
+template <ffi::DataType T, auto kProduct, auto kMany>
 ffi::Error handle_experts(ffi::ThreadPool pool, ffi::Buffer<T> x, ffi::Buffer<T> weight,
-                          ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out) {
-  return multiply_experts(pool, products().*kProduct, x.typed_data(), weight.typed_data(),
+                          ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out,
+                          int64_t few_rows) {
+  auto product = products().*kProduct;
+  const auto many = find_many<decltype(product), kMany>();
+  const auto num_experts = static_cast<int64_t>(sizes.element_count());
+  const bool has_many =
+      many != nullptr && x.dimensions().size() == 2 && x.dimensions()[0] > few_rows * num_experts;
+  if (has_many) product = many;
+  return multiply_experts(pool, product, has_many, x.typed_data(), weight.typed_data(),
                           {sizes.typed_data(), sizes.element_count()}, out->typed_data(),
                           x.dimensions(), weight.dimensions());
 }
@@ -279,23 +293,28 @@ ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
-template <ffi::DataType X, auto kCodes, auto kProduct, int64_t kBits>
+template <ffi::DataType X, auto kCodes, auto kProduct, auto kMany, int64_t kBits>
 ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer codes,
                                 ffi::AnyBuffer scale, ffi::Buffer<ffi::U8> zero,
                                 ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out,
-                                int64_t group_size) {
+                                int64_t group_size, int64_t few_rows) {
   if (x.dimensions().size() != 2) return ffi::Error::InvalidArgument("x must be [rows, width]");
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
   auto read = read_groups(width, 3, group_size, kBits, codes, scale, zero);
   if (read.has_error()) return read.error();
   const Groups weight = *read;
   const int64_t features = codes.dimensions()[1];
-  if (static_cast<int64_t>(sizes.element_count()) != codes.dimensions()[0]) {
+  const auto num_experts = static_cast<int64_t>(sizes.element_count());
+  if (num_experts != codes.dimensions()[0]) {
     return ffi::Error::InvalidArgument("sizes must be [experts]");
   }
-  const auto product = products().*kCodes.*kProduct;
+  auto product = products().*kCodes.*kProduct;
+  const auto many = find_many<decltype(product), kMany>();
+  const bool has_many = many != nullptr && rows > few_rows * num_experts;
+  if (has_many) product = many;
   multiply_by_expert(pool, x.typed_data(), {sizes.typed_data(), sizes.element_count()},
-                     out->typed_data(), rows, width, features, weight.row_bytes,
+                     out->typed_data(), rows, width, features,
+                     expert_features(pool, features, weight.row_bytes, has_many),
                      [=](const auto* from, float* to, int64_t expert, int64_t num_rows,
                          int64_t begin, int64_t end) {
                        product(from, groups_of(weight, expert, features), to, num_rows, features,
@@ -338,18 +357,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_product_bfloat16, mmjax::handle_bfloat16,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("few_rows"));
 
-#define MMJAX_GROUPS(NAME, T)                                                            \
+#define MMJAX_GROUPS(NAME, T, MANY)                                                      \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_groups_##NAME,                                     \
-                                (mmjax::handle_experts<ffi::T, &mmjax::Products::NAME>),  \
+                                (mmjax::handle_experts<ffi::T, &mmjax::Products::NAME, MANY>), \
                                 ffi::Ffi::Bind()                                         \
                                     .Ctx<ffi::ThreadPool>()                              \
                                     .Arg<ffi::Buffer<ffi::T>>()                          \
                                     .Arg<ffi::Buffer<ffi::T>>()                          \
                                     .Arg<ffi::Buffer<ffi::S32>>()                        \
-                                    .Ret<ffi::Buffer<ffi::F32>>())
+                                    .Ret<ffi::Buffer<ffi::F32>>()                        \
+                                    .Attr<int64_t>("few_rows"))
 
-MMJAX_GROUPS(float32, F32);
-MMJAX_GROUPS(bfloat16, BF16);
+MMJAX_GROUPS(float32, F32, nullptr);
+MMJAX_GROUPS(bfloat16, BF16, &mmjax::ManyRows::bfloat16);
 
 // Of inputs of one dtype with weights in groups of one kind of code; then the same by expert.
 #define MMJAX_GROUP_PRODUCTS(NAME, X, CODES, MANY, BITS)                                        \
@@ -369,7 +389,7 @@ MMJAX_GROUPS(bfloat16, BF16);
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
       mmjax_groups_##NAME##_##CODES,                                                            \
       (mmjax::handle_expert_groups<ffi::X, &mmjax::Products::CODES,                             \
-                                   &mmjax::GroupProducts::NAME, BITS>),                         \
+                                   &mmjax::GroupProducts::NAME, MANY, BITS>),                   \
       ffi::Ffi::Bind()                                                                          \
           .Ctx<ffi::ThreadPool>()                                                               \
           .Arg<ffi::Buffer<ffi::X>>()                                                           \
@@ -378,7 +398,8 @@ MMJAX_GROUPS(bfloat16, BF16);
           .Arg<ffi::Buffer<ffi::U8>>()                                                          \
           .Arg<ffi::Buffer<ffi::S32>>()                                                         \
           .Ret<ffi::Buffer<ffi::F32>>()                                                         \
-          .Attr<int64_t>("group_size"))
+          .Attr<int64_t>("group_size")                                                          \
+          .Attr<int64_t>("few_rows"))
 
 MMJAX_GROUP_PRODUCTS(float32, F32, uint4, nullptr, 4);
 MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint4, &mmjax::ManyRows::uint4, 4);
