@@ -1,7 +1,7 @@
 # Needs python3 (3.11 or newer), make and a package registry; everything else goes into .venv, but
 # for Chromium, which `make test` drives (and installs where it runs as root).
 
-.PHONY: bench check chromium docs help serve test test-slow test-threats
+.PHONY: bench check chromium docs help pytest serve test test-slow test-threats
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -9,9 +9,10 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
-# More than cores: many tests wait for servers that they start.
-WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+# More than cores: many tests wait for servers that they start. Files are taken in the order of
+# tests/conftest.py.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -23,6 +24,10 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11 python3.13 py
 PINS = constraints/$(shell $(BIN)/python -c \
   'import sys; print("py311.txt" if sys.version_info < (3, 12) else "py312.txt")')
 INPUTS := pyproject.toml $(wildcard constraints/*.txt mmjax/layers/cpu/kernels/*.cc mmjax/layers/cpu/kernels/*.h)
+# pip compiles modules one by one: they are compiled behind it, on all cores. Some packages have files
+# of other versions of Python, hence `true`.
+INSTALL = $(BIN)/python -m pip install -qq --no-compile --constraint $(PINS) --editable
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # Compiled with the JAX that was just installed; a machine without a compiler serves without them.
 BUILD_KERNELS = $(BIN)/python -m mmjax.layers.cpu.build || true
 
@@ -32,7 +37,9 @@ help: ## say what there is
 serve: $(VENV)/.serve ## answer questions about pictures on http://127.0.0.1:8000 (MODEL=, PORT=, ARGS=)
 	@$(BIN)/python -m mmjax.serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: chromium lint ## run everything that CI runs
+test: lint pytest ## run everything that CI runs
+
+pytest: chromium $(VENV)/.dev ## run the tests alone
 	@$(PYTEST) -m "not slow and not hub"
 
 test-slow: chromium lint $(VENV)/.ray $(VENV)/.docs ## the same with full counts
@@ -76,24 +83,28 @@ $(BIN)/python:
 # Each stamp says that its extras stand in .venv as pyproject.toml and the pins now ask.
 $(VENV)/.serve: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what serving needs into $(VENV)"
-	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve]'
+	@$(INSTALL) '.[serve]'
+	@$(COMPILE)
 	@$(BUILD_KERNELS)
 	@touch $@
 
 $(VENV)/.dev: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what its tests need into $(VENV)"
-	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev]'
+	@$(INSTALL) '.[serve,dev]'
+	@$(COMPILE)
 	@$(BUILD_KERNELS)
 	@touch $@ $(VENV)/.serve
 
 $(VENV)/.ray: $(VENV)/.dev
 	@echo "installing Ray, which the tests of a deployment need, into $(VENV)"
-	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev,ray]'
+	@$(INSTALL) '.[serve,dev,ray]'
+	@$(COMPILE)
 	@touch $@
 
 # With what tests need, so that a new machine installs both at once.
 $(VENV)/.docs: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax, what its tests need, and mkdocs, which makes a site, into $(VENV)"
-	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev,docs]'
+	@$(INSTALL) '.[serve,dev,docs]'
+	@$(COMPILE)
 	@$(BUILD_KERNELS)
 	@touch $@ $(VENV)/.dev $(VENV)/.serve
