@@ -133,8 +133,15 @@ def test_neighbours_never_matter_when_decoding(seed: int):
     np.testing.assert_array_equal(alone[0], crowded[-1])
 
 
-@pytest.mark.parametrize("head_dim", [4, 8, 16, 24])
-@pytest.mark.parametrize("num_kv_heads", [2, 4])
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads"),
+    [
+        # By default each width, and heads that share keys and such that do not.
+        pytest.param(width, number, marks=() if number == by_default else pytest.mark.slow)
+        for width, by_default in {4: 2, 8: 4, 16: 2, 24: 4}.items()
+        for number in (2, 4)
+    ],
+)
 def test_a_row_has_the_same_bits_in_tiles_of_any_size(head_dim: int, num_kv_heads: int):
     chunk = draw_causal_chunk(np.random.default_rng(0), 0, 96, Heads(4, num_kv_heads, head_dim))
     as_engines = jax.jit(partial(attention, scale=0.3), compiler_options=compiler_options("cpu"))
@@ -224,9 +231,17 @@ def test_blocks_between_a_reference_and_the_window_are_not_read(monkeypatch: pyt
     np.testing.assert_array_equal(got[0], expected[0])
 
 
-@pytest.mark.parametrize("value_dim", [1, 5, HEAD_DIM - 1])
+@pytest.mark.parametrize(
+    ("value_dim", "layout"),
+    [
+        # By default each layout, and of one the least and the most.
+        pytest.param(width, layout, marks=() if is_default else pytest.mark.slow)
+        for layout in ("transposed", "interleaved", "rows")
+        for width in (1, 5, HEAD_DIM - 1)
+        for is_default in [width == 5 or layout == "transposed"]
+    ],
+)
 @pytest.mark.parametrize("is_decoding", [False, True])
-@pytest.mark.parametrize("layout", ["transposed", "interleaved", "rows"])
 def test_values_may_be_narrower_than_keys(value_dim: int, is_decoding: bool, layout: str):
     """A value's columns never meet, so these are the first ones of whole values."""
     chunks = draw_decoding(5) if is_decoding else draw_mixed(5)

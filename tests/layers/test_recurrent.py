@@ -56,13 +56,19 @@ def in_float64(tokens: Sequence[np.ndarray]) -> np.ndarray:
 def over_sequences(tokens: Sequence[np.ndarray], number: int = 1) -> np.ndarray:
     """Return the rule's outputs of whole sequences, without slots."""
     metadata = dense(number, len(tokens[0]) // number)
-    given = delta.DeltaTokens(*map(jnp.asarray, tokens))
-    return np.asarray(gated_delta_rule(given, None, metadata)[0])
+    given: Any = tokens
+    return np.asarray(run_rule(delta.DeltaTokens(*given), None, metadata)[0])
+
+
+# Compiled as one program a shape, not one for every operation.
+run_rule = jax.jit(gated_delta_rule)
+convolve = jax.jit(short_convolution)
 
 
 def dense(num_sequences: int, length: int) -> DenseAttentionMetadata:
-    index = jnp.broadcast_to(jnp.arange(length), (num_sequences, length))
-    return DenseAttentionMetadata(index, jnp.ones((num_sequences, length, length), bool))
+    index: Any = np.broadcast_to(np.arange(length, dtype=np.int32), (num_sequences, length))
+    mask: Any = np.ones((num_sequences, length, length), bool)
+    return DenseAttentionMetadata(index, mask)
 
 
 def paged(
@@ -171,11 +177,11 @@ def test_gradients_reach_all_inputs() -> None:
     def total(*inputs: Any) -> Any:
         return (gated_delta_rule(delta.DeltaTokens(*inputs), None, dense(1, 100))[0] ** 2).sum()
 
-    grads = jax.grad(total, argnums=(0, 1, 2, 3, 4))(*map(jnp.asarray, tokens))
-    for grad, given in zip(grads, tokens, strict=True):
+    grads = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4)))(*tokens)
+    for grad, given in zip(map(np.asarray, grads), tokens, strict=True):
         assert grad.shape == given.shape
-        assert jnp.isfinite(grad).all()
-        assert (jnp.abs(grad) > 0).mean() > 0.9
+        assert np.isfinite(grad).all()
+        assert (np.abs(grad) > 0).mean() > 0.9
 
 
 PROMPTS = [150, 64, 65, 1, 7]
@@ -237,7 +243,7 @@ def test_tokens_at_once_are_those_one_by_one() -> None:
     metadata = jax.tree.map(jnp.asarray, metadata)
     states = find_states(metadata)
     found = [
-        compute(given, state, out, states, metadata)
+        jax.jit(compute)(given, state, out, states, metadata)
         for compute in (delta._tokens_at_once, delta._each_token)
     ]
     for at_once, each in zip(*found, strict=True):
@@ -266,19 +272,21 @@ def guessed_windows() -> tuple[list[tuple[int, ...]], StateMetadata, PagedAttent
 def one_by_one(layer: Any, inputs: Sequence[Any], state: Any) -> tuple[Any, Any]:
     """Compute `guessed_windows` in a step for each token, states copied on to the next slot."""
     own, _, metadata = guessed_windows()
-    out, row = [], 0
+    inputs, index = [np.asarray(x) for x in inputs], np.asarray(metadata.token_index)
+    out, row, state = [], 0, np.array(state)
     for slots in own:
         for place, slot in enumerate(slots):
             if place:
-                state = state.at[slot].set(state[slots[place - 1]])
+                state[slot] = state[slots[place - 1]]
+            states: Any = [np.array([x], np.int32) for x in (slot, 0, 1)]
             step = metadata._replace(
-                token_index=metadata.token_index[row : row + 1],
-                states=StateMetadata(*(jnp.asarray([x], jnp.int32) for x in (slot, 0, 1))),
+                token_index=index[row : row + 1], states=StateMetadata(*states)
             )
             found, state = layer(*(x[row : row + 1] for x in inputs), state, step)
-            out.append(found)
+            out.append(np.asarray(found))
+            state = np.array(state)
             row += 1
-    return np.concatenate(out), np.asarray(state)
+    return np.concatenate(out), state
 
 
 def test_guesses_go_on_from_each_other() -> None:
@@ -297,7 +305,7 @@ def test_guesses_go_on_from_each_other() -> None:
     np.testing.assert_array_equal(found, states)
     # What accelerators compute.
     tokens = delta.DeltaTokens(*given)
-    found, out = delta._tokens_at_once(
+    found, out = jax.jit(delta._tokens_at_once)(
         tokens, state, jnp.full_like(tokens.value, 3.0), guessed, metadata
     )
     np.testing.assert_allclose(out[:6], expected, atol=1e-6)
@@ -336,7 +344,7 @@ def test_the_convolution_is_torchs(width: int, has_bias: bool) -> None:
     weight, bias = conv_weights(width, has_bias=has_bias)
     for length in (1, 2, 70):
         x = conv_inputs(length)
-        ours, _ = short_convolution(jnp.asarray(x), weight, bias, None, dense(1, length))
+        ours, _ = convolve(x, weight, bias, None, dense(1, length))
         theirs = hf.causal_conv1d_fn(
             torch.from_numpy(x.T)[None],
             torch.from_numpy(np.array(weight)),
@@ -362,7 +370,7 @@ def test_the_convolution_has_the_same_bits_in_any_windows(width: int) -> None:
     schedule.step([(2, 4, 40), (0, 3, 5)], prompts, 64, 4)
     schedule.step([(0, 5, 40)], prompts, 64, 2)
     for slot, (x,) in enumerate(inputs):
-        whole, _ = jax.jit(short_convolution)(x, weight, bias, None, dense(1, 40))
+        whole, _ = convolve(x, weight, bias, None, dense(1, 40))
         np.testing.assert_array_equal(schedule.of(slot), whole, err_msg=f"{slot=}")
 
 
