@@ -6,6 +6,7 @@ all tokens at once is the reference.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -326,10 +327,7 @@ def write_checkpoints(path: Path, **changes: Any) -> tuple[str, str]:
 
 
 def test_it_is_read_from_its_files(tmp_path: Path) -> None:
-    """Again, too, after the engine has slept without weights.
-
-    An engine that knows no assistant is compared in `test_eagle3.py`, with a head's.
-    """
+    """Again, too, after the engine has slept without weights."""
     target, assistant = write_checkpoints(tmp_path)
     parts = [
         {"type": "image_pil", "image_pil": draw(84, 112, seed=3)},
@@ -339,22 +337,21 @@ def test_it_is_read_from_its_files(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     # As vLLM's documentation has it; without a method, too.
     speculation = {"method": "mtp", "model": assistant, "num_speculative_tokens": 3}
-    options: dict[str, Any] = {"speculative_config": speculation, "use_tqdm_on_load": False}
-    options |= {"dtype": "float32", "max_model_len": 512, "precompile": "none"}
     answers, noted = [], []
-    with LLM(target, **options) as llm:
-        eager = Eager(llm.engine)
-        for is_on in (False, True, True):
-            eager.is_on = is_on
-            llm.engine.reset_prefix_cache()
-            with noting(llm.engine) as found:
-                (output,) = llm.chat(chats, params, use_tqdm=False)
-            answers.append(output.outputs[0].token_ids)
-            noted.append([tokens for _, _, tokens in found])
-            if is_on:
-                llm.sleep(level=2)
-                llm.wake_up()
-    assert noted[0] == []
+    for given in ({}, speculation):
+        options: dict[str, Any] = {"speculative_config": given, "use_tqdm_on_load": False}
+        options |= {"dtype": "float32", "max_model_len": 512, "precompile": "none"}
+        with LLM(target, **options) as llm:
+            if given:
+                Eager(llm.engine)
+            for _ in range(2 if given else 1):
+                with noting(llm.engine) if given else nullcontext([]) as found:
+                    (output,) = llm.chat(chats, params, use_tqdm=False)
+                answers.append(output.outputs[0].token_ids)
+                noted.append([tokens for _, _, tokens in found])
+                if given:
+                    llm.sleep(level=2)
+                    llm.wake_up()
     assert answers[1:] == answers[:1] * 2
     assert noted[1] == noted[2]
     assert len(noted[1]) > 3

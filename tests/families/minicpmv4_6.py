@@ -176,16 +176,16 @@ TINY = TinyFamily(
     longest_run=CHUNK,
     fill=fill_recurrent,
     variants={
-        "plain": Variant({}, 13),
+        "plain": Variant({}, 15),
         "joined behind the last, fewer positions, a tied head": Variant(
             {
                 "insert_layer_id": 2,
                 "is_tied": True,
                 "vision": {"image_size": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-2},
             },
-            13,
+            15,
         ),
-        "not joined": Variant({"downsample_mode": "4x"}, 12, ("image", "video")),
+        "not joined": Variant({"downsample_mode": "4x"}, 14, ("image", "video")),
     },
 )
 
@@ -227,7 +227,7 @@ TINY_4_7 = make_kind(
                     "shared_expert_intermediate_size": 24,
                 }
             },
-            13,
+            15,
         ),
     },
     draw_item=draw_cut,
@@ -238,8 +238,8 @@ TINY_OCR = make_kind(
     ours.MiniCPMOcrForConditionalGeneration,
     MiniCPMOcrForConditionalGeneration,
     {
-        "plain": Variant({"is_tied": True}, 12, ("text", "image", "video")),
-        "joined": Variant({"downsample_mode": "16x"}, 13),
+        "plain": Variant({"is_tied": True}, 14, ("text", "image", "video")),
+        "joined": Variant({"downsample_mode": "16x"}, 15),
     },
     max_embeds={"image": 20, "video": 40},
     max_model_len=256,

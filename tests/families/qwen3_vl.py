@@ -60,8 +60,8 @@ VISION: dict[str, Any] = {
 }
 RECURRENT: dict[str, Any] = {
     **TEXT,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
@@ -214,7 +214,7 @@ TINY_MOE = make_row(
 TINY_3_5 = make_row(
     "qwen3_5",
     {
-        "plain": Variant({}, 11),
+        "plain": Variant({}, 13),
         "all else": Variant(
             {
                 "is_tied": True,
@@ -222,8 +222,7 @@ TINY_3_5 = make_row(
                     "attention_bias": True,
                     "linear_num_key_heads": 2,
                     "linear_conv_kernel_dim": 3,
-                    "num_hidden_layers": 4,
-                    "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+                    "layer_types": ["full_attention", "linear_attention"] * 2,
                     "rope_parameters": {
                         **RECURRENT["rope_parameters"],
                         "mrope_section": [2, 3, 3],
@@ -237,7 +236,7 @@ TINY_3_5 = make_row(
     },
 )
 TINY_3_5_MOE = make_row(
-    "qwen3_5_moe", {"plain": Variant({}, 11), "a tied head": Variant({"is_tied": True}, 11)}
+    "qwen3_5_moe", {"plain": Variant({}, 13), "a tied head": Variant({"is_tied": True}, 13)}
 )
 
 
