@@ -70,11 +70,14 @@ def kernels() -> str:
     return name
 
 
-def draw(rows: int, shape: tuple[int, int], dtypes: tuple[str, str]) -> tuple[jax.Array, jax.Array]:
+def draw(
+    rows: int, shape: tuple[int, int], dtypes: tuple[str, str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return NumPy's arrays: rows of JAX's own would be a program for each place."""
     rng = np.random.default_rng(rows)
     arrays = rng.standard_normal((rows, shape[1])), rng.standard_normal(shape)
     scaled = (40 * a if d == "int8" else a for a, d in zip(arrays, dtypes, strict=True))
-    x, weight = (jnp.asarray(a).astype(d) for a, d in zip(scaled, dtypes, strict=True))
+    x, weight = (a.astype(jnp.dtype(d)) for a, d in zip(scaled, dtypes, strict=True))
     return x, weight
 
 
@@ -93,7 +96,7 @@ def many_rows(kernels: str, dtype: str) -> tuple[int, ...]:
     return (MAX_FEW_ROWS + 1, 48, 63, 64, 1100) if takes_many else ()
 
 
-def as_kernels_read(x: jax.Array, kernels: str) -> jax.Array:
+def as_kernels_read(x: np.ndarray, kernels: str) -> np.ndarray:
     """Return what kernels for AVX2 make of bfloat16 inputs of integer weights.
 
     Multiples of 2**-14 of the largest power of two that a number of each 32 has.
@@ -105,10 +108,10 @@ def as_kernels_read(x: jax.Array, kernels: str) -> jax.Array:
     unit = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 14)
     whole = (np.rint(blocks / unit) * unit).reshape(rows, -1)[:, :width]
     assert np.abs(whole - np.asarray(x, np.float64)).max() <= 2**-15 * np.abs(blocks).max()
-    return jnp.asarray(whole, jnp.bfloat16)  # which has all of them
+    return whole.astype(jnp.bfloat16)  # which has all of them
 
 
-def lower(dtypes: tuple[str, str], x: jax.Array, weight: jax.Array):
+def lower(dtypes: tuple[str, str], x: np.ndarray, weight: np.ndarray):
     return jax.jit(lambda x, weight: FORMS[dtypes](x, weight)).lower(x, weight)
 
 
@@ -205,11 +208,12 @@ def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
 ) -> None:
     """And a row has the same bits beside any others, and beside none."""
     weight = draw_groups(layout, *shape)
-    x = jnp.asarray(np.random.default_rng(2).standard_normal((MAX_FEW_ROWS, shape[1])), dtype)
+    drawn = np.random.default_rng(2).standard_normal((MAX_FEW_ROWS, shape[1]))
+    x = drawn.astype(jnp.dtype(dtype))
     assert "mmjax_product" in jax.jit(grouped_product).lower(x, weight).as_text()
     whole = np.asarray(jax.jit(grouped_product)(x, weight))
     read = x if layout.code == "float8" else as_kernels_read(x, kernels)
-    read = read if weight.order is None else read[:, weight.order]
+    read = read if weight.order is None else read[:, np.asarray(weight.order)]
     numbers = np.asarray(dequantize(weight, shape[1], jnp.float32), np.float64)
     expected = np.asarray(read, np.float64) @ numbers.T
     np.testing.assert_allclose(whole, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
@@ -230,7 +234,7 @@ def test_prompts_of_groups_are_multiplied_as_xla_does(
     weight = draw_groups(layout, *shape)
     for rows in counts:
         drawn = np.random.default_rng(rows).standard_normal((rows, shape[1]))
-        x = jnp.asarray(drawn, jnp.bfloat16)
+        x = drawn.astype(jnp.bfloat16)
         assert "mmjax_product" in jax.jit(grouped_product).lower(x, weight).as_text()
         got = jax.jit(grouped_product)(x, weight)
         with monkeypatch.context() as patch:
