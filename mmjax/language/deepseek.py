@@ -21,7 +21,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata, attention
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
 from mmjax.layers.cpu.product import product
-from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.decoder import Angles, Decoder, DecoderLayer, GroupedQueryAttention
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.moe import MixtureOfExperts, RouterConfig
@@ -404,7 +404,7 @@ def _build_layer(config: DeepseekConfig, number: int, *, dtype: Any) -> nnx.Modu
     is_dense = number < config.num_dense_layers
     mlp = _build_dense(config, dtype=dtype) if is_dense else _build_experts(config, dtype=dtype)
     attend = _build_attention(config, config.windows[number], dtype=dtype)
-    return PreNormLayer(attend, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
+    return DecoderLayer(attend, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
 
 
 def _build_attention(config: DeepseekConfig, window: int | None, *, dtype: Any) -> nnx.Module:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -17,9 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError, check_settings
-from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import DenseCache, KVCacheSpec, LayerCache, StateCache
-from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.attention.kv_cache import KVCacheSpec
+from mmjax.layers.decoder import Decoder, DecoderLayer, GroupedQueryAttention
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.moe import MixtureOfExperts, Router, RouterConfig
 from mmjax.layers.norm import RMSNorm
@@ -112,26 +110,6 @@ class ExpertsByKind(nnx.Module):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
-class SparseLayer(PreNormLayer):
-    """A block whose experts depend on what a token is of; a layer's input says so."""
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        layer_input: tuple[Angles, Bool[Array, " T"]],
-        cache: LayerCache | DenseCache | StateCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | StateCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        angles, is_seen = layer_input
-        mix = getattr(self, self.mixer_name)
-        with jax.named_scope("attn"):
-            out, cache = mix(self.input_layernorm(x), angles, cache, metadata)
-            x = x + out
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_layernorm(x), is_seen), cache
-
-
 class Ernie45VLTextModel(Decoder):
     """The text model; parameters bear HF's names."""
 
@@ -180,7 +158,8 @@ def _build_layer(config: Ernie45VLConfig, number: int, *, dtype: Any) -> nnx.Mod
     )
     make_norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
     if number in config.sparse_layers:
-        return SparseLayer(attention, ExpertsByKind(config, dtype=dtype), make_norm)
+        experts = ExpertsByKind(config, dtype=dtype)
+        return DecoderLayer(attention, experts, make_norm, mlp_has_input=True)
     mlp = GatedMLP(
         config.hidden_size,
         config.intermediate_size,
@@ -188,4 +167,4 @@ def _build_layer(config: Ernie45VLConfig, number: int, *, dtype: Any) -> nnx.Mod
         use_bias=False,
         dtype=dtype,
     )
-    return PreNormLayer(attention, mlp, make_norm)
+    return DecoderLayer(attention, mlp, make_norm)

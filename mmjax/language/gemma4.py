@@ -27,9 +27,10 @@ from mmjax.layers.attention.kv_cache import (
     KVCacheSpec,
     LayerCache,
     LayerKVSpec,
+    StateCache,
 )
 from mmjax.layers.attention.paged import apply_soft_cap
-from mmjax.layers.decoder import Angles, Decoder, SandwichNormLayer, read_kept_states
+from mmjax.layers.decoder import Angles, Decoder, DecoderLayer, read_kept_states
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
@@ -227,7 +228,7 @@ class Gemma4Router(Router):
         return weights * self.per_expert_scale[...].astype(jnp.float32)[experts], experts
 
 
-class Gemma4Block(SandwichNormLayer):
+class Gemma4Block(DecoderLayer):
     """Norms before and after attention and MLP, then a token's own part, then a scale."""
 
     def __init__(self, config: Gemma4Config, number: int, *, dtype: Any) -> None:
@@ -238,7 +239,7 @@ class Gemma4Block(SandwichNormLayer):
 
         attention = Gemma4Attention(config, number, dtype=dtype)
         mlp = GatedMLP(width, inner, activation=config.hidden_activation, dtype=dtype)
-        super().__init__(attention, mlp, make_norm)
+        super().__init__(attention, mlp, make_norm, norm_order="both")
         router, self.has_experts = config.router, config.router is not None
         if router is not None:
             self.router = Gemma4Router(width, router, eps=config.rms_norm_eps, dtype=dtype)
@@ -265,9 +266,9 @@ class Gemma4Block(SandwichNormLayer):
         self,
         x: Float[Array, "T D"],
         layer_input: tuple[Angles, Float[Array, "T _part"] | None],
-        cache: LayerCache | DenseCache | None,
+        cache: LayerCache | DenseCache | StateCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | StateCache | None]:
         """Return the residual stream after this block, and its cache."""
         angles, part = layer_input
         x, cache = super().__call__(x, angles, cache, metadata)
@@ -277,9 +278,11 @@ class Gemma4Block(SandwichNormLayer):
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return x * self.layer_scalar[...][None], cache
 
-    def feed_forward(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def feed_forward(
+        self, x: Float[Array, "T D"], normed: Float[Array, "T D"], *inputs: Any
+    ) -> Float[Array, "T D"]:
         """Return what is added to the stream, before its norm: of the MLP, and of experts."""
-        out = super().feed_forward(x)
+        out = super().feed_forward(x, normed)
         if not self.has_experts:
             return out
         mixed = self.experts.mix(self.pre_feedforward_layernorm_2(x), *self.router(x))

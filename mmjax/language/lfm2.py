@@ -21,7 +21,7 @@ from mmjax.layers.attention.kv_cache import (
     StateCache,
     StateSpec,
 )
-from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.decoder import Angles, Decoder, DecoderLayer, GroupedQueryAttention
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
@@ -147,7 +147,7 @@ def _build_layer(config: Lfm2Config, convolves: bool, *, dtype: Any) -> nnx.Modu
     mlp = GatedMLP(config.hidden_size, config.intermediate_size, activation="silu", dtype=dtype)
     if convolves:
         convolution = GatedConvolution(config, dtype=dtype)
-        return PreNormLayer(convolution, mlp, make_norm, mixer_name="conv")
+        return DecoderLayer(convolution, mlp, make_norm, mixer_name="conv")
     attention = GroupedQueryAttention(
         config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -158,4 +158,4 @@ def _build_layer(config: Lfm2Config, convolves: bool, *, dtype: Any) -> nnx.Modu
         norms=(make_norm(config.head_dim), make_norm(config.head_dim)),
         dtype=dtype,
     )
-    return PreNormLayer(attention, mlp, make_norm)
+    return DecoderLayer(attention, mlp, make_norm)

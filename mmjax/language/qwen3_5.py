@@ -29,8 +29,8 @@ from mmjax.layers.attention.kv_cache import (
 from mmjax.layers.decoder import (
     Angles,
     Decoder,
-    PreNormLayer,
-    attend_by_heads,
+    DecoderLayer,
+    GroupedQueryAttention,
     read_kept_states,
 )
 from mmjax.layers.linear import Linear
@@ -206,42 +206,35 @@ class GatedDeltaNet(nnx.Module):
         return rounded(-jnp.exp(self.A_log[...].astype(jnp.float32))[None] * steps)
 
 
-class GatedAttention(nnx.Module):
+class GatedAttention(GroupedQueryAttention):
     """Attention whose outputs are gated by what stands beside each head's query."""
 
     def __init__(self, config: Qwen35Config, *, dtype: Any) -> None:
-        width, head_dim = config.hidden_size, config.head_dim
-        inner = config.num_attention_heads * head_dim
-        options = {"use_bias": config.attention_bias, "dtype": dtype}
-        self.q_proj = Linear(width, 2 * inner, **options)
-        self.k_proj = Linear(width, config.num_key_value_heads * head_dim, **options)
-        self.v_proj = Linear(width, config.num_key_value_heads * head_dim, **options)
-        self.o_proj = Linear(inner, width, **options)
-        self.q_norm, self.k_norm = (
-            GemmaRMSNorm(head_dim, eps=config.rms_norm_eps, dtype=dtype) for _ in range(2)
+        norm = {"eps": config.rms_norm_eps, "dtype": dtype}
+        super().__init__(
+            config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            has_qkv_bias=config.attention_bias,
+            has_output_bias=config.attention_bias,
+            norms=(GemmaRMSNorm(config.head_dim, **norm), GemmaRMSNorm(config.head_dim, **norm)),
+            dtype=dtype,
         )
-        self.head_dim = head_dim
+        both, options = 2 * config.num_attention_heads * config.head_dim, {"dtype": dtype}
+        self.q_proj = Linear(config.hidden_size, both, use_bias=config.attention_bias, **options)
 
     def __call__(
         self,
         x: Float[Array, "T D"],
-        angles: Angles,
+        angles: Angles | None,
         cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
         wide = self.q_proj(x).reshape(len(x), -1, 2, self.head_dim)
         query, gate = (wide[:, :, part].reshape(len(x), -1) for part in range(2))
-        out, cache = attend_by_heads(
-            query,
-            self.k_proj(x),
-            self.v_proj(x),
-            cache,
-            metadata,
-            head_dim=self.head_dim,
-            angles=angles,
-            norms=(self.q_norm, self.k_norm),
-        )
+        out, cache = self.attend(query, x, angles, cache, metadata)
         return self.o_proj(out * jax.nn.sigmoid(gate)), cache
 
 
@@ -348,4 +341,4 @@ def _build_layer(config: Qwen35Config, is_linear: bool, *, dtype: Any) -> nnx.Mo
         mlp = MixtureBesideGated(config, dtype=dtype)
     mixer = (GatedDeltaNet if is_linear else GatedAttention)(config, dtype=dtype)
     name = "linear_attn" if is_linear else "self_attn"
-    return PreNormLayer(mixer, mlp, make_norm, mixer_name=name)
+    return DecoderLayer(mixer, mlp, make_norm, mixer_name=name)

@@ -1,7 +1,8 @@
 """What decoders share: attention, a block, and the model around the blocks."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -133,7 +134,8 @@ class GroupedQueryAttention(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T _width"], LayerCache | DenseCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
-        return self.attend(self.q_proj(x), x, angles, cache, metadata)
+        out, cache = self.attend(self.q_proj(x), x, angles, cache, metadata)
+        return self.o_proj(out), cache
 
     def attend(
         self,
@@ -142,13 +144,13 @@ class GroupedQueryAttention(nnx.Module):
         angles: Angles | None,
         cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T _width"], LayerCache | DenseCache | None]:
-        """Attend with projected queries to the keys and values of `x`."""
+    ) -> tuple[Float[Array, "T _query"], LayerCache | DenseCache | None]:
+        """Attend with projected queries to the keys and values of `x`; `o_proj` is left to do."""
         key, norms = self.k_proj(x), (self.q_norm, self.k_norm)
         if self.norms_are_wide:
             query, key = _apply_norms(norms, query, key)
             norms = (None, None)
-        out, cache = attend_by_heads(
+        return attend_by_heads(
             query,
             key,
             self.v_proj(x),
@@ -165,7 +167,6 @@ class GroupedQueryAttention(nnx.Module):
             sinks=None if self.sinks is None else self.sinks[...],
             keeps_reference=self.keeps_reference,
         )
-        return self.o_proj(out), cache
 
 
 class ScaledQueryAttention(GroupedQueryAttention):
@@ -181,7 +182,8 @@ class ScaledQueryAttention(GroupedQueryAttention):
         """Attend; `angles` are a pair, of the rotary angles and of `[T]`, the factors."""
         angles, scales = angles
         query = self.q_proj(x) * scales.astype(x.dtype)[:, None]
-        return self.attend(query, x, angles, cache, metadata)
+        out, cache = self.attend(query, x, angles, cache, metadata)
+        return self.o_proj(out), cache
 
 
 def multiply(x: Float[Array, "T D"], scale: float) -> Float[Array, "T D"]:
@@ -189,8 +191,24 @@ def multiply(x: Float[Array, "T D"], scale: float) -> Float[Array, "T D"]:
     return x if scale == 1.0 else rounded(x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-class PreNormLayer(nnx.Module):
-    """A block that norms what attention and MLP read; parameters bear Llama's names."""
+_NORMS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = MappingProxyType(
+    {
+        "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+        "post": (None, "input_layernorm", None, "post_attention_layernorm"),
+        "both": (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        "parallel": ("input_layernorm", None, None, None),
+    }
+)
+"""By the order of norms, those of what attention reads and gives, and of what the MLP does."""
+
+
+class DecoderLayer(nnx.Module):
+    """A block of attention and an MLP; parameters bear Llama's names, or Gemma's."""
 
     def __init__(
         self,
@@ -198,19 +216,33 @@ class PreNormLayer(nnx.Module):
         mlp: nnx.Module,
         make_norm: Callable[[], nnx.Module],
         *,
+        norm_order: str = "pre",
         mixer_name: str = "self_attn",
         residual_scale: float = 1.0,
+        mlp_has_input: bool = False,
     ) -> None:
         """`mixer`: attention, or what stands in its place by a name of its own.
 
-        `residual_scale`: what is added to the stream is multiplied by it, before it is added.
+        Args:
+            mixer: Called with the hidden states, a layer's input, its cache and the metadata.
+            mlp: Called with hidden states.
+            make_norm: Makes each norm.
+            norm_order: What is normed. `pre`: what attention and MLP read; `post`: what they give,
+                as Swin v2's (arXiv 2111.09883) and OLMo 2's; `both`, as Gemma's; `parallel`: both
+                read the same normed states, as GPT-J's and Cohere's.
+            mixer_name: The attribute that `mixer` is.
+            residual_scale: What is added to the stream is multiplied by it, before it is added.
+            mlp_has_input: Whether a layer's input is a pair, of the mixer's and of what the MLP is
+                called with beside the hidden states.
         """
         setattr(self, mixer_name, mixer)
         self.mixer_name = mixer_name
         self.residual_scale = residual_scale
         self.mlp = mlp
-        self.input_layernorm = make_norm()
-        self.post_attention_layernorm = make_norm()
+        self.mlp_has_input = mlp_has_input
+        self.norm_order = norm_order
+        for name in filter(None, _NORMS[norm_order]):
+            setattr(self, name, make_norm())
 
     def __call__(
         self,
@@ -223,95 +255,34 @@ class PreNormLayer(nnx.Module):
 
         `layer_input` is what attention is given beside the hidden states: rotary angles, say.
         """
-        mix = getattr(self, self.mixer_name)
+        mix, mlp_inputs = getattr(self, self.mixer_name), ()
+        if self.mlp_has_input:
+            layer_input, *mlp_inputs = layer_input
+        before, behind, before_mlp, behind_mlp = _NORMS[self.norm_order]
         with jax.named_scope("attn"):
-            out, cache = mix(self.input_layernorm(x), layer_input, cache, metadata)
-            x = x + multiply(out, self.residual_scale)
+            normed = self._norm(before, x)
+            out, cache = mix(normed, layer_input, cache, metadata)
+            x = x + self.weigh("attn", self._norm(behind, out), metadata)
         with jax.named_scope("mlp"):
-            out = self.mlp(self.post_attention_layernorm(x))
-            return x + multiply(out, self.residual_scale), cache
+            if self.norm_order != "parallel":
+                normed = self._norm(before_mlp, x)
+            out = self.feed_forward(x, normed, *mlp_inputs)
+            return x + self.weigh("mlp", self._norm(behind_mlp, out), metadata), cache
 
+    def feed_forward(
+        self, x: Float[Array, "T D"], normed: Float[Array, "T D"], *inputs: Any
+    ) -> Float[Array, "T D"]:
+        """Return what is added to the stream `x` behind attention, before a norm of it."""
+        return self.mlp(normed, *inputs)
 
-class PostNormLayer(PreNormLayer):
-    """A block that norms what attention and MLP give, as Swin v2's (arXiv 2111.09883) and OLMo 2's.
+    def weigh(
+        self, part: str, out: Float[Array, "T D"], metadata: AttentionMetadata
+    ) -> Float[Array, "T D"]:
+        """Return what is added to the stream of what a part gives, `attn` or `mlp`."""
+        return multiply(out, self.residual_scale)
 
-    Parameters bear the names of `PreNormLayer`: `input_layernorm` is attention's.
-    """
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        layer_input: Any,
-        cache: LayerCache | DenseCache | StateCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | StateCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        mix = getattr(self, self.mixer_name)
-        with jax.named_scope("attn"):
-            out, cache = mix(x, layer_input, cache, metadata)
-            x = x + self.input_layernorm(out)
-        with jax.named_scope("mlp"):
-            return x + self.post_attention_layernorm(self.mlp(x)), cache
-
-
-class SandwichNormLayer(nnx.Module):
-    """A block that norms what attention and MLP read and what they give; Gemma's names."""
-
-    def __init__(
-        self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
-    ) -> None:
-        self.self_attn = self_attn
-        self.mlp = mlp
-        self.input_layernorm = make_norm()
-        self.post_attention_layernorm = make_norm()
-        self.pre_feedforward_layernorm = make_norm()
-        self.post_feedforward_layernorm = make_norm()
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        layer_input: Any,
-        cache: LayerCache | DenseCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        with jax.named_scope("attn"):
-            out, cache = self.self_attn(self.input_layernorm(x), layer_input, cache, metadata)
-            x = x + self.post_attention_layernorm(out)
-        with jax.named_scope("mlp"):
-            return x + self.post_feedforward_layernorm(self.feed_forward(x)), cache
-
-    def feed_forward(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return what is added to the stream behind attention, before its norm."""
-        return self.mlp(self.pre_feedforward_layernorm(x))
-
-
-class ParallelLayer(nnx.Module):
-    """A block whose attention and MLP read the same normed states, as GPT-J's and Cohere's.
-
-    Parameters bear the names of `PreNormLayer`, without the second norm.
-    """
-
-    def __init__(
-        self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
-    ) -> None:
-        self.self_attn = self_attn
-        self.mlp = mlp
-        self.input_layernorm = make_norm()
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        layer_input: Any,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        normed = self.input_layernorm(x)
-        with jax.named_scope("attn"):
-            out, cache = self.self_attn(normed, layer_input, cache, metadata)
-        with jax.named_scope("mlp"):
-            return x + out + self.mlp(normed), cache
+    def _norm(self, name: str | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return x if name is None else getattr(self, name)(x)
 
 
 def read_kept_states(

@@ -149,7 +149,7 @@ def _list_glm(text_config: Any) -> tuple[RuleTypes, ...]:
 
 
 def _list_exaone4(text_config: Any) -> tuple[RuleTypes, ...]:
-    """Name the norms by what they are behind, as `PostNormLayer` has them."""
+    """Name the norms by what they are behind, as a layer that norms what is given has them."""
     del text_config
     names = {"post_attention": "input", "post_feedforward": "post_attention"}
     return tuple(

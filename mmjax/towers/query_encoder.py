@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import DenseAttentionMetadata
-from mmjax.layers.decoder import GroupedQueryAttention, PreNormLayer
+from mmjax.layers.decoder import DecoderLayer, GroupedQueryAttention
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import RMSNorm
@@ -58,7 +58,7 @@ class QueryEncoder(nnx.Module):
         width = config.hidden_size
         make_norm = partial(RMSNorm, width, eps=config.rms_norm_eps, dtype=dtype)
         self.layers = nnx.List(
-            PreNormLayer(
+            DecoderLayer(
                 GroupedQueryAttention(
                     width,
                     num_heads=config.num_attention_heads,

@@ -1,9 +1,8 @@
 """Llama's decoder and its relatives, and those that guess tokens ahead by a layer of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +16,8 @@ from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.decoder import (
     Decoder,
+    DecoderLayer,
     GroupedQueryAttention,
-    ParallelLayer,
-    PostNormLayer,
-    PreNormLayer,
-    SandwichNormLayer,
     ScaledQueryAttention,
     multiply,
     read_kept_states,
@@ -259,17 +255,6 @@ def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Mo
     return _build_norm(config, width, dtype=dtype)
 
 
-_LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
-    {
-        "pre": PreNormLayer,
-        "post": PostNormLayer,
-        "both": SandwichNormLayer,
-        "parallel": ParallelLayer,
-    }
-)
-"""By `norm_order`."""
-
-
 def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
     if config.router is not None and number not in config.dense_layers:
         return MixtureOfExperts(
@@ -312,6 +297,10 @@ def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
     )
     mlp = _build_mlp(config, number, dtype=dtype)
     make_norm = partial(_build_norm, config, config.hidden_size, dtype=dtype)
-    if config.residual_scale != 1.0:
-        return PreNormLayer(attention, mlp, make_norm, residual_scale=config.residual_scale)
-    return _LAYERS[config.norm_order](attention, mlp, make_norm)
+    return DecoderLayer(
+        attention,
+        mlp,
+        make_norm,
+        norm_order=config.norm_order,
+        residual_scale=config.residual_scale,
+    )

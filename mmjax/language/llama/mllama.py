@@ -3,12 +3,12 @@
 Among its layers are some that attend to rows of the prompt's pictures in place of its tokens.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
 from mmjax.language.llama.config import LlamaConfig
@@ -20,7 +20,7 @@ from mmjax.layers.attention.api import (
     write_encoder,
 )
 from mmjax.layers.attention.kv_cache import DenseCache, KVCacheSpec, LayerCache
-from mmjax.layers.linear import Linear
+from mmjax.layers.decoder import DecoderLayer, GroupedQueryAttention
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
 from mmjax.layers.recurrent.rounding import rounded
@@ -46,37 +46,28 @@ class MllamaConfig(NamedTuple):
         return MllamaConfig(llama, layers)
 
 
-class MllamaCrossAttention(nnx.Module):
+class MllamaCrossAttention(GroupedQueryAttention):
     """Attention to a picture's rows, whose keys and values stand in the request's second table."""
-
-    def __init__(self, config: LlamaConfig, *, dtype: Any) -> None:
-        width, head_dim = config.hidden_size, config.head_dim
-        inner, key_width = (
-            number * head_dim for number in (config.num_attention_heads, config.num_key_value_heads)
-        )
-        options: dict[str, Any] = {"use_bias": False, "dtype": dtype}
-        self.q_proj = Linear(width, inner, **options)
-        self.k_proj = Linear(width, key_width, **options)
-        self.v_proj = Linear(width, key_width, **options)
-        self.o_proj = Linear(inner, width, **options)
-        self.q_norm, self.k_norm = (
-            RMSNorm(head_dim, eps=config.rms_norm_eps, dtype=dtype) for _ in range(2)
-        )
-        self.head_dim = head_dim
 
     def __call__(
         self,
         x: Float[Array, "T D"],
+        angles: Any,
         cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
-        """Write the keys and values of requests that start in this step; then attend."""
+        """Write the keys and values of requests that start in this step; then attend.
+
+        Angles are not read.
+        """
         assert metadata.cross is not None, "the metadata has no rows of pictures"
+        query_norm: Any = self.q_norm
+        key_norm: Any = self.k_norm
         states = metadata.cross.encoder_hidden_states
         if states is not None and len(states):
-            key = self.k_norm(self._cut(self.k_proj(states)))
+            key = key_norm(self._cut(self.k_proj(states)))
             cache = write_encoder(key, self._cut(self.v_proj(states)), cache, metadata)
-        query = self.q_norm(self._cut(self.q_proj(x)))
+        query = query_norm(self._cut(self.q_proj(x)))
         out = cross_attention(query, cache, metadata, scale=self.head_dim**-0.5)
         return self.o_proj(out.reshape(len(x), -1)), cache
 
@@ -84,47 +75,44 @@ class MllamaCrossAttention(nnx.Module):
         return x.reshape(len(x), -1, self.head_dim)
 
 
-class MllamaCrossAttentionLayer(nnx.Module):
+class MllamaCrossAttentionLayer(DecoderLayer):
     """A block that adds nothing to tokens before the first picture; its branches are gated."""
 
     def __init__(self, config: LlamaConfig, *, dtype: Any) -> None:
-        width = config.hidden_size
-        self.cross_attn = MllamaCrossAttention(config, dtype=dtype)
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype) for _ in range(2)
+        make_norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        attention = MllamaCrossAttention(
+            config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            has_qkv_bias=False,
+            has_output_bias=False,
+            norms=(make_norm(config.head_dim), make_norm(config.head_dim)),
+            dtype=dtype,
         )
-        self.mlp = GatedMLP(
-            width, config.intermediate_size, activation=config.hidden_act, dtype=dtype
+        mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        )
+        super().__init__(
+            attention, mlp, partial(make_norm, config.hidden_size), mixer_name="cross_attn"
         )
         self.cross_attn_attn_gate = nnx.Param(jnp.zeros((1,), dtype))
         self.cross_attn_mlp_gate = nnx.Param(jnp.zeros((1,), dtype))
 
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        layer_input: Any,
-        cache: LayerCache | DenseCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
-        """Return the residual stream after this block, and its cache; angles are not read.
+    def weigh(
+        self, part: str, out: Float[Array, "T D"], metadata: AttentionMetadata
+    ) -> Float[Array, "T D"]:
+        """Return what is added to the stream, zeros where a token attends to nothing.
 
         As Meta's code, and vLLM's. HF's adds the MLP's branch alone only where a token sees a
         picture, and attention's everywhere (huggingface/transformers#39379).
         """
-        is_attending = find_attending(metadata)
-        with jax.named_scope("cross_attn"):
-            out, cache = self.cross_attn(self.input_layernorm(x), cache, metadata)
-            x = x + _pass(out, self.cross_attn_attn_gate, is_attending)
-        with jax.named_scope("mlp"):
-            out = self.mlp(self.post_attention_layernorm(x))
-            return x + _pass(out, self.cross_attn_mlp_gate, is_attending), cache
-
-
-def _pass(
-    x: Float[Array, "T D"], gate: nnx.Param, is_attending: Bool[Array, " T"]
-) -> Float[Array, "T D"]:
-    """Return what is added to the stream, zeros where a token attends to nothing."""
-    return jnp.where(is_attending[:, None], rounded(jnp.tanh(gate[...])[None] * x), 0)
+        gate = getattr(self, f"cross_attn_{part}_gate")[...]
+        gated = rounded(jnp.tanh(gate)[None] * out)
+        return jnp.where(find_attending(metadata)[:, None], gated, 0)
 
 
 class MllamaTextModel(LlamaTextModel):
