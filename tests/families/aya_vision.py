@@ -17,13 +17,19 @@ from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from mmjax.models.aya_vision import model as ours
-from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, call_processor, hf_of
+from tests.families.directories import make_tokenizer, write_directory
+from tests.families.family import Family, written
 from tests.families.published import THREE_LAYOUTS, Published
 from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
+from tests.families.tiny import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    joined_inputs,
+)
 from tests.families.without_torchvision import take_image_processor
 from tests.oracle import fill_with_unit_norms
 
@@ -52,14 +58,13 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any
 ) -> AyaVisionConfig:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each."""
-    config = AyaVisionConfig(
+    return AyaVisionConfig(
         text_config={**TEXT, **text},
         vision_config={**VISION, **vision},
         image_token_index=PATCH_TOKEN,
         **{"alignment_intermediate_size": 56, **settings},
+        architectures=["AyaVisionForConditionalGeneration"],
     )
-    config.architectures = ["AyaVisionForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -70,11 +75,6 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     pixels = draw_bytes(media.seed, (tiles, 3, side, side))
     tensors = {"pixel_values": pixels, "image_affine": AFFINE}
     return DrawnItem(tensors, ids, np.equal(ids, PATCH_TOKEN))
-
-
-def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
-    """Return the sample as HF's processor would give it: the tiles of all images, one by one."""
-    return make_reference_inputs(sample.token_ids, joined(sample))
 
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
@@ -91,7 +91,7 @@ TINY = TinyFamily(
     make_config=tiny_config,
     resize=resize,
     draw_item=draw_item,
-    torch_inputs=torch_inputs,
+    torch_inputs=joined_inputs,
     word_ids=range(1, TILE_TOKEN),
     published_head_dim=128,
     max_embeds={"image": 12},
@@ -151,21 +151,17 @@ def write_files(path: Path) -> Path:
     )
 
 
-path = made_once(write_files)
-
-
-hf_processor = hf_of(
-    AyaVisionProcessor, GotOcr2ImageProcessorPil, path, img_size=SIDE, patch_size=28
-)
 TURN = "<|START_OF_TURN_TOKEN|><|{role}_TOKEN|>"
 ASKED, SAID, TOLD = (TURN.format(role=role) for role in ("USER", "CHATBOT", "SYSTEM"))
 AYA_VISION = Family(
-    name="aya_vision",
-    architecture="AyaVisionForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(
+        TINY,
+        write_files,
+        AyaVisionProcessor,
+        GotOcr2ImageProcessorPil,
+        img_size=SIDE,
+        patch_size=28,
+    ),
     needless_files=frozenset({"tokenizer_config.json"}),
     published=Published(layouts=THREE_LAYOUTS),
     rendered=(
@@ -174,7 +170,6 @@ AYA_VISION = Family(
     ),
     with_system=("", f"{TOLD}be short<|END_OF_TURN_TOKEN|>"),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
-    call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
     lowering_kwargs={"max_patches": 2},
     extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
@@ -249,27 +244,17 @@ def write_cohere2_files(path: Path) -> Path:
     )
 
 
-cohere2_path = made_once(write_cohere2_files)
-
-
 COHERE2_VISION = replace(
     AYA_VISION,
-    name="cohere2_vision",
-    architecture="Cohere2VisionForConditionalGeneration",
-    tiny=COHERE2_TINY,
-    path=cohere2_path,
-    write=with_weights(write_cohere2_files, fill),
+    **written(
+        COHERE2_TINY,
+        write_cohere2_files,
+        Cohere2VisionProcessor,
+        take_image_processor("cohere2_vision", "Cohere2VisionImageProcessor"),
+    ),
     needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
     published=Published(),
     rendered=AYA_VISION.rendered.replace(IMAGE, PATCH),
-    call_hf=partial(
-        call_processor,
-        hf_of(
-            Cohere2VisionProcessor,
-            take_image_processor("cohere2_vision", "Cohere2VisionImageProcessor"),
-            cohere2_path,
-        ),
-    ),
     placeholder=PATCH,
     extra_kwargs=({}, {"max_patches": 3}, {"crop_to_patches": False}),
 )

@@ -14,9 +14,9 @@ from mmjax.models.blip2.model import Blip2T5ForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.rounding import round_up
 from tests.families.blip2 import QFORMER, VISION, TextAlone, draw_item
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
+from tests.families.directories import made_once, make_tokenizer, write_directory
 from tests.families.encdec import EncDecFamily, torch_inputs
-from tests.families.family import Family, call_processor, hf_of
+from tests.families.family import Family, call_processor, hf_of, written
 from tests.families.published import Published
 from tests.families.sizes import NO_KEYS, Keys
 from tests.families.tiny import Variant
@@ -44,15 +44,14 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, num_queries: int = NUM_QUERIES
 ) -> Any:
     """Return a config; the arguments are keys that differ from the above."""
-    config = Blip2Config(
+    return Blip2Config(
         text_config=T5Config(**{**TEXT, **text}),
         vision_config={**VISION, **vision},
         qformer_config=QFORMER,
         num_query_tokens=num_queries,
         image_token_index=IMAGE_TOKEN,
+        architectures=["Blip2ForConditionalGeneration"],
     )
-    config.architectures = ["Blip2ForConditionalGeneration"]
-    return config
 
 
 class Blip2T5Family(EncDecFamily):
@@ -151,12 +150,7 @@ path = made_once(write_files)
 
 hf_processor = hf_of(Blip2Processor, BlipImageProcessorPil, path, num_query_tokens=NUM_QUERIES)
 BLIP2_T5 = Family(
-    name="blip2_t5",
-    architecture="Blip2T5ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files),
     needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
     llm_settings={"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64},
     published=Published(

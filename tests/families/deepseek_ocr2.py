@@ -16,8 +16,8 @@ from mmjax.models.deepseek_ocr2 import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, call_processor, hf_of
+from tests.families.directories import make_tokenizer, write_directory
+from tests.families.family import Family, written
 from tests.families.published import MODULE, Published
 from tests.families.sizes import NO_KEYS, TOWER, Keys
 from tests.families.tiny import (
@@ -79,16 +79,15 @@ def tiny_config(
     *, text: Keys = NO_KEYS, sam: Keys = NO_KEYS, encoder: Keys = NO_KEYS
 ) -> DeepseekOcr2Config:
     """Return HF's config, with patches of two pixels a side."""
-    config = DeepseekOcr2Config(
+    return DeepseekOcr2Config(
         text_config={**TEXT, **text},
         vision_config={
             "sam_config": {**SAM, **sam},
             "encoder_config": {**ENCODER, **encoder},
         },
         image_token_id=IMAGE_TOKEN,
+        architectures=["DeepseekOcr2ForConditionalGeneration"],
     )
-    config.architectures = ["DeepseekOcr2ForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -212,23 +211,15 @@ def write_files(path: Path) -> Path:
     )
 
 
-path = made_once(write_files)
-
-
-hf_processor = hf_of(DeepseekOcr2Processor, DeepseekOcr2ImageProcessorPil, path, patch_size=PATCH)
 DEEPSEEK_OCR2 = Family(
-    name="deepseek_ocr2",
-    architecture="DeepseekOcr2ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(
+        TINY, write_files, DeepseekOcr2Processor, DeepseekOcr2ImageProcessorPil, patch_size=PATCH
+    ),
     needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
     llm_settings={"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 1536},
     probed=("vision_tower.sam_encoder.layers.1", "vision_tower.vision_encoder.norm"),
     rendered=f"{IMAGE}\nwhat is ita carwhich color",
     with_system=("", "be short"),
-    call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
     extra_kwargs=({}, FEWER, {"min_patches": 3, "max_patches": 4}),
     operator_kwargs=({"max_patches": 5},),

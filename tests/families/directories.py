@@ -186,8 +186,9 @@ def with_weights(
     return lambda folder: save_weights(write(folder), fill)
 
 
+@cache
 def made_once(write: Callable[[Path], Path]) -> Callable[[], Path]:
-    """Return a function that calls `write` once in a process, with an empty folder.
+    """Return the function that calls `write` once in a process, with an empty folder.
 
     The folder goes with the process; what is in it must not be changed.
     """

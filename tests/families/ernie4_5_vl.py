@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from transformers.models.ernie4_5_vl_moe.processing_ernie4_5_vl_moe import (
 from mmjax.models.ernie4_5_vl import model as ours
 from mmjax.models.ernie4_5_vl.processor import IMAGE
 from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, call_processor, hf_of
+from tests.families.directories import make_tokenizer, write_directory
+from tests.families.family import Family, written
 from tests.families.published import Published
-from tests.families.qwen2_vl import GRIDS
+from tests.families.qwen2_vl import GRID_FIELDS, GRIDS, draw_tensors
+from tests.families.qwen2_vl import torch_inputs as grid_inputs
 from tests.families.sizes import DECODER, NO_KEYS, Keys, fit_text, resize_text
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
+from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 from tests.oracle import fill_with_unit_norms
 
 IMAGE_TOKEN, START, END = 125, 123, 122
@@ -53,7 +52,7 @@ def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool =
         "moe_intermediate_size": [24, 16],
         "tie_word_embeddings": is_tied,
     }
-    config = Ernie4_5_VLMoeConfig(
+    return Ernie4_5_VLMoeConfig(
         text_config={**decoder, **text},
         vision_config={**VISION, **vision},
         image_token_id=IMAGE_TOKEN,
@@ -63,31 +62,23 @@ def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool =
         video_start_token_id=121,
         video_end_token_id=120,
         tie_word_embeddings=is_tied,
+        architectures=["Ernie4_5_VLMoeForConditionalGeneration"],
     )
-    config.architectures = ["Ernie4_5_VLMoeForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image, its marks among its tokens."""
     grid, _ = GRIDS["image"][media.seed % 3]
     vision = config.vision_config
-    number = int(np.prod(grid))
-    tensors = {
-        "pixel_values": draw_bytes(media.seed, (number, vision.in_channels * vision.patch_size**2)),
-        "image_affine": AFFINE,
-        "image_grid_thw": np.array(grid, np.int64),
-    }
-    ids = np.array([START, *[IMAGE_TOKEN] * (number // 4), END])
+    width = vision.in_channels * vision.patch_size**2
+    tensors = draw_tensors("image", media.seed, grid, (width,))
+    ids = np.array([START, *[IMAGE_TOKEN] * (int(np.prod(grid)) // 4), END])
     return DrawnItem(tensors, ids.tolist(), is_embed=ids == IMAGE_TOKEN)
 
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
     """Return the sample as HF's processor would give it."""
-    data = joined(sample)
-    if data:
-        data["image_grid_thw"] = data["image_grid_thw"].reshape(-1, 3)
-    inputs = make_reference_inputs(sample.token_ids, data)
+    inputs = grid_inputs(reference, sample)
     ids = inputs["input_ids"]
     kinds = {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
     marked = torch.isin(ids, torch.tensor([IMAGE_TOKEN, START, END])).int()
@@ -144,7 +135,6 @@ TINY = TinyFamily(
 # ---- its prompts and directories ----------------------------------------------------------------
 
 
-SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 20_000}}
 NAMED = {
     f"{kind.lower()}{name}_token": f"<|{kind}{mark}|>"
     for kind in ("IMAGE", "VIDEO")
@@ -167,14 +157,6 @@ def write_files(path: Path) -> Path:
             "size": {"shortest_edge": 3136, "longest_edge": 160_000},
         },
     )
-
-
-path = made_once(write_files)
-
-
-hf_processor = hf_of(
-    Ernie4_5_VLMoeProcessor, Ernie4_5_VLMoeImageProcessorPil, path, has_videos=True
-)
 
 
 _RENAMED = {
@@ -226,27 +208,17 @@ def list_published(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 ERNIE4_5_VL = Family(
-    name="ernie4_5_vl",
-    architecture="Ernie4_5_VLMoeForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(
+        TINY, write_files, Ernie4_5_VLMoeProcessor, Ernie4_5_VLMoeImageProcessorPil, has_videos=True
+    ),
     needless_files=frozenset({"tokenizer_config.json"}),
     published=Published(make_config=Ernie4_5_VLMoeConfig, list_shapes=list_published),
-    takes_embeds=False,  # grids beside them
     rendered=(
         f"<|begin_of_sentence|>User: {IMAGE}what is it\nAssistant: a car<|end_of_sentence|>"
         "User: which color\nAssistant: "
     ),
     with_system=("<|begin_of_sentence|>", "<|begin_of_sentence|>be short\n"),
     probed=("vision_tower.blocks.1", "vision_tower.post_layernorm", "merger"),
-    call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
-    has_pixel_counts=True,
-    extra_kwargs=({}, SMALLER),
-    operator_kwargs=(SMALLER, {"max_pixels": 30_000}),
-    lowering_kwargs={"max_pixels": 30_000},
-    tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
-    takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),
+    **GRID_FIELDS,
 )

@@ -11,10 +11,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mmjax.models.exaone4_5 import model as ours
 from mmjax.parity.arrays import Sample
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, call_processor, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import Family, call_processor, hf_of, written
 from tests.families.published import MODULE, Published
 from tests.families.qwen2_vl import (
+    GRID_FIELDS,
     GRIDS,
     IMAGE_TOKEN,
     SMALLER,
@@ -48,14 +49,13 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = False, **ids: Any
 ) -> Any:
     """Return HF's config."""
-    config = Exaone4_5_Config(
+    return Exaone4_5_Config(
         text_config={**TEXT, **text},
         vision_config={**TOWER, **vision},
         tie_word_embeddings=is_tied,
         **{"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, **ids},
+        architectures=["Exaone4_5_ForConditionalGeneration"],
     )
-    config.architectures = ["Exaone4_5_ForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -142,15 +142,9 @@ def write_files(path: Path) -> Path:
 path = made_once(write_files)
 hf_processor = hf_of(Exaone4_5_Processor, Qwen2VLImageProcessorPil, path, has_videos=True)
 EXAONE4_5 = Family(
-    name="exaone4_5",
-    architecture="Exaone4_5_ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files),
     needless_files=frozenset({"tokenizer_config.json", "video_preprocessor_config.json"}),
     published=Published(layouts={"module": MODULE}, unread=("mtp.layers.0.mlp.up_proj.weight",)),
-    takes_embeds=False,  # grids beside them
     rendered=(
         f"<|user|>\n{IMAGE}what is it<|endofturn|>\n<|assistant|>\na car<|endofturn|>\n"
         "<|user|>\nwhich color<|endofturn|>\n<|assistant|>\n"
@@ -162,10 +156,5 @@ EXAONE4_5 = Family(
     video=VIDEO,
     load_hf_videos=partial(load_hf_videos, hf_processor, path),
     video_kwargs=({}, {"max_pixels": 30_000}),
-    has_pixel_counts=True,
-    extra_kwargs=({}, {"images_kwargs": SMALLER}),
-    operator_kwargs=(SMALLER, {"max_pixels": 30_000}),
-    lowering_kwargs={"max_pixels": 30_000},
-    tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
-    takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),
+    **{**GRID_FIELDS, "extra_kwargs": ({}, {"images_kwargs": SMALLER})},
 )

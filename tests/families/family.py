@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from transformers.video_processing_utils import VideoProcessorMixin
 from mmjax.models.registry import MODELS
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.prepared import ProcessorCache
-from tests.families.directories import GOLDEN, golden_processor, made_once
+from tests.families.directories import GOLDEN, golden_processor, made_once, with_weights
 from tests.families.published import Published
 from tests.families.tiny import TinyFamily
 
@@ -249,3 +249,32 @@ def call_processor(
         text=[prompt], images=images or None, return_tensors="np", **(kwargs if images else {})
     )
     return HFInputs([int(token_id) for token_id in outputs["input_ids"][0]], outputs)
+
+
+# ---- rows whose directories tests write ----------------------------------------------------------
+
+
+def written(
+    tiny: TinyFamily, write: Callable[[Path], Path], *hf_classes: Any, **settings: Any
+) -> dict[str, Any]:
+    """Return the first fields of a family's row, of what is particular to it.
+
+    Args:
+        tiny: Its model; the row bears its name.
+        write: Writes its directory, without weights, which are `tiny.fill`'s.
+        hf_classes: HF's processor and image processor, where they are called as they are.
+        settings: Their other arguments, as `hf_of` takes them.
+    """
+    fields = {
+        "name": tiny.name,
+        "architecture": tiny.model_class.__name__,
+        "tiny": tiny,
+        "is_written": True,
+        "path": made_once(write),
+        "write": with_weights(write, tiny.fill),
+    }
+    if not hf_classes:
+        return fields
+    processor, images = hf_classes
+    load = hf_of(processor, images, made_once(write), **settings)
+    return {**fields, "call_hf": partial(call_processor, load)}

@@ -29,8 +29,8 @@ from mmjax.models.gemma4.model import (
 from mmjax.models.gemma4.processor import as_batch
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, HFInputs, call_processor, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import Family, HFInputs, call_processor, hf_of, written
 from tests.families.hf_videos import HFVideos
 from tests.families.sizes import NO_KEYS, TOWER, Keys, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
@@ -408,12 +408,7 @@ def load_hf_videos() -> Any:
 
 
 GEMMA4 = Family(
-    name="gemma4",
-    architecture="Gemma4ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=directory,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files),
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
     probed=("embed_vision",),
     rendered=(
@@ -481,34 +476,27 @@ class SquaresPil(Gemma4ImageProcessorPil):
 
 
 write_unified = partial(write_files, kind="gemma4_unified")
-unified_directory = made_once(write_unified)
-
-
 hf_unified = hf_of(
     Gemma4UnifiedProcessor,
     SquaresPil,
-    unified_directory,
+    made_once(write_unified),
     has_videos=True,
     feature_extractor=Gemma4UnifiedAudioFeatureExtractor(**SAMPLES),
 )
 GEMMA4_UNIFIED = replace(
     GEMMA4,
-    name="gemma4_unified",
-    architecture="Gemma4UnifiedForConditionalGeneration",
-    tiny=TINY_UNIFIED,
+    **written(TINY_UNIFIED, write_unified),
     needless_files=GEMMA4.needless_files | {"processor_config.json"},
     probed=(),
-    path=unified_directory,
-    write=with_weights(write_unified, fill),
     call_hf=partial(call_processor, hf_unified),
     load_hf_videos=None,  # as the other one's, of squares
 )
 GEMMA4_UNIFIED_CLIPS = replace(
     GEMMA4_CLIPS,
     name="gemma4_unified clips",
-    architecture="Gemma4UnifiedForConditionalGeneration",
-    path=unified_directory,
-    write=with_weights(write_unified, fill),
+    architecture=GEMMA4_UNIFIED.architecture,
+    path=GEMMA4_UNIFIED.path,
+    write=GEMMA4_UNIFIED.write,
     call_hf=partial(call_with_clips, hf_unified),
     takes_length=lambda num_samples: num_samples <= 16_000,
 )

@@ -25,11 +25,12 @@ from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from mmjax.models.glm4v import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import Family, assemble, call_processor, written
 from tests.families.hf_videos import make_grid_videos
 from tests.families.published import Published
 from tests.families.qwen2_vl import (
+    GRID_FIELDS,
     GRIDS,
     IMAGE_TOKEN,
     TEXT,
@@ -270,19 +271,20 @@ def write_files(kind: str, path: Path) -> Path:
     )
 
 
-paths = {kind: made_once(partial(write_files, kind)) for kind in CLASSES}
+WRITERS = {kind: partial(write_files, kind) for kind in CLASSES}
 
 
 @cache
 def hf_processor(kind: str, with_videos: bool = False) -> Any:
     """HF's own processor, built apart from ours, with its rules for videos or without any."""
     processor_class, name = PROCESSORS.get(kind, (Glm4vProcessor, "Glm4v"))
-    images = Glm4vImageProcessorPil.from_pretrained(paths[kind]())
+    path = made_once(WRITERS[kind])()
+    images = Glm4vImageProcessorPil.from_pretrained(path)
     sampling: dict[str, Any] = {"fps": 2, "max_duration": 300}
     return assemble(
         processor_class,
         Glm4vImageProcessorPil,
-        paths[kind](),
+        path,
         video_processor=make_grid_videos(name.lower(), images, VIDEO_SIZE, **sampling)
         if with_videos
         else None,
@@ -290,49 +292,35 @@ def hf_processor(kind: str, with_videos: bool = False) -> Any:
     )
 
 
+def name_parts(kind: str) -> dict[str, Any]:
+    """Return the fields of a class's row that depend on it."""
+    return {
+        **written(make_row(kind), WRITERS[kind]),
+        "call_hf": partial(call_processor, partial(hf_processor, kind)),
+        "load_hf_videos": partial(hf_processor, kind, with_videos=True),
+    }
+
+
 GLM4V = Family(
-    name="glm4v",
-    architecture="Glm4vForConditionalGeneration",
-    tiny=make_row("glm4v"),
-    is_written=True,
-    path=paths["glm4v"],
-    write=with_weights(partial(write_files, "glm4v"), fill),
+    **name_parts("glm4v"),
     needless_files=frozenset({"tokenizer_config.json", "video_preprocessor_config.json"}),
     rendered=f"[gMASK]<sop><|user|>\n{IMAGE}what is it<|assistant|>\na car"
     "<|user|>\nwhich color<|assistant|>\n",
     with_system=("<|user|>\n<", "<|system|>\nbe short<|user|>\n<"),
     probed=("visual.blocks.1", "visual.post_layernorm", "visual.merger"),
-    takes_embeds=False,  # grids beside them
-    call_hf=partial(call_processor, partial(hf_processor, "glm4v")),
     placeholder=IMAGE,
     video=VIDEO,
     video_kwargs=({}, {"videos_kwargs": {"max_pixels": 90_000}}),
-    load_hf_videos=partial(hf_processor, "glm4v", with_videos=True),
-    has_pixel_counts=True,
-    extra_kwargs=({}, SMALLER),
-    operator_kwargs=(SMALLER, {"max_pixels": 60_000}),
-    lowering_kwargs={"max_pixels": 60_000},
-    tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
-    takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),
+    **{
+        **GRID_FIELDS,
+        "extra_kwargs": ({}, SMALLER),
+        "operator_kwargs": (SMALLER, {"max_pixels": 60_000}),
+        "lowering_kwargs": {"max_pixels": 60_000},
+    },
 )
 
 
-def like_glm4v(kind: str, architecture: str, unread: tuple[str, ...] = ()) -> Family:
-    """Return the row of another class."""
-    return replace(
-        GLM4V,
-        name=kind,
-        architecture=architecture,
-        tiny=make_row(kind),
-        path=paths[kind],
-        write=with_weights(partial(write_files, kind), fill),
-        call_hf=partial(call_processor, partial(hf_processor, kind)),
-        load_hf_videos=partial(hf_processor, kind, with_videos=True),
-        published=Published(unread=unread),
-    )
-
-
-GLM46V = like_glm4v("glm46v", "Glm46VForConditionalGeneration")
+GLM46V = replace(GLM4V, **name_parts("glm46v"))
 
 
 def list_moe(config: Any) -> dict[str, tuple[int, ...]]:
@@ -355,14 +343,15 @@ def list_moe(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 GLM4V_MOE = replace(
-    like_glm4v("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+    GLM4V,
+    **name_parts("glm4v_moe"),
     published=Published(
         list_shapes=list_moe,
         unread=("model.language_model.layers.46.mlp.experts.0.up_proj.weight",),
     ),
 )
-GLM_OCR = like_glm4v(
-    "glm_ocr",
-    "GlmOcrForConditionalGeneration",
-    unread=("model.language_model.layers.16.eh_proj.weight",),
+GLM_OCR = replace(
+    GLM4V,
+    **name_parts("glm_ocr"),
+    published=Published(unread=("model.language_model.layers.16.eh_proj.weight",)),
 )

@@ -10,10 +10,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 
 from mmjax.models.got_ocr2 import model as ours
-from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, HFInputs, call_processor, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import Family, HFInputs, call_processor, hf_of, written
 from tests.families.published import LLM_FIRST, MODULE, Published
 from tests.families.sizes import DECODER, NO_KEYS, Keys, fit_text, resize_text
 from tests.families.tiny import (
@@ -23,7 +21,7 @@ from tests.families.tiny import (
     TinyFamily,
     Variant,
     draw_bytes,
-    joined,
+    joined_inputs,
 )
 from tests.oracle import fill_with_unit_norms
 
@@ -48,14 +46,13 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = True, image_id: int = 127
 ) -> Any:
     """Return HF's config; a tile has four embeddings."""
-    config = GotOcr2Config(
+    return GotOcr2Config(
         text_config={"model_type": "qwen2", **DECODER, **text},
         vision_config={**SAM, **vision},
         image_token_index=image_id,
         tie_word_embeddings=is_tied,
+        architectures=["GotOcr2ForConditionalGeneration"],
     )
-    config.architectures = ["GotOcr2ForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -68,11 +65,6 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     return DrawnItem(tensors, [config.image_token_index] * tiles * side**2)
 
 
-def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
-    """Return the sample as HF's processor would give it: the tiles of all images, one by one."""
-    return make_reference_inputs(sample.token_ids, joined(sample))
-
-
 fill = partial(fill_with_unit_norms, sharpness=1.4)
 TINY = TinyFamily(
     name="got_ocr2",
@@ -81,7 +73,7 @@ TINY = TinyFamily(
     make_config=tiny_config,
     resize=partial(resize_text, model_type="qwen3"),
     draw_item=draw_item,
-    torch_inputs=torch_inputs,
+    torch_inputs=joined_inputs,
     word_ids=range(1, IMAGE_TOKEN),
     published_head_dim=64,
     max_embeds={"image": 12},
@@ -151,12 +143,7 @@ def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInpu
 
 TILES: dict[str, Any] = {"crop_to_patches": True}
 GOT_OCR2 = Family(
-    name="got_ocr2",
-    architecture="GotOcr2ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files),
     needless_files=frozenset({"tokenizer_config.json"}),
     published=Published(layouts={"files": LLM_FIRST, "module": MODULE}),
     rendered=(

@@ -4,8 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import HunYuanVLConfig, HunYuanVLForConditionalGeneration
 from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import (
     HunYuanVLImageProcessorPil,
@@ -14,15 +12,13 @@ from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProces
 
 from mmjax.models.hunyuan_vl import model as ours
 from mmjax.models.hunyuan_vl.processor import IMAGE
-from mmjax.parity.arrays import Sample
 from mmjax.parity.departures import pair_axes
-from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, call_processor, hf_of
+from tests.families.directories import make_tokenizer, write_directory
+from tests.families.family import Family, written
 from tests.families.published import MODULE, Published
-from tests.families.qwen2_vl import GRIDS
+from tests.families.qwen2_vl import GRID_FIELDS, GRIDS, draw_tensors, torch_inputs
 from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text, resize_text
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
+from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 from tests.oracle import fill_with_unit_norms
 
 IMAGE_TOKEN = 95
@@ -40,7 +36,7 @@ def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool =
     """Return HF's config, with 25 learned positions."""
     tied: dict[str, Any] = {"tie_word_embeddings": is_tied}
     decoder = {**DECODER, "head_dim": 16, "rope_parameters": make_rope(16), **tied, **text}
-    config = HunYuanVLConfig(
+    return HunYuanVLConfig(
         text_config=decoder,
         vision_config={**TOWER, "max_image_size": 20, "patch_size": 4, **vision},
         image_token_id=IMAGE_TOKEN,
@@ -48,33 +44,18 @@ def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool =
         im_end_id=92,
         im_newline_id=91,
         **tied,
+        architectures=["HunYuanVLForConditionalGeneration"],
     )
-    config.architectures = ["HunYuanVLForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image."""
     grid, _ = GRIDS["image"][media.seed % 3]
     size, channels = config.vision_config.patch_size, config.vision_config.num_channels
-    shape = (int(np.prod(grid)), channels * size**2)
-    tensors = {
-        "pixel_values": draw_bytes(media.seed, shape),
-        "image_affine": AFFINE,
-        "image_grid_thw": np.array(grid, np.int64),
-    }
+    tensors = draw_tensors("image", media.seed, grid, (channels * size**2,))
     rows, columns = (side // config.vision_config.spatial_merge_size for side in grid[1:])
     ids = [IMAGE_TOKEN] * (rows * (columns + 1) + 2)
     return DrawnItem(tensors, ids, before=[93], after=[92])
-
-
-def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
-    """Return the sample as HF's processor would give it."""
-    data = joined(sample)
-    if data:
-        data["image_grid_thw"] = data["image_grid_thw"].reshape(-1, 3)
-    inputs = make_reference_inputs(sample.token_ids, data)
-    return inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE_TOKEN).int()}
 
 
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
@@ -124,9 +105,6 @@ TINY = TinyFamily(
 # ---- its prompts and directories ----------------------------------------------------------------
 
 
-SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 20_000}}
-
-
 def write_files(path: Path) -> Path:
     named = {"image_token": TOKEN, "image_start_token": START, "image_end_token": END}
     tokenizer = make_tokenizer(
@@ -156,19 +134,8 @@ def write_files(path: Path) -> Path:
     )
 
 
-path = made_once(write_files)
-
-
-hf_processor = hf_of(HunYuanVLProcessor, HunYuanVLImageProcessorPil, path)
-
-
 HUNYUAN_VL = Family(
-    name="hunyuan_vl",
-    architecture="HunYuanVLForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files, HunYuanVLProcessor, HunYuanVLImageProcessorPil),
     needless_files=frozenset({"tokenizer_config.json"}),
     published=Published(
         make_config=HunYuanVLConfig,
@@ -183,7 +150,6 @@ HUNYUAN_VL = Family(
             "module": MODULE,
         },
     ),
-    takes_embeds=False,  # grids beside them
     rendered=(
         f"<｜hy_begin▁of▁sentence｜>{IMAGE}what is it<｜hy_User｜>a car<｜hy_Assistant｜>"
         "which color<｜hy_User｜>"
@@ -193,12 +159,6 @@ HUNYUAN_VL = Family(
         "<｜hy_begin▁of▁sentence｜>be short<｜hy_place▁holder▁no▁3｜>",
     ),
     probed=("vision_tower.blocks.1",),
-    call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
-    has_pixel_counts=True,
-    extra_kwargs=({}, SMALLER),
-    operator_kwargs=(SMALLER, {"max_pixels": 30_000}),
-    lowering_kwargs={"max_pixels": 30_000},
-    tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
-    takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),
+    **GRID_FIELDS,
 )

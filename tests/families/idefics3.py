@@ -22,8 +22,8 @@ from transformers.models.smolvlm import processing_smolvlm
 from mmjax.models.idefics3 import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import Family, assemble, call_processor, hf_of, written
 from tests.families.hf_videos import HFVideos, take_functions
 from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
@@ -199,7 +199,6 @@ def load_hf_videos() -> Any:
 
 
 _SHARED: dict[str, Any] = {
-    "is_written": True,
     "needless_files": frozenset({"tokenizer_config.json", "processor_config.json"}),
     "takes_embeds": False,
     "rendered": (
@@ -218,19 +217,11 @@ _SHARED: dict[str, Any] = {
     "lowering_kwargs": WHOLE,
 }
 IDEFICS3 = Family(
-    name="idefics3",
-    architecture="Idefics3ForConditionalGeneration",
-    tiny=TINY,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files),
     **_SHARED,
 )
 SMOLVLM = Family(
-    name="smolvlm",
-    architecture="SmolVLMForConditionalGeneration",
-    tiny=SMOLVLM_TINY,
-    path=smolvlm_path,
-    write=with_weights(write_smolvlm, fill),
+    **written(SMOLVLM_TINY, write_smolvlm),
     video="<video>",
     video_pixels="pixel_values",
     load_hf_videos=load_hf_videos,

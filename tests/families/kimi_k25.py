@@ -21,7 +21,7 @@ from mmjax.models.kimi_k25.processor import split_grids
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, assemble, call_processor
+from tests.families.family import Family, assemble, call_processor, written
 from tests.families.hf_videos import HFVideos, take_functions
 from tests.families.published import Published
 from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text, resize_text
@@ -59,7 +59,7 @@ def tiny_config(
 ) -> Kimi_K25Config:
     """Return HF's config, with 25 learned positions."""
     vision_config = {**VISION, **vision}
-    config = Kimi_K25Config(
+    return Kimi_K25Config(
         text_config={**TEXT, **text},
         vision_config=vision_config,
         image_token_id=IMAGE_TOKEN,
@@ -69,9 +69,8 @@ def tiny_config(
         projection_hidden_size=vision_config["hidden_size"],
         tie_word_embeddings=is_tied,
         **settings,
+        architectures=["Kimi_K25ForConditionalGeneration"],
     )
-    config.architectures = ["Kimi_K25ForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -343,12 +342,7 @@ PUBLISHED_NAMES = {
 
 
 KIMI_K25 = Family(
-    name="kimi_k25",
-    architecture="Kimi_K25ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=write,
+    **{**written(TINY, write_files), "write": write},
     needless_files=frozenset(
         {"tokenizer_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
     ),

@@ -14,8 +14,8 @@ from mmjax.layers.recurrent.chunks import CHUNK
 from mmjax.models.lfm2_vl import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, HFInputs, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import CHATML, Family, HFInputs, hf_of, written
 from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.families.without_torchvision import take_image_processor
@@ -48,15 +48,14 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = True, **settings: Any
 ) -> Lfm2VlConfig:
     """Return HF's config."""
-    config = Lfm2VlConfig(
+    return Lfm2VlConfig(
         text_config={"model_type": "lfm2", **TEXT, **text},
         vision_config={**VISION, **vision},
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=is_tied,
         **{"projector_hidden_size": 40, **settings},
+        architectures=["Lfm2VlForConditionalGeneration"],
     )
-    config.architectures = ["Lfm2VlForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -212,12 +211,7 @@ def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInpu
 
 
 LFM2_VL = Family(
-    name="lfm2_vl",
-    architecture="Lfm2VlForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files),
     needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
     rendered="<|startoftext|>" + CHATML.format(image=IMAGE),
     with_system=(

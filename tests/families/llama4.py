@@ -14,8 +14,8 @@ from mmjax.models.llama4.host_inputs import normalize, to_bfloat16
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.processing.image_processors.affine import make_affine
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, HFInputs
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import Family, HFInputs, written
 from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.families.without_torchvision import take_image_processor
@@ -55,13 +55,12 @@ GRIDS = ((1, 2), (1, 1), (2, 1))
 
 def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any) -> Llama4Config:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each."""
-    config = Llama4Config(
+    return Llama4Config(
         text_config={**TEXT, **text},
         vision_config={**VISION, **vision},
         **{"image_token_index": PATCH_ID, **settings},
+        architectures=["Llama4ForConditionalGeneration"],
     )
-    config.architectures = ["Llama4ForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -178,12 +177,7 @@ def say(role: str, text: str) -> str:
 
 
 LLAMA4 = Family(
-    name="llama4",
-    architecture="Llama4ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files),
     needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
     rendered=(
         say("user", f"{IMAGE}what is it<|eot|>")

@@ -17,8 +17,8 @@ from mmjax.models.llava.host_inputs import LlavaNextHostInputs
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.processing.items.items import ImageSize
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, HFInputs, call_processor, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import Family, HFInputs, call_processor, hf_of, written
 from tests.families.llava import TEXT, TEXT_CONFIGS, VISION, VISION_CONFIGS
 from tests.families.published import THREE_LAYOUTS, Published
 from tests.families.sizes import NO_KEYS, Keys, fit_text
@@ -51,7 +51,7 @@ def tiny_config(
     """Return HF's config: tiles of 2 x 2 patches, and two states of the tower side by side."""
     own = GRANITE if decoder == "granite" else {}
     make_text = {**TEXT_CONFIGS, "granite": GraniteConfig}[decoder]
-    config = LlavaNextConfig(
+    return LlavaNextConfig(
         text_config=make_text(**{**TEXT, **own, **text}),
         vision_config=VISION_CONFIGS[tower](**{**VISION, "patch_size": 14, **vision}),
         image_token_index=IMAGE_TOKEN,
@@ -61,9 +61,8 @@ def tiny_config(
             "vision_feature_select_strategy": "full",
             **settings,
         },
+        architectures=["LlavaNextForConditionalGeneration"],
     )
-    config.architectures = ["LlavaNextForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -178,12 +177,7 @@ SYSTEM = (
 )
 NEWLINE = {"model.image_newline": "image_newline"}
 LLAVA_NEXT = Family(
-    name="llava_next",
-    architecture="LlavaNextForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files),
+    **written(TINY, write_files),
     needless_files=frozenset({"processor_config.json", "tokenizer_config.json"}),
     published=Published(
         layouts={name: one and {**one, **NEWLINE} for name, one in THREE_LAYOUTS.items()}

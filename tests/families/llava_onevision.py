@@ -16,8 +16,8 @@ from mmjax.models.llava.host_inputs import LlavaOnevisionHostInputs
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from mmjax.processing.items.items import ImageSize
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, HFInputs, call_processor, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import CHATML, Family, HFInputs, call_processor, hf_of, written
 from tests.families.hf_videos import HFVideos
 from tests.families.llava import TEXT, TEXT_CONFIGS, VISION, VISION_CONFIGS
 from tests.families.llava_next import NEWLINE
@@ -44,7 +44,7 @@ def tiny_config(
     **settings: Any,
 ) -> LlavaOnevisionConfig:
     """Return HF's config: tiles of 3 x 3 patches; more than 2 tiles of them are mixed."""
-    config = LlavaOnevisionConfig(
+    return LlavaOnevisionConfig(
         text_config=TEXT_CONFIGS[decoder](**{**TEXT, **text}),
         vision_config=VISION_CONFIGS[tower](**{**VISION, "patch_size": 9, **vision}),
         image_token_index=IMAGE_TOKEN,
@@ -54,9 +54,8 @@ def tiny_config(
             "vision_aspect_ratio": "anyres_max_2",
             **settings,
         },
+        architectures=["LlavaOnevisionForConditionalGeneration"],
     )
-    config.architectures = ["LlavaOnevisionForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -188,12 +187,7 @@ def load_hf_videos() -> Any:
 
 
 LLAVA_ONEVISION = Family(
-    name="llava_onevision",
-    architecture="LlavaOnevisionForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files),
+    **written(TINY, write_files),
     needless_files=frozenset(
         {"processor_config.json", "tokenizer_config.json", "video_preprocessor_config.json"}
     ),

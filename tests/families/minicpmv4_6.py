@@ -42,8 +42,8 @@ from mmjax.models.minicpmv4_6.slices import join_patches
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from mmjax.rounding import round_up
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import CHATML, Family, assemble, call_processor, written
 from tests.families.hf_videos import HFVideos, take_functions
 from tests.families.published import Published
 from tests.families.qwen2_vl import turn
@@ -362,7 +362,7 @@ def write_files(path: Path, kind: str = "minicpmv4_6") -> Path:
     )
 
 
-PATHS = {kind: made_once(partial(write_files, kind=kind)) for kind in PROCESSORS}
+WRITERS = {kind: partial(write_files, kind=kind) for kind in PROCESSORS}
 
 
 def make_hf_videos(kind: str) -> HFVideos:
@@ -396,7 +396,7 @@ def make_hf_videos(kind: str) -> HFVideos:
         )
         return {n: v.numpy() if hasattr(v, "numpy") else v for n, v in outputs.items()}
 
-    images = PROCESSORS[kind][1].from_pretrained(PATHS[kind]())
+    images = PROCESSORS[kind][1].from_pretrained(made_once(WRITERS[kind])())
     mode = settings["downsample_mode"]
     return HFVideos(images, sample, cut, slice_mode=True, downsample_mode=mode)
 
@@ -405,18 +405,15 @@ def make_hf_videos(kind: str) -> HFVideos:
 def hf_processor(kind: str) -> Any:
     """HF's own processor of a kind, built apart from ours."""
     videos = make_hf_videos(kind)
-    return assemble(*PROCESSORS[kind], PATHS[kind](), video_processor=videos, has_videos=True)
+    path = made_once(WRITERS[kind])()
+    return assemble(*PROCESSORS[kind], path, video_processor=videos, has_videos=True)
 
 
 def name_parts(tiny: TinyFamily) -> dict[str, Any]:
     """Return the fields of a kind's row that depend on it."""
     load = partial(hf_processor, tiny.name)
     return {
-        "name": tiny.name,
-        "architecture": tiny.reference_class.__name__,
-        "tiny": tiny,
-        "path": PATHS[tiny.name],
-        "write": with_weights(partial(write_files, kind=tiny.name), fill_recurrent),
+        **written(tiny, WRITERS[tiny.name]),
         "call_hf": partial(call_processor, load),
         "load_hf_videos": load,
     }
@@ -424,7 +421,6 @@ def name_parts(tiny: TinyFamily) -> dict[str, Any]:
 
 MINICPMV4_6 = Family(
     **name_parts(TINY),
-    is_written=True,
     needless_files=frozenset(
         {"tokenizer_config.json", "processor_config.json", "video_preprocessor_config.json"}
     ),

@@ -24,8 +24,8 @@ from mmjax.models.pixtral import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, call_processor, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import CHATML, Family, written
 from tests.families.llava import BREAK_TOKEN, END_TOKEN, IMAGE_TOKEN, TEXT, VISION
 from tests.families.pixtral import call_pixtral
 from tests.families.published import LLM_FIRST, MODULE, Published
@@ -186,20 +186,12 @@ def write_files(decoder: str, path: Path) -> Path:
     )
 
 
-mistral3_path = made_once(partial(write_files, "ministral3"))
-lighton_path = made_once(partial(write_files, "qwen3"))
-
-
-hf_lighton = hf_of(LightOnOcrProcessor, PixtralImageProcessorPil, lighton_path)
-
-
+write_mistral3, write_lighton = (
+    partial(write_files, decoder) for decoder in ("ministral3", "qwen3")
+)
+mistral3_path = made_once(write_mistral3)
 MISTRAL3 = Family(
-    name="mistral3",
-    architecture="Mistral3ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=mistral3_path,
-    write=with_weights(partial(write_files, "ministral3")),
+    **written(TINY, write_mistral3),
     needless_files=frozenset({"processor_config.json", "tokenizer_config.json"}),
     published=Published(layouts={"hub": LLM_FIRST, "module": MODULE}),
     rendered="[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
@@ -217,15 +209,10 @@ MISTRAL3 = Family(
 )
 LIGHTON_OCR = replace(
     MISTRAL3,
-    name="lighton_ocr",
-    architecture="LightOnOcrForConditionalGeneration",
-    tiny=TINY_LIGHTON,
-    path=lighton_path,
-    write=with_weights(partial(write_files, "qwen3")),
+    **written(TINY_LIGHTON, write_lighton, LightOnOcrProcessor, PixtralImageProcessorPil),
     published=Published(),
     rendered=CHATML.format(image="<|image_pad|>"),
     with_system=("<|im_start|>user", "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user"),
-    call_hf=partial(call_processor, hf_lighton),
     placeholder="<|image_pad|>",
     words=(*Family.words, *("<|im_end|>", "<pad>")),
 )

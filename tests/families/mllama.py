@@ -1,6 +1,5 @@
 """Tiny Llama 3.2 Visions: rows of pictures of up to four tiles, which tokens attend to."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from mmjax.models.mllama.processor import IMAGE, MllamaProcessingInfo
 from mmjax.parity.arrays import Sample
 from mmjax.parity.departures import mask_pictures
 from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, call_processor, hf_of
+from tests.families.directories import make_tokenizer, write_directory
+from tests.families.family import Family, written
 from tests.families.published import MODULE, Published
 from tests.families.sizes import DECODER, NO_KEYS, Keys, fit_text, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
@@ -39,13 +38,12 @@ ARRANGEMENTS = [[1, 1], [2, 1], [1, 3], [2, 2]]
 def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS) -> Any:
     """Return a config of a tower of 3 and 1 blocks; the decoder's second layer sees pictures."""
     decoder = {**DECODER, "num_hidden_layers": 3, "cross_attention_layers": [1]}
-    config = MllamaConfig(
+    return MllamaConfig(
         text_config={**decoder, "rope_parameters": ROPE, **text},
         vision_config={**VISION, **vision},
         image_token_index=IMAGE_TOKEN,
+        architectures=["MllamaForConditionalGeneration"],
     )
-    config.architectures = ["MllamaForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -185,19 +183,8 @@ def write_turn(role: str, content: str) -> str:
     return f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}{EOT}"
 
 
-path = made_once(write_files)
-
-
-hf_processor = hf_of(MllamaProcessor, MllamaImageProcessorPil, path)
-
-
 MLLAMA = Family(
-    name="mllama",
-    architecture="MllamaForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files, MllamaProcessor, MllamaImageProcessorPil),
     needless_files=frozenset({"tokenizer_config.json"}),
     published=Published(
         left_out=(),
@@ -217,7 +204,6 @@ MLLAMA = Family(
     + "<|start_header_id|>assistant<|end_header_id|>\n\n",
     with_system=("", write_turn("system", "be short")),
     probed=("vision_tower.transformer.layers.1", "multi_modal_projector"),
-    call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
     max_images=4,
     takes_embeds=False,

@@ -27,7 +27,7 @@ from mmjax.models.molmo2.model import Molmo2ForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, HFInputs
+from tests.families.family import CHATML, Family, HFInputs, written
 from tests.families.hf_videos import HFVideos, take_functions
 from tests.families.published import Published
 from tests.families.published_names import list_molmo2
@@ -329,13 +329,8 @@ class HFWithVideos:
 
 
 MOLMO2 = Family(
-    name="molmo2",
-    architecture="Molmo2ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
+    **{**written(TINY, write_files), "write": write},
     needless_files=frozenset({"video_preprocessor_config.json"}),
-    path=path,
-    write=write,
     published=Published(list_shapes=list_molmo2),
     rendered="<|image|>" + CHATML.format(image=""),
     with_system=("<|image|>", "<|image|><|im_start|>system\nbe short<|im_end|>\n"),

@@ -12,12 +12,18 @@ from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 
 from mmjax.models.ovis2 import model as ours
 from mmjax.models.ovis2.host_inputs import MARKS, arrange
-from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, call_processor, hf_of
+from tests.families.directories import make_tokenizer, write_directory
+from tests.families.family import CHATML, Family, written
 from tests.families.sizes import DECODER, NO_KEYS, TOWER, Keys, fit_text
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
+from tests.families.tiny import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    joined_inputs,
+)
 from tests.oracle import fill_with_unit_norms
 
 ATOM_ID, *MARK_IDS = range(122, 128)
@@ -39,7 +45,7 @@ GRIDS = ((1, 2), (1, 1), (2, 1))
 def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any) -> Ovis2Config:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each."""
     decoder = {**TEXT, **text}
-    config = Ovis2Config(
+    return Ovis2Config(
         text_config=decoder,
         vision_config={**VISION, **vision},
         image_token_id=ATOM_ID,
@@ -47,9 +53,8 @@ def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any
         hidden_size=decoder["hidden_size"],
         vocab_size=decoder["vocab_size"],
         **settings,
+        architectures=["Ovis2ForConditionalGeneration"],
     )
-    config.architectures = ["Ovis2ForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -62,13 +67,6 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     pixels = draw_bytes(media.seed, (num_tiles, 3, vision.image_size, vision.image_size))
     tensors = {"pixel_values": pixels, "image_affine": AFFINE, "image_grids": np.array(grid)}
     return DrawnItem(tensors, ids)
-
-
-def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
-    """Return the sample as HF's processor would give it: the tiles of all images, one by one."""
-    tensors = joined(sample)
-    tensors.pop("image_grids", None)
-    return make_reference_inputs(sample.token_ids, tensors)
 
 
 def fill(model: Any) -> None:
@@ -86,7 +84,7 @@ TINY = TinyFamily(
     reference_class=Ovis2ForConditionalGeneration,
     make_config=tiny_config,
     draw_item=draw_item,
-    torch_inputs=torch_inputs,
+    torch_inputs=partial(joined_inputs, left_out=("image_grids",)),
     word_ids=range(1, ATOM_ID),
     published_head_dim=64,
     max_embeds={"image": 16},
@@ -134,23 +132,13 @@ def write_files(path: Path) -> Path:
     )
 
 
-path = made_once(write_files)
-
-
-hf_processor = hf_of(Ovis2Processor, Ovis2ImageProcessorPil, path, image_seq_length=4)
 OVIS2 = Family(
-    name="ovis2",
-    architecture="Ovis2ForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files, Ovis2Processor, Ovis2ImageProcessorPil, image_seq_length=4),
     needless_files=frozenset({"tokenizer_config.json"}),
     rendered="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     + CHATML.format(image=f"{IMAGE}\n"),
     with_system=("You are a helpful assistant.", "be short"),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
-    call_hf=partial(call_processor, hf_processor),
     embed_token_ids=lambda processor: processor.info.get_embed_token_ids("image"),
     placeholder=IMAGE,
     takes_embeds=False,

@@ -14,8 +14,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmjax.models.paligemma.model import PaliGemmaForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, with_weights, write_directory
-from tests.families.family import Family, HFInputs, call_processor, hf_of
+from tests.families.directories import made_once, write_directory
+from tests.families.family import Family, HFInputs, call_processor, hf_of, written
 from tests.families.published import THREE_LAYOUTS, Published
 from tests.families.sizes import NO_KEYS, Keys, fit_text, resize_text
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
@@ -148,12 +148,7 @@ def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInpu
 
 
 PALIGEMMA = Family(
-    name="paligemma",
-    architecture="PaliGemmaForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files),
+    **written(TINY, write_files),
     needless_files=frozenset({"processor_config.json"}),
     published=Published(layouts=THREE_LAYOUTS),
     rendered="<image>which color",

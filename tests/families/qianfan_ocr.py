@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from transformers.models.qianfan_ocr.processing_qianfan_ocr import QianfanOCRPro
 
 from mmjax.models.internvl import model as ours
 from tests.families import internvl
-from tests.families.directories import edit_golden, made_once, with_weights
-from tests.families.family import CHATML, Family, call_processor, hf_of
+from tests.families.directories import edit_golden, made_once
+from tests.families.family import CHATML, Family, written
 from tests.families.published import MODULE, Published
 from tests.families.sizes import NO_KEYS, Keys
 from tests.families.tiny import Variant
@@ -99,20 +98,13 @@ def list_shapes(config: Any) -> Mapping[str, tuple[int, ...]]:
 
 
 path = made_once(write_files)
-hf_processor = hf_of(QianfanOCRProcessor, GotOcr2ImageProcessorPil, path, image_seq_length=4)
 QIANFAN_OCR = Family(
-    name="qianfan_ocr",
-    architecture="QianfanOCRForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, TINY.fill),
+    **written(TINY, write_files, QianfanOCRProcessor, GotOcr2ImageProcessorPil, image_seq_length=4),
     needless_files=frozenset({"tokenizer_config.json"}),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
     published=Published(list_shapes=list_shapes, layouts={"files": MODULE}),
     rendered=CHATML.format(image="<image>\n"),
     with_system=("", "<|im_start|>system\nbe short<|im_end|>\n"),
-    call_hf=partial(call_processor, hf_processor),
     placeholder="<image>",
     lowering_kwargs={"images_kwargs": {"max_patches": 2}},
     extra_kwargs=({}, internvl.FEWER, {"crop_to_patches": False}),

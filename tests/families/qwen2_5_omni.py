@@ -16,8 +16,8 @@ from mmjax.models.qwen2_5_omni.host_inputs import Qwen25OmniHostInputs
 from mmjax.models.qwen2_5_omni.model import Qwen2_5OmniThinkerForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, HFInputs, call_processor, hf_of
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import CHATML, Family, HFInputs, call_processor, hf_of, written
 from tests.families.hf_videos import make_grid_videos
 from tests.families.published import MODULE, Published
 from tests.families.qwen2_vl import GRIDS, TEXT, VISION, draw_grid, turn
@@ -239,12 +239,7 @@ def call_with_clips(prompt: str, clips: list[Any], kwargs: Mapping[str, Any]) ->
 
 
 QWEN2_5_OMNI = Family(
-    name="qwen2_5_omni",
-    architecture="Qwen2_5OmniThinkerForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=directory,
-    write=with_weights(write_files, TINY.fill),
+    **written(TINY, write_files),
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
     published=Published(
         layouts={"hub": HUB, "module": MODULE},

@@ -21,8 +21,8 @@ from mmjax.models.qwen2_audio.model import Qwen2AudioForConditionalGeneration
 from mmjax.models.qwen2_audio.processor import AUDIO, PLACEHOLDER
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, HFInputs
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import Family, HFInputs, written
 from tests.families.published import LLM_FIRST, MODULE, Published
 from tests.families.sizes import NO_KEYS, Keys, fit_text
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
@@ -47,13 +47,12 @@ def tiny_config(
     """Return a config of width 32; a clip is 24 frames."""
     # `head_dim` is no key of Qwen2's.
     settings = {name: value for name, value in text.items() if name != "head_dim"}
-    config = Qwen2AudioConfig(
+    return Qwen2AudioConfig(
         text_config=Qwen2Config(**{**TEXT, **settings}),
         audio_config=Qwen2AudioEncoderConfig(**{**TOWER, **audio}),
         audio_token_index=audio_token_id,
+        architectures=["Qwen2AudioForConditionalGeneration"],
     )
-    config.architectures = ["Qwen2AudioForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -141,12 +140,7 @@ def call_hf(prompt: str, clips: list[Any], kwargs: Mapping[str, Any]) -> HFInput
 
 
 QWEN2_AUDIO = Family(
-    name="qwen2_audio",
-    architecture="Qwen2AudioForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files),
+    **written(TINY, write_files),
     published=Published(layouts={"hub": HUB, "module": MODULE}, left_out=()),
     question="what is said",
     rendered=(

@@ -99,16 +99,23 @@ def tiny_config(
     return config
 
 
+def draw_tensors(
+    modality: str, seed: int, grid: Grid, patch: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Return the tensors of an image or a video: its patches, of a shape, and its grid."""
+    name = "pixel_values" if modality == "image" else "pixel_values_videos"
+    return {
+        name: draw_bytes(seed, (int(np.prod(grid)), *patch)),
+        f"{modality}_affine": AFFINE,
+        f"{modality}_grid_thw": np.array(grid, np.int64),
+    }
+
+
 def draw_grid(config: Any, modality: str, seed: int, grid: Grid, seconds: float) -> DrawnItem:
     """Return a processed image or video of a grid."""
     vision = config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    name = "pixel_values" if modality == "image" else "pixel_values_videos"
-    tensors = {
-        name: draw_bytes(seed, (int(np.prod(grid)), width)),
-        f"{modality}_affine": AFFINE,
-        f"{modality}_grid_thw": np.array(grid, np.int64),
-    }
+    tensors = draw_tensors(modality, seed, grid, (width,))
     if seconds:
         tensors["second_per_grid_ts"] = np.array(seconds, np.float32)
     pad = IMAGE_TOKEN if modality == "image" else VIDEO_TOKEN
@@ -224,6 +231,16 @@ PATH = GOLDEN / "qwen2_vl"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 20_000}}
+GRID_FIELDS: Mapping[str, Any] = {
+    "takes_embeds": False,  # grids beside them: tests/models/test_qwen2_vl_embeds.py
+    "has_pixel_counts": True,
+    "extra_kwargs": ({}, SMALLER),
+    "operator_kwargs": (SMALLER, {"max_pixels": 30_000}),
+    "lowering_kwargs": {"max_pixels": 30_000},
+    "tensors": {"pixel_values": 1e-6, "image_grid_thw": 0.0},
+    "takes_size": lambda width, height: max(width, height) <= 200 * min(width, height),
+}
+"""Of rows whose pictures have any grid, within numbers of pixels."""
 VIDEO_SIZE = {"shortest_edge": 3136, "longest_edge": 50_176}
 """Of the directory's videos."""
 QWEN2_5: Mapping[str, Any] = {
@@ -288,13 +305,7 @@ QWEN2_VL = Family(
         {"videos_kwargs": {"size": {"longest_edge": 23 * 784}}},
         {"images_kwargs": {"max_pixels": 7 * 784}},
     ),
-    takes_embeds=False,  # grids beside them: tests/models/test_qwen2_vl_embeds.py
-    has_pixel_counts=True,
-    extra_kwargs=({}, {"images_kwargs": SMALLER}),
-    operator_kwargs=(SMALLER, {"max_pixels": 30_000}),
-    lowering_kwargs={"max_pixels": 30_000},
-    tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
-    takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),
+    **{**GRID_FIELDS, "extra_kwargs": ({}, {"images_kwargs": SMALLER})},
 )
 
 

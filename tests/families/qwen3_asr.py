@@ -16,8 +16,8 @@ from mmjax.models.qwen3_asr.model import Qwen3ASRForConditionalGeneration
 from mmjax.models.qwen3_asr.processor import AUDIO, PLACEHOLDER
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import CHATML, Family, HFInputs
+from tests.families.directories import made_once, make_tokenizer, write_directory
+from tests.families.family import CHATML, Family, HFInputs, written
 from tests.families.sizes import NO_KEYS, Keys, fit_text
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 
@@ -45,14 +45,13 @@ def tiny_config(
 ) -> Any:
     """Return a config of width 32; a window is 200 frames, and 26 embeddings."""
     text = {**TEXT, "tie_word_embeddings": is_tied, **text}
-    config = Qwen3ASRConfig(
+    return Qwen3ASRConfig(
         text_config=Qwen3Config(**text),
         audio_config=Qwen3ASREncoderConfig(**{**TOWER, **audio}),
         audio_token_id=audio_token_id,
         tie_word_embeddings=is_tied,
+        architectures=["Qwen3ASRForConditionalGeneration"],
     )
-    config.architectures = ["Qwen3ASRForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -167,12 +166,7 @@ def call_hf(prompt: str, clips: list[Any], kwargs: Mapping[str, Any]) -> HFInput
 
 
 QWEN3_ASR = Family(
-    name="qwen3_asr",
-    architecture="Qwen3ASRForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files),
+    **written(TINY, write_files),
     question="what is said",
     rendered="<|im_start|>system\n<|im_end|>\n" + CHATML.format(image=PLACEHOLDER),
     with_system=("system\n", "system\nbe short"),

@@ -95,6 +95,14 @@ def stacked_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     return make_reference_inputs(sample.token_ids, listed(sample))
 
 
+def joined_inputs(
+    reference: Any, sample: Sample, *, left_out: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the sample as processors of tiles would give it: those of all images, one by one."""
+    tensors = {name: one for name, one in joined(sample).items() if name not in left_out}
+    return make_reference_inputs(sample.token_ids, tensors)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TinyFamily:
     """A served family (or a kind of its towers), as tests make and ask it."""

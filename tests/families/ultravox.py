@@ -33,7 +33,7 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import cdiv, round_up
 from tests.families.directories import made_once, make_tokenizer, write_directory
-from tests.families.family import Family, HFInputs
+from tests.families.family import Family, HFInputs, written
 from tests.families.published import Published, Shapes
 from tests.families.sizes import NO_KEYS, Keys, fit_text
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
@@ -332,13 +332,8 @@ def call_published(prompt: str, clips: list[Any], kwargs: Mapping[str, Any]) -> 
 
 TURN = "<|start_header_id|>{}<|end_header_id|>\n\n"
 ULTRAVOX = Family(
-    name="ultravox",
-    architecture="UltravoxModel",
-    tiny=TINY,
+    **{**written(TINY, write_files), "write": write},
     has_reference=False,
-    is_written=True,
-    path=path,
-    write=write,
     published=Published(make_config=make_config, list_shapes=list_shapes),
     question="what is said",
     rendered=(

@@ -17,8 +17,8 @@ from mmjax.models.deepseek_ocr2 import model as ours
 from mmjax.models.deepseek_ocr2.host_inputs import UnlimitedOcrHostInputs
 from mmjax.rounding import round_up
 from tests.families.deepseek_ocr2 import TEXT, DeepseekOcr2Family, torch_inputs
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family, call_processor, hf_of
+from tests.families.directories import make_tokenizer, write_directory
+from tests.families.family import Family, written
 from tests.families.published import MODULE, Published
 from tests.families.sizes import NO_KEYS, TOWER, Keys
 from tests.families.tiny import AFFINE, DrawnItem, Media, Variant, draw_bytes
@@ -50,13 +50,12 @@ def tiny_config(
     *, text: Keys = NO_KEYS, sam: Keys = NO_KEYS, encoder: Keys = NO_KEYS
 ) -> UnlimitedOcrConfig:
     """Return HF's config."""
-    config = UnlimitedOcrConfig(
+    return UnlimitedOcrConfig(
         text_config={**TEXT, "num_key_value_heads": 4, "sliding_window": WINDOW, **text},
         vision_config={"sam_config": {**SAM, **sam}, "encoder_config": {**CLIP, **encoder}},
         image_token_id=IMAGE_TOKEN,
+        architectures=["UnlimitedOcrForConditionalGeneration"],
     )
-    config.architectures = ["UnlimitedOcrForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -132,9 +131,6 @@ def write_files(path: Path, *, make_config: Any = tiny_config) -> Path:
     )
 
 
-path = made_once(write_files)
-
-
 class PillowOcr(take_image_processor("unlimited_ocr", "UnlimitedOcrImageProcessor")):
     """HF's class without torchvision: views and tiles of all images, whose sizes differ."""
 
@@ -149,20 +145,13 @@ class PillowOcr(take_image_processor("unlimited_ocr", "UnlimitedOcrImageProcesso
         return padded
 
 
-hf_processor = hf_of(UnlimitedOcrProcessor, PillowOcr, path, patch_size=PATCH)
 UNLIMITED_OCR = Family(
-    name="unlimited_ocr",
-    architecture="UnlimitedOcrForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files, fill),
+    **written(TINY, write_files, UnlimitedOcrProcessor, PillowOcr, patch_size=PATCH),
     needless_files=frozenset({"tokenizer_config.json", "processor_config.json"}),
     llm_settings={"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 768},
     probed=("vision_tower.sam_encoder.layers.1", "vision_tower.vision_encoder.encoder.layers.1"),
     rendered=f"{IMAGE}what is ita carwhich color",
     with_system=("", "be short"),
-    call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
     extra_kwargs=({}, FEWER, {"min_patches": 3, "max_patches": 4}, {"crop_to_patches": False}),
     operator_kwargs=({"max_patches": 5}, {"crop_to_patches": False}),
@@ -184,31 +173,30 @@ def seeing_config(*, text: Keys = NO_KEYS, **settings: Keys) -> UnlimitedOcrConf
     return config
 
 
-deepseek_path = made_once(write_deepseek := partial(write_files, make_config=seeing_config))
-hf_deepseek = hf_of(UnlimitedOcrProcessor, PillowOcr, deepseek_path, patch_size=PATCH)
 DEEPSEEK_OCR = replace(
     UNLIMITED_OCR,
-    name="deepseek_ocr",
-    architecture="DeepseekOCRForCausalLM",
-    tiny=replace(
-        TINY,
-        name="deepseek_ocr",
-        model_class=ours.DeepseekOCRForCausalLM,
-        make_config=seeing_config,
-        variants={
-            "plain": Variant(
-                {
-                    "text": {"num_key_value_heads": 2},
-                    "sam": {"qkv_bias": False},
-                    "encoder": {"hidden_act": "gelu", "image_size": 24},
-                },
-                10,
-                ("two images",),
-            )
-        },
+    **written(
+        replace(
+            TINY,
+            name="deepseek_ocr",
+            model_class=ours.DeepseekOCRForCausalLM,
+            make_config=seeing_config,
+            variants={
+                "plain": Variant(
+                    {
+                        "text": {"num_key_value_heads": 2},
+                        "sam": {"qkv_bias": False},
+                        "encoder": {"hidden_act": "gelu", "image_size": 24},
+                    },
+                    10,
+                    ("two images",),
+                )
+            },
+        ),
+        partial(write_files, make_config=seeing_config),
+        UnlimitedOcrProcessor,
+        PillowOcr,
+        patch_size=PATCH,
     ),
-    path=deepseek_path,
-    write=with_weights(write_deepseek, fill),
     rendered=f"{IMAGE}\nwhat is ita carwhich color",
-    call_hf=partial(call_processor, hf_deepseek),
 )

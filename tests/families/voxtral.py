@@ -24,8 +24,8 @@ from mmjax.models.voxtral.processor import PLACEHOLDER
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import cdiv, round_up
-from tests.families.directories import made_once, with_weights
-from tests.families.family import Family, HFInputs
+from tests.families.directories import made_once
+from tests.families.family import Family, HFInputs, written
 from tests.families.published import LLM_FIRST, MODULE, Published
 from tests.families.sizes import NO_KEYS, Keys
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
@@ -48,14 +48,13 @@ TOWER: dict[str, Any] = {
 
 def tiny_config(*, text: Keys = NO_KEYS, audio: Keys = NO_KEYS, **keys: Any) -> Any:
     """Return a config of width 32; a unit is 24 frames, and 4 embeddings."""
-    config = VoxtralConfig(
+    return VoxtralConfig(
         text_config=LlamaConfig(**{**TEXT, **text}),
         audio_config=VoxtralEncoderConfig(**{**TOWER, **audio}),
         audio_token_id=AUDIO_TOKEN,
         **keys,
+        architectures=["VoxtralForConditionalGeneration"],
     )
-    config.architectures = ["VoxtralForConditionalGeneration"]
-    return config
 
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
@@ -201,12 +200,7 @@ def call_hf(prompt: str, clips: list[Any], kwargs: Mapping[str, Any]) -> HFInput
 
 
 VOXTRAL = Family(
-    name="voxtral",
-    architecture="VoxtralForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=path,
-    write=with_weights(write_files),
+    **written(TINY, write_files),
     published=Published(layouts={"hub": HUB, "module": MODULE}, left_out=()),
     question="what is said",
     rendered=(f"[INST]{PLACEHOLDER}what is it[/INST]a car</s>[INST]which color[/INST]"),

@@ -15,8 +15,8 @@ from mmjax.models.whisper.model import WhisperForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
-from tests.families.family import Family
+from tests.families.directories import make_tokenizer, with_weights, write_directory
+from tests.families.family import Family, written
 from tests.families.florence2 import fill
 from tests.families.published import Published
 from tests.families.tiny import (
@@ -221,12 +221,7 @@ def fill_loud(model: Any) -> None:
 
 
 WHISPER = Family(
-    name="whisper",
-    architecture="WhisperForConditionalGeneration",
-    tiny=TINY,
-    is_written=True,
-    path=made_once(write_files),
-    write=with_weights(write_files, fill_loud),
+    **{**written(TINY, write_files), "write": with_weights(write_files, fill_loud)},
     llm_settings={"max_num_seqs": 2, "max_num_batched_tokens": 64},
     published=Published(left_out=("proj_out.weight",)),
     rendered="",

@@ -12,7 +12,7 @@ from mmjax.errors import CheckpointError, RequestError
 from mmjax.layers.module import build_abstract
 from mmjax.models.ernie4_5_vl.model import Ernie4_5_VLMoeForConditionalGeneration
 from mmjax.models.model_source import load_model_config
-from tests.families.ernie4_5_vl import ERNIE4_5_VL, make_rope, path, tiny_config
+from tests.families.ernie4_5_vl import ERNIE4_5_VL, make_rope, tiny_config
 from tests.kit import draw_video
 
 
@@ -38,7 +38,7 @@ def test_a_key_that_would_change_the_mathematics_is_refused(settings: Any, match
 
 
 def test_config_json_in_baidus_own_layout_is_refused(tmp_path: Path):
-    folder = Path(copytree(path(), tmp_path / "own"))
+    folder = Path(copytree(ERNIE4_5_VL.path(), tmp_path / "own"))
     (folder / "config.json").write_text(json.dumps({"model_type": "ernie4_5_moe_vl"}))
     with pytest.raises(CheckpointError, match="`ernie4_5_moe_vl`"):
         load_model_config(str(folder))
