@@ -3,7 +3,9 @@
 `MMJAX_TEST_PLATFORM=cuda` in the environment runs tests on a GPU (docs/performance.md).
 """
 
+import asyncio
 import gc
+import inspect
 import os
 import platform
 import stat
@@ -130,6 +132,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     own = {"monkeypatch", "own_programs"}
     shared_programs.is_paused = not own.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture

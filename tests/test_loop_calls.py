@@ -46,48 +46,42 @@ def test_all_calls_of_many_threads_are_made_in_each_ones_order() -> None:
         assert [number for one, number in seen if one == thread] == list(range(num_calls))
 
 
-def test_calls_before_the_loop_looks_wake_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_before_the_loop_looks_wake_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    async def body() -> None:
-        loop = asyncio.get_running_loop()
-        calls, num_wakes, wake = LoopCalls(loop), 0, loop.call_soon_threadsafe
+    loop = asyncio.get_running_loop()
+    calls, num_wakes, wake = LoopCalls(loop), 0, loop.call_soon_threadsafe
 
-        def count(*args: Any) -> Any:
-            nonlocal num_wakes
-            num_wakes += 1
-            return wake(*args)
+    def count(*args: Any) -> Any:
+        nonlocal num_wakes
+        num_wakes += 1
+        return wake(*args)
 
-        monkeypatch.setattr(loop, "call_soon_threadsafe", count)
-        for turn in range(1, 3):
-            # The loop cannot look meanwhile: this is its thread.
-            for number in range(5):
-                calls.call(seen.append, number)
-            await asyncio.sleep(0)
-            assert (num_wakes, len(seen)) == (turn, 5 * turn)
-
-    asyncio.run(body())
+    monkeypatch.setattr(loop, "call_soon_threadsafe", count)
+    for turn in range(1, 3):
+        # The loop cannot look meanwhile: this is its thread.
+        for number in range(5):
+            calls.call(seen.append, number)
+        await asyncio.sleep(0)
+        assert (num_wakes, len(seen)) == (turn, 5 * turn)
 
 
-def test_a_call_has_its_threads_context_and_its_fault_stops_no_other() -> None:
+async def test_a_call_has_its_threads_context_and_its_fault_stops_no_other() -> None:
     seen: list[str] = []
     faults: list[dict[str, Any]] = []
 
-    async def body() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, fault: faults.append(fault))
-        calls = LoopCalls(loop)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, fault: faults.append(fault))
+    calls = LoopCalls(loop)
 
-        def call(name: str) -> None:
-            NAME.set(name)
-            calls.call(lambda: seen.append(NAME.get()))
-            calls.call(lambda: 1 / 0)
+    def call(name: str) -> None:
+        NAME.set(name)
+        calls.call(lambda: seen.append(NAME.get()))
+        calls.call(lambda: 1 / 0)
 
-        for name in ("a", "b"):
-            copy_context().run(call, name)
-        await asyncio.sleep(0)
-
-    asyncio.run(body())
+    for name in ("a", "b"):
+        copy_context().run(call, name)
+    await asyncio.sleep(0)
     assert seen == ["a", "b"]
     assert [type(one["exception"]) for one in faults] == [ZeroDivisionError] * 2
 

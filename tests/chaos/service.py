@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -114,11 +114,6 @@ async def serving(
         yield Service(client, supervisor)
     finally:
         await client.close()
-
-
-def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a test's body, which must not wait for ever."""
-    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
 
 
 def question(number: int, picture: int | None = None) -> Any:

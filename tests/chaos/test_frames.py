@@ -14,7 +14,7 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.channel import _NUMBER
 from mmjax.transport.messages import StepOutput
-from tests.chaos.service import ECHO_MAIN, Service, echo_config, run, serving
+from tests.chaos.service import DEADLINE_S, ECHO_MAIN, Service, echo_config, serving
 
 SLOW = pytest.mark.slow
 LONG = SamplingParams(ignore_eos=True, max_tokens=60)
@@ -116,10 +116,10 @@ async def ask_all(service: Service) -> Any:
         for direction in ("requests", "outputs")
     ],
 )
-def test_no_answer_differs(
+async def test_no_answer_differs(
     input_processor: InputProcessor, mischief: Mischief, is_fatal: bool, direction: str
 ) -> None:
-    async def body() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         config = echo_config(input_processor.model_config, "slow")
         async with serving(config, input_processor, main=ECHO_MAIN) as service:
             expected = await ask_all(service)
@@ -135,14 +135,12 @@ def test_no_answer_differs(
             assert service.supervisor.num_restarts == int(is_fatal)
             assert service.client.num_requests == 0
 
-    run(body)
-
 
 @pytest.mark.parametrize("direction", ["requests", "outputs"])
-def test_a_loss_is_noticed_though_nothing_comes_after_it(
+async def test_a_loss_is_noticed_though_nothing_comes_after_it(
     input_processor: InputProcessor, direction: str
 ) -> None:
-    async def body() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         config = echo_config(input_processor.model_config, "slow")
         async with serving(config, input_processor, main=ECHO_MAIN) as service:
             expected = await service.ask("red", LONG)
@@ -155,8 +153,6 @@ def test_a_loss_is_noticed_though_nothing_comes_after_it(
             assert await service.ask("red", LONG) == expected
             assert bridge.is_done
             assert service.supervisor.num_restarts == 1
-
-    run(body)
 
 
 def resend(frames: list[Any], header: bytes) -> list[Any]:
@@ -190,12 +186,11 @@ UNREADABLE: dict[str, Callable[[list[Any]], list[Any]]] = {
         pytest.param("outputs", "whose request is known", marks=SLOW),
     ],
 )
-def test_a_message_that_came_whole_but_cannot_be_decoded(
+async def test_a_message_that_came_whole_but_cannot_be_decoded(
     input_processor: InputProcessor, name: str, direction: str
 ) -> None:
     """Fails its request alone; if that is not known, P1 is replaced, and nothing is lost."""
-
-    async def body() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         config = echo_config(input_processor.model_config, "slow")
         async with serving(config, input_processor, main=ECHO_MAIN) as service:
             expected = await ask_all(service)
@@ -214,5 +209,3 @@ def test_a_message_that_came_whole_but_cannot_be_decoded(
             ]
             assert service.supervisor.num_restarts == int(name == "of nobody")
             assert service.client.num_requests == 0
-
-    run(body)

@@ -18,12 +18,12 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.params.sampling_params import SamplingParams
 from tests.chaos.hanging_engine import CULPRIT_TOKENS, LONG_STEP_S
 from tests.chaos.service import (
+    DEADLINE_S,
     ECHO_MAIN,
     default_config,
     echo_config,
     params,
     question,
-    run,
     serving,
     until,
 )
@@ -33,8 +33,8 @@ HANG_S = 5.0
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=60)
 
 
-def test_a_p1_that_is_stopped_is_replaced(input_processor: InputProcessor) -> None:
-    async def body() -> None:
+async def test_a_p1_that_is_stopped_is_replaced(input_processor: InputProcessor) -> None:
+    async with asyncio.timeout(DEADLINE_S):
         config = echo_config(input_processor.model_config, "slow")
         async with serving(config, input_processor, main=ECHO_MAIN, hang_timeout_s=4.0) as service:
             expected = await service.ask("a red circle", ENDLESS)
@@ -47,15 +47,12 @@ def test_a_p1_that_is_stopped_is_replaced(input_processor: InputProcessor) -> No
             assert await asked == expected
             assert service.supervisor.state == "ready"
 
-    run(body)
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_default_engine_that_is_stopped_is_replaced() -> None:
+async def test_the_default_engine_that_is_stopped_is_replaced() -> None:
     """Prints after how long."""
-
-    async def body() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         async with serving(default_config()) as service:
             expected = await service.ask(question(2), params(2))
             loop = asyncio.get_running_loop()
@@ -68,8 +65,6 @@ def test_the_default_engine_that_is_stopped_is_replaced() -> None:
                 print(f"\nfound after {loop.time() - start:.1f} s")
                 await service.until_ready(number + 1)
                 assert await asked == expected
-
-    run(body)
 
 
 HANGING_MAINS = ("run_hanging_engine", pytest.param("run_locked_engine", marks=pytest.mark.slow))
@@ -93,12 +88,11 @@ BUSY = pytest.mark.parametrize("num_busy", [0, pytest.param(20, marks=pytest.mar
 
 @BUSY
 @pytest.mark.parametrize("main", HANGING_MAINS)
-def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(
+async def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(
     main: str, num_busy: int, tiny_gemma3: Path
 ) -> None:
     """Prints after how long."""
-
-    async def body() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         config = default_config(str(tiny_gemma3), *FEW, "--precompile", "none")
         main_path = f"tests.chaos.hanging_engine:{main}"
         async with serving(config, main=main_path, hang_timeout_s=HANG_S) as service:
@@ -124,13 +118,11 @@ def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(
             assert await asked == expected
             assert service.supervisor.num_restarts == 2
 
-    run(body)
-
 
 @BUSY
 @pytest.mark.slow
-def test_a_step_that_computes_for_long_is_no_hang(num_busy: int) -> None:
-    async def body() -> None:
+async def test_a_step_that_computes_for_long_is_no_hang(num_busy: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
         config = default_config(*FEW, "--precompile", "none")
         main = "tests.chaos.hanging_engine:run_slow_engine"
         async with serving(config, main=main, hang_timeout_s=HANG_S) as service:
@@ -140,5 +132,3 @@ def test_a_step_that_computes_for_long_is_no_hang(num_busy: int) -> None:
             assert len(answer.token_ids) == CULPRIT_TOKENS
             assert time.monotonic() - start > LONG_STEP_S
             assert service.supervisor.num_restarts == 0
-
-    run(body)

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from mmjax.frontend.prompt.pooling import pooling_request
 from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.params.pooling_params import PoolingParams
 from tests.chaos.service import (
+    DEADLINE_S,
     Answer,
     Service,
     default_config,
     params,
     question,
-    run,
     serving,
     until,
 )
@@ -49,10 +48,9 @@ async def ask_all(service: Service, numbers: Sequence[int], max_tokens: int) -> 
     )
 
 
-def test_a_kill_while_streams_run_and_one_while_p1_starts(tiny_gemma3: Path) -> None:
+async def test_a_kill_while_streams_run_and_one_while_p1_starts(tiny_gemma3: Path) -> None:
     """A small sample; `benchmarks/kills.py` has the counts."""
-
-    async def body() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         config = default_config(str(tiny_gemma3), *FEW, "--precompile", "none")
         async with serving(config, has_standby=True) as service:
             numbers = range(4)
@@ -69,8 +67,6 @@ def test_a_kill_while_streams_run_and_one_while_p1_starts(tiny_gemma3: Path) -> 
             assert service.supervisor.num_restarts == 2
             assert service.client.num_requests == 0
 
-    run(body)
-
 
 async def until_tokens(service: Service, count: int) -> None:
     """Wait until the streams have so many more tokens, or all have ended."""
@@ -86,8 +82,8 @@ async def until_tokens(service: Service, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kills_at_every_stage() -> None:
-    async def body() -> None:
+async def test_kills_at_every_stage() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         async with serving(default_config(*MANY), has_standby=True) as service:
             numbers = range(8)
             expected = await ask_all(service, numbers, 64)
@@ -107,8 +103,6 @@ def test_kills_at_every_stage() -> None:
                 await until(lambda dead=dead: service.pid != dead)
             assert await asked == expected
             assert service.client.num_requests == 0
-
-    run(body)
 
 
 @pytest.mark.slow
@@ -146,7 +140,7 @@ def test_50_kills_of_recurrent_states(family: Family, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kills_while_blocks_are_written_to_a_directory(tmp_path: Path) -> None:
+async def test_kills_while_blocks_are_written_to_a_directory(tmp_path: Path) -> None:
     """The device holds fewer blocks than are asked for; what a dead process left is read or missed.
 
     A file that it was writing is nobody's block.
@@ -155,26 +149,23 @@ def test_kills_while_blocks_are_written_to_a_directory(tmp_path: Path) -> None:
     directory = ("--kv-offload-gb", "0.01", "--kv-offload-dir", str(folder))
     small = ("--kv-cache-memory-bytes", "1500000", "--precompile", "none", *FEW)
 
-    async def body() -> None:
-        async with serving(default_config(*small)) as service:
-            expected = await ask_all(service, numbers, 32)
-        async with serving(default_config(*small, *directory), has_standby=True) as service:
-            num_files = 0
-            for number in range(8):
-                asked = asyncio.create_task(ask_all(service, numbers, 32))
-                await until_tokens(service, rng.randrange(1, 200))
-                await service.kill()
-                assert await asked == expected, f"{number=}"
-                found = len([*folder.glob("*.mmjax")])
-                assert found >= num_files, "blocks outlive the process"
-                num_files = found
-            assert await ask_all(service, numbers, 32) == expected
-            heartbeat = service.supervisor.heartbeat
-            assert heartbeat is not None
-            assert heartbeat.kv_files_hits > 0
-            assert service.supervisor.num_restarts == 8
-
-    asyncio.run(body())
+    async with serving(default_config(*small)) as service:
+        expected = await ask_all(service, numbers, 32)
+    async with serving(default_config(*small, *directory), has_standby=True) as service:
+        num_files = 0
+        for number in range(8):
+            asked = asyncio.create_task(ask_all(service, numbers, 32))
+            await until_tokens(service, rng.randrange(1, 200))
+            await service.kill()
+            assert await asked == expected, f"{number=}"
+            found = len([*folder.glob("*.mmjax")])
+            assert found >= num_files, "blocks outlive the process"
+            num_files = found
+        assert await ask_all(service, numbers, 32) == expected
+        heartbeat = service.supervisor.heartbeat
+        assert heartbeat is not None
+        assert heartbeat.kv_files_hits > 0
+        assert service.supervisor.num_restarts == 8
 
 
 async def embed(service: Service, number: int) -> bytes:
@@ -209,15 +200,16 @@ async def embed_through_kills(count: int) -> None:
         assert service.client.num_requests == 0
 
 
-def test_vectors_survive_a_kill() -> None:
-    run(partial(embed_through_kills, 1))
+async def test_vectors_survive_a_kill() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await embed_through_kills(1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_vectors_survive_20_kills() -> None:
+async def test_vectors_survive_20_kills() -> None:
     """Each is a start of seconds; at any step of prompts of several chunks."""
-    asyncio.run(embed_through_kills(20))
+    await embed_through_kills(20)
 
 
 def _num_tokens(service: Service) -> list[int]:

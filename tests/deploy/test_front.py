@@ -318,24 +318,20 @@ async def body_of(*chunks: bytes) -> AsyncGenerator[Message, None]:
         yield {"type": "http.request", "body": chunk, "more_body": True}
 
 
-def test_bodies_count_from_their_first_byte() -> None:
+async def test_bodies_count_from_their_first_byte() -> None:
     """Else slow ones would be here in any number, and of any size together."""
-
-    async def run() -> None:
-        room = Room(max_requests=2, max_bytes=10)
-        with room.taken(aiter(body_of(b"12345", b"6789")).__anext__) as first:
-            await first()
-            with room.taken(aiter(body_of(b"12345", b"6")).__anext__) as second:
-                await second()
-                with pytest.raises(CapacityError), room.taken(second):
-                    pass
-                for receive in (first, second):
-                    with pytest.raises(CapacityError):
-                        await receive()
-        with room.taken(aiter(body_of(b"1234567890")).__anext__) as third:
-            await third()
-
-    asyncio.run(run())
+    room = Room(max_requests=2, max_bytes=10)
+    with room.taken(aiter(body_of(b"12345", b"6789")).__anext__) as first:
+        await first()
+        with room.taken(aiter(body_of(b"12345", b"6")).__anext__) as second:
+            await second()
+            with pytest.raises(CapacityError), room.taken(second):
+                pass
+            for receive in (first, second):
+                with pytest.raises(CapacityError):
+                    await receive()
+    with room.taken(aiter(body_of(b"1234567890")).__anext__) as third:
+        await third()
 
 
 def test_a_body_of_the_largest_size_always_has_room(make_deployment: MakeDeployment) -> None:

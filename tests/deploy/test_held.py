@@ -1,7 +1,7 @@
 """What a replica holds of its answers, how much of it, and for how long."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,17 +75,13 @@ async def read(
     return found
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30.0))
-
-
 async def until_idle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def test_two_readers_get_all_of_one_answer() -> None:
-    async def work() -> None:
+async def test_two_readers_get_all_of_one_answer() -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady()
         held = holder(replica)
         first = asyncio.create_task(read(held, asked()))
@@ -97,11 +93,9 @@ def test_two_readers_get_all_of_one_answer() -> None:
         assert replica.num_computed == 1
         await held.close()
 
-    run(work())
 
-
-def test_it_is_computed_on_where_nobody_reads_it() -> None:
-    async def work() -> None:
+async def test_it_is_computed_on_where_nobody_reads_it() -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady()
         held = holder(replica)
         assert len(await read(held, asked(), 1)) == 1
@@ -111,12 +105,10 @@ def test_it_is_computed_on_where_nobody_reads_it() -> None:
         assert replica.num_cancelled == 0
         await held.close()
 
-    run(work())
-
 
 @pytest.mark.parametrize("is_over", [False, True])
-def test_it_is_dropped_in_time(is_over: bool) -> None:
-    async def work() -> None:
+async def test_it_is_dropped_in_time(is_over: bool) -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady()
         held = holder(replica, seconds=0.05)
         if is_over:
@@ -126,11 +118,9 @@ def test_it_is_dropped_in_time(is_over: bool) -> None:
         assert await read(held, asked(is_search=True)) == NOT_HELD
         assert replica.num_cancelled == (not is_over)
 
-    run(work())
 
-
-def test_the_time_does_not_run_while_it_is_read() -> None:
-    async def work() -> None:
+async def test_the_time_does_not_run_while_it_is_read() -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady()
         held = holder(replica, seconds=0.05)
         await read(held, asked(), 1)
@@ -140,11 +130,9 @@ def test_the_time_does_not_run_while_it_is_read() -> None:
         assert len(await reading) == 5
         await held.close()
 
-    run(work())
 
-
-def test_only_so_many_are_computed_for_nobody() -> None:
-    async def work() -> None:
+async def test_only_so_many_are_computed_for_nobody() -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady()
         held = holder(replica)
         for number in range(MAX_UNREAD + 3):
@@ -156,11 +144,9 @@ def test_only_so_many_are_computed_for_nobody() -> None:
         assert len(await read(held, asked("3", is_search=True))) == 5
         await held.close()
 
-    run(work())
 
-
-def test_the_oldest_that_nobody_reads_is_dropped_first() -> None:
-    async def work() -> None:
+async def test_the_oldest_that_nobody_reads_is_dropped_first() -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady(part=b"x" * 1000)
         # Of two answers, not of three.
         held = holder(replica, max_bytes=30_000)
@@ -174,11 +160,9 @@ def test_the_oldest_that_nobody_reads_is_dropped_first() -> None:
             assert len(await read(held, asked("read", is_search=True))) == 5
         await held.close()
 
-    run(work())
 
-
-def test_one_that_is_too_large_is_given_whole_and_not_held() -> None:
-    async def work() -> None:
+async def test_one_that_is_too_large_is_given_whole_and_not_held() -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady(num_parts=50, part=b"x" * 1000)
         held = holder(replica, max_bytes=20_000)
         replica.go_on()
@@ -192,41 +176,33 @@ def test_one_that_is_too_large_is_given_whole_and_not_held() -> None:
         await until_idle()
         assert slow.num_cancelled == 1
 
-    run(work())
-
 
 @pytest.mark.parametrize("replica", [{"status": 429}, {"is_whole": False}], ids=["error", "lost"])
-def test_what_failed_is_not_held(replica: dict[str, Any]) -> None:
-    async def work() -> None:
+async def test_what_failed_is_not_held(replica: dict[str, Any]) -> None:
+    async with asyncio.timeout(30.0):
         failing = Steady(**replica)
         failing.go_on()
         held = holder(failing)
         assert len(await read(held, asked())) == 5
         assert await read(held, asked(is_search=True)) == NOT_HELD
 
-    run(work())
-
 
 @pytest.mark.parametrize("how", ["no key", "nothing is held"])
-def test_nothing_is_held_where_nobody_comes_again(how: str) -> None:
-    async def work() -> None:
+async def test_nothing_is_held_where_nobody_comes_again(how: str) -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady()
         held = holder(replica, seconds=0.0 if how == "nothing is held" else 60.0)
         await read(held, asked(None if how == "no key" else "k"), 1)
         assert await read(held, asked(is_search=True)) == NOT_HELD
 
-    run(work())
 
-
-def test_closing_ends_what_is_computed() -> None:
-    async def work() -> None:
+async def test_closing_ends_what_is_computed() -> None:
+    async with asyncio.timeout(30.0):
         replica = Steady()
         held = holder(replica)
         await read(held, asked(), 1)
         await held.close()
         assert replica.num_cancelled == 1
-
-    run(work())
 
 
 def test_a_key_is_of_one_client_and_one_request() -> None:

@@ -4,11 +4,10 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -67,38 +66,31 @@ async def until(is_true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def watched(
-    body: Callable[[Leader, list[Fake], WorkerGroup], Coroutine[Any, Any, None]],
-    *,
-    unreachable_s: float = 60.0,
-) -> None:
-    """Run `body` while a group of three is watched."""
+@asynccontextmanager
+async def watched(
+    *, unreachable_s: float = 60.0
+) -> AsyncIterator[tuple[Leader, list[Fake], WorkerGroup]]:
+    """Watch a group of three."""
     leader, members = Leader(), [Fake(), Fake()]
-
-    async def run() -> None:
-        group = WorkerGroup(leader, members, interval_s=0.001, unreachable_s=unreachable_s)
-        group.open()
-        try:
-            await until(lambda: all(one.num_starts == 1 for one in members))
-            await body(leader, members, group)
-        finally:
-            await group.close()
-        assert all(one.has_ended for one in members)
-
-    asyncio.run(run())
+    group = WorkerGroup(leader, members, interval_s=0.001, unreachable_s=unreachable_s)
+    group.open()
+    try:
+        await until(lambda: all(one.num_starts == 1 for one in members))
+        yield leader, members, group
+    finally:
+        await group.close()
+    assert all(one.has_ended for one in members)
 
 
-def test_followers_start_again_with_every_p1() -> None:
-    async def body(leader: Leader, members: list[Fake], group: WorkerGroup) -> None:
+async def test_followers_start_again_with_every_p1() -> None:
+    async with watched() as (leader, members, _):
         for number in (2, 3):
             leader.restart()
             await until(lambda number=number: all(one.num_starts == number for one in members))
 
-    watched(body)
 
-
-def test_p1_ends_with_a_follower_and_all_meet_again() -> None:
-    async def body(leader: Leader, members: list[Fake], group: WorkerGroup) -> None:
+async def test_p1_ends_with_a_follower_and_all_meet_again() -> None:
+    async with watched() as (leader, members, _):
         leader.state = "ready"
         members[1].is_there = False
         await until(lambda: leader.reason != "")
@@ -107,22 +99,17 @@ def test_p1_ends_with_a_follower_and_all_meet_again() -> None:
         leader.restart()
         await until(lambda: all(one.num_starts == 2 for one in members))
 
-    watched(body)
 
-
-def test_p1_that_starts_says_itself_what_is_wrong() -> None:
+async def test_p1_that_starts_says_itself_what_is_wrong() -> None:
     """Ended by a signal it would start again and again, whatever its settings."""
-
-    async def body(leader: Leader, members: list[Fake], group: WorkerGroup) -> None:
+    async with watched() as (leader, members, _):
         members[0].is_there = False
         await asyncio.sleep(0.05)
         assert leader.reason == ""
 
-    watched(body)
 
-
-def test_a_lost_host_makes_the_replica_unhealthy() -> None:
-    async def body(leader: Leader, members: list[Fake], group: WorkerGroup) -> None:
+async def test_a_lost_host_makes_the_replica_unhealthy() -> None:
+    async with watched(unreachable_s=0.1) as (leader, members, group):
         leader.state = "ready"
         members[0].is_reached = False
         await asyncio.sleep(0.01)
@@ -133,8 +120,6 @@ def test_a_lost_host_makes_the_replica_unhealthy() -> None:
         members[0].is_reached = True
         await asyncio.sleep(0.05)
         group.check()
-
-    watched(body, unreachable_s=0.1)
 
 
 # ---- with real processes ------------------------------------------------------------------------
@@ -211,23 +196,19 @@ async def texts_of(http: httpx2.AsyncClient) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_processes_are_one_replica_that_outlives_either(tiny_gemma3: Path) -> None:
+async def test_two_processes_are_one_replica_that_outlives_either(tiny_gemma3: Path) -> None:
     """SIGKILL of the follower, and of P1, under requests: each gets the undisturbed text."""
-
-    async def run() -> None:
-        async with replica_of(tiny_gemma3, 1) as (_, _, http):
-            expected = await texts_of(http)
-        async with replica_of(tiny_gemma3, 2) as (replica, (follower,), http):
-            assert await texts_of(http) == expected
-            for number, victim in enumerate((lambda: follower.pid, lambda: replica.supervisor.pid)):
-                asking = asyncio.create_task(texts_of(http))
-                await asyncio.sleep(0.05)
-                pid = victim()
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-                assert await asking == expected
-                assert replica.supervisor.num_restarts == number + 1
-                assert follower.is_alive()
-                replica.check_health()
-
-    asyncio.run(run())
+    async with replica_of(tiny_gemma3, 1) as (_, _, http):
+        expected = await texts_of(http)
+    async with replica_of(tiny_gemma3, 2) as (replica, (follower,), http):
+        assert await texts_of(http) == expected
+        for number, victim in enumerate((lambda: follower.pid, lambda: replica.supervisor.pid)):
+            asking = asyncio.create_task(texts_of(http))
+            await asyncio.sleep(0.05)
+            pid = victim()
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            assert await asking == expected
+            assert replica.supervisor.num_restarts == number + 1
+            assert follower.is_alive()
+            replica.check_health()

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -32,29 +33,27 @@ from tests.echo_engine import REFUSED_TOKEN, EchoEngine, EchoSupervisor
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=None)
 
 
-def with_client(
+@asynccontextmanager
+async def started_client(
     input_processor: InputProcessor,
-    body: Callable[[AsyncEngineClient, EchoSupervisor], Awaitable[None]],
     *,
     scheduler: SchedulerConfig | None = None,
     max_start_wait_s: float = 60.0,
     **supervisor_fields: Any,
-) -> None:
-    async def run() -> None:
-        supervisor = EchoSupervisor(**supervisor_fields)
-        client = AsyncEngineClient(
-            input_processor,
-            supervisor,
-            scheduler or SchedulerConfig(),
-            max_start_wait_s=max_start_wait_s,
-        )
-        await client.start()
-        try:
-            await asyncio.wait_for(body(client, supervisor), 60.0)
-        finally:
-            await client.close()
-
-    asyncio.run(run())
+) -> AsyncIterator[tuple[AsyncEngineClient, EchoSupervisor]]:
+    supervisor = EchoSupervisor(**supervisor_fields)
+    client = AsyncEngineClient(
+        input_processor,
+        supervisor,
+        scheduler or SchedulerConfig(),
+        max_start_wait_s=max_start_wait_s,
+    )
+    await client.start()
+    try:
+        async with asyncio.timeout(60.0):
+            yield client, supervisor
+    finally:
+        await client.close()
 
 
 async def add(client: AsyncEngineClient, *args: Any, **fields: Any) -> RequestStream:
@@ -70,8 +69,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_generate_streams_what_was_added(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_generate_streams_what_was_added(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor) as (client, _):
         outputs: list[RequestOutput] = []
         params = SamplingParams(max_tokens=64)
         request = GenerateRequest("r", "a red circle", params, stream=True)
@@ -81,24 +80,20 @@ def test_generate_streams_what_was_added(input_processor: InputProcessor) -> Non
         assert outputs[-1].finished
         assert client.num_requests == 0
 
-    with_client(input_processor, body)
 
-
-def test_many_at_once_do_not_mix(input_processor: InputProcessor) -> None:
+async def test_many_at_once_do_not_mix(input_processor: InputProcessor) -> None:
     texts = [f"red {i} circle" for i in range(20)]
+    async with started_client(input_processor, delay_s=0.001) as (client, _):
 
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         async def ask(i: int) -> str:
             params = SamplingParams(max_tokens=64)
             return await text_of(await add(client, str(i), texts[i], params, stream=i % 2 == 0))
 
         assert await asyncio.gather(*(ask(i) for i in range(20))) == texts
 
-    with_client(input_processor, body, delay_s=0.001)
 
-
-def test_leaving_early_aborts(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_leaving_early_aborts(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor, delay_s=0.001) as (client, supervisor):
         outputs = await add(client, "r", "red", ENDLESS, stream=True)
         await anext(outputs)
         outputs.close()
@@ -110,11 +105,9 @@ def test_leaving_early_aborts(input_processor: InputProcessor) -> None:
         await asyncio.sleep(0.02)
         assert supervisor.engine.aborted == ["r"], "a finished request is not aborted"
 
-    with_client(input_processor, body, delay_s=0.001)
 
-
-def test_prompts_may_be_made_in_the_pool(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_prompts_may_be_made_in_the_pool(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor) as (client, _):
         params = SamplingParams(max_tokens=64)
         assert await text_of(await add(client, "r", lambda: "red", params)) == "red"
 
@@ -125,11 +118,9 @@ def test_prompts_may_be_made_in_the_pool(input_processor: InputProcessor) -> Non
             await add(client, "s", fail, params)
         assert client.num_requests == 0
 
-    with_client(input_processor, body)
 
-
-def test_what_the_engine_refuses(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_what_the_engine_refuses(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor) as (client, _):
         good = await add(client, "a", "red", ENDLESS)
         bad = await add(client, "b", [5, REFUSED_TOKEN], SamplingParams(n=2))
         with pytest.raises(RequestError, match="does not like") as caught:
@@ -137,13 +128,11 @@ def test_what_the_engine_refuses(input_processor: InputProcessor) -> None:
         assert (caught.value.status, caught.value.param) == (400, "prompt")
         assert await text_of(good)
 
-    with_client(input_processor, body)
 
-
-def test_a_fault_in_one_text_is_that_requests_alone(
+async def test_a_fault_in_one_text_is_that_requests_alone(
     input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor, delay_s=0.01) as (client, _):
         params = SamplingParams(max_tokens=64)
         process = client.requests.outputs.process
 
@@ -161,13 +150,10 @@ def test_a_fault_in_one_text_is_that_requests_alone(
         assert "0x" not in caught.value.message
         assert await text_of(good) == "circle"
 
-    with_client(input_processor, body, delay_s=0.01)
 
-
-def test_too_many_get_429_before_any_work(input_processor: InputProcessor) -> None:
+async def test_too_many_get_429_before_any_work(input_processor: InputProcessor) -> None:
     scheduler = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1)
-
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor, scheduler=scheduler, delay_s=0.01) as (client, _):
         streams = [await add(client, str(i), "red", ENDLESS) for i in range(2)]
 
         def never() -> str:
@@ -179,13 +165,12 @@ def test_too_many_get_429_before_any_work(input_processor: InputProcessor) -> No
             stream.close()
         await text_of(await add(client, "y", "red", SamplingParams(max_tokens=2)))
 
-    with_client(input_processor, body, scheduler=scheduler, delay_s=0.01)
 
-
-def test_every_sequence_counts_until_its_request_ends(input_processor: InputProcessor) -> None:
+async def test_every_sequence_counts_until_its_request_ends(
+    input_processor: InputProcessor,
+) -> None:
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_queued_reqs=4)
-
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor, scheduler=scheduler, delay_s=0.01) as (client, _):
         three = SamplingParams(n=3, ignore_eos=True, max_tokens=None)
         first = await add(client, "a", "red", three)
         second = await add(client, "b", "red", three)
@@ -198,8 +183,6 @@ def test_every_sequence_counts_until_its_request_ends(input_processor: InputProc
         (await add(client, "e", "red", three)).close()
         second.close()
         assert (client.num_requests, client.capacity.num_seqs) == (0, 0)
-
-    with_client(input_processor, body, scheduler=scheduler, delay_s=0.01)
 
 
 ERRORS = [
@@ -214,15 +197,17 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_of_the_engine_is_the_same_error_here(
+async def test_an_error_of_the_engine_is_the_same_error_here(
     input_processor: InputProcessor, error: RequestError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: EchoEngine, request: Any) -> None:
         raise error
 
     monkeypatch.setattr(EchoEngine, "add_request", refuse)
-
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor, mm=MultiModalConfig(mm_processor_cache_gb=0.0)) as (
+        client,
+        _,
+    ):
         stream = await add(client, "r", "red", ENDLESS)
         with pytest.raises(RequestError) as caught:
             await text_of(stream)
@@ -232,11 +217,9 @@ def test_an_error_of_the_engine_is_the_same_error_here(
         assert getattr(found, "retry_after_s", None) == getattr(error, "retry_after_s", None)
         assert isinstance(found, CapacityError) == isinstance(error, CapacityError)
 
-    with_client(input_processor, body, mm=MultiModalConfig(mm_processor_cache_gb=0.0))
 
-
-def test_a_request_waits_for_the_start(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_a_request_waits_for_the_start(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor, is_started_ready=False) as (client, supervisor):
         early = asyncio.create_task(add(client, "r", "red", SamplingParams(max_tokens=2)))
         await asyncio.sleep(0.05)
         assert not early.done()
@@ -244,16 +227,15 @@ def test_a_request_waits_for_the_start(input_processor: InputProcessor) -> None:
         supervisor.become_ready()
         await text_of(await early)
 
-    with_client(input_processor, body, is_started_ready=False)
 
-
-def test_a_start_that_takes_too_long_is_503(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_a_start_that_takes_too_long_is_503(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor, is_started_ready=False, max_start_wait_s=0.1) as (
+        client,
+        _,
+    ):
         with pytest.raises(EngineUnavailableError, match="starting"):
             await add(client, "r", "red", SamplingParams())
         assert client.num_requests == 0
-
-    with_client(input_processor, body, is_started_ready=False, max_start_wait_s=0.1)
 
 
 TEXT = "a red circle and a blue square with four corners"
@@ -299,10 +281,11 @@ def allow_one_step(engine: EchoEngine) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("params", TEXT_IDS_PARAMS.values(), ids=TEXT_IDS_PARAMS)
-def test_a_restart_after_every_token_changes_nothing(
+async def test_a_restart_after_every_token_changes_nothing(
     input_processor: InputProcessor, params: SamplingParams, stream: bool
 ) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor, delay_s=0.002) as (client, supervisor):
+
         async def ask(request_id: str) -> list[RequestOutput]:
             handle = await add(client, request_id, TEXT, params, stream=stream)
             return [output async for output in handle]
@@ -323,11 +306,10 @@ def test_a_restart_after_every_token_changes_nothing(
         assert (await asked)[-1].num_cached_tokens == expected[-1].num_cached_tokens
         assert client.num_requests == 0
 
-    with_client(input_processor, body, delay_s=0.002)
 
-
-def test_requests_that_come_during_a_restart_wait(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_requests_that_come_during_a_restart_wait(input_processor: InputProcessor) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=2)
+    async with started_client(input_processor, scheduler=scheduler) as (client, supervisor):
         supervisor.die(restarts=True)
         params = SamplingParams(max_tokens=64)
         waiting = [await add(client, f"{i}", "red", params) for i in range(3)]
@@ -337,14 +319,11 @@ def test_requests_that_come_during_a_restart_wait(input_processor: InputProcesso
         await revive(client, supervisor)
         assert [await text_of(one) for one in waiting] == ["red"] * 3
 
-    scheduler = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=2)
-    with_client(input_processor, body, scheduler=scheduler)
 
-
-def test_deadlines_count_on_during_a_restart(
+async def test_deadlines_count_on_during_a_restart(
     input_processor: InputProcessor,
 ) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor, delay_s=0.002) as (client, supervisor):
         begun = await add(
             client, "begun", "red", ENDLESS, stream=True, deadline=time.monotonic() + 3600
         )
@@ -362,11 +341,9 @@ def test_deadlines_count_on_during_a_restart(
         assert await text_of(await add(client, "s", "red", SamplingParams())) == "red"
         assert [request.request_id for request in supervisor.engine.added] == ["s"]
 
-    with_client(input_processor, body, delay_s=0.002)
 
-
-def test_who_leaves_during_a_restart_is_forgotten(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_who_leaves_during_a_restart_is_forgotten(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor, delay_s=0.002) as (client, supervisor):
         stream = await add(client, "r", "red", ENDLESS, stream=True)
         await anext(stream)
         supervisor.die(restarts=True)
@@ -375,17 +352,15 @@ def test_who_leaves_during_a_restart_is_forgotten(input_processor: InputProcesso
         assert await text_of(await add(client, "s", "red", SamplingParams())) == "red"
         assert [request.request_id for request in supervisor.engine.added] == ["s"]
 
-    with_client(input_processor, body, delay_s=0.002)
-
 
 def crash(*request_ids: str) -> EngineExit:
     return EngineExit(cause="crash", request_ids=request_ids)
 
 
-def test_a_request_that_crashes_twice_fails_alone_and_is_refused_after_that(
+async def test_a_request_that_crashes_twice_fails_alone_and_is_refused_after_that(
     input_processor: InputProcessor,
 ) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor, delay_s=1000.0) as (client, supervisor):
         params = SamplingParams(max_tokens=64)
         good = await add(client, "good", TEXT, params)
         poison = await add(client, "poison", "red", SamplingParams(n=2, temperature=1.0))
@@ -421,11 +396,9 @@ def test_a_request_that_crashes_twice_fails_alone_and_is_refused_after_that(
         assert await text_of(await add(client, "other", "red", SamplingParams())) == "red"
         assert client.num_requests == 0
 
-    with_client(input_processor, body, delay_s=1000.0)
 
-
-def test_tokens_of_another_engine_are_gone_on_after(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_tokens_of_another_engine_are_gone_on_after(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor) as (client, supervisor):
         for name, params in TEXT_IDS_PARAMS.items():
             handle = await add(client, name, TEXT, params, stream=True)
             outputs = [output async for output in handle]
@@ -453,38 +426,32 @@ def test_tokens_of_another_engine_are_gone_on_after(input_processor: InputProces
         assert client.num_requests == 0
         assert not supervisor.engine.running
 
-    with_client(input_processor, body)
 
-
-def test_a_whole_answer_has_the_tokens_of_the_other_engine(
+async def test_a_whole_answer_has_the_tokens_of_the_other_engine(
     input_processor: InputProcessor,
 ) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor) as (client, _):
         ids = input_processor.tokenize(TEXT)
         handle = await add(
             client, "r", TEXT, SamplingParams(max_tokens=64), generated_token_ids=[ids[:5]]
         )
         assert await text_of(handle) == TEXT
 
-    with_client(input_processor, body)
-
 
 @pytest.mark.parametrize("generated", [[[5]], [[5], [10**7]], [[5], [-1]]])
-def test_tokens_that_no_engine_gave_are_refused(
+async def test_tokens_that_no_engine_gave_are_refused(
     input_processor: InputProcessor, generated: list[list[int]]
 ) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor) as (client, _):
         with pytest.raises(RequestError) as caught:
             await add(client, "r", TEXT, SamplingParams(n=2), generated_token_ids=generated)
         assert caught.value.param == "generated_token_ids"
 
-    with_client(input_processor, body)
 
-
-def test_a_paused_engine_refuses_at_once_and_says_for_how_long(
+async def test_a_paused_engine_refuses_at_once_and_says_for_how_long(
     input_processor: InputProcessor,
 ) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor, delay_s=1000.0) as (client, supervisor):
         stream = await add(client, "r", "red", ENDLESS)
         supervisor.retry_after_s = 9.0
         supervisor.die(restarts=True, state="paused")
@@ -493,15 +460,12 @@ def test_a_paused_engine_refuses_at_once_and_says_for_how_long(
                 await wait
             assert caught.value.retry_after_s == 9.0
 
-    with_client(input_processor, body, delay_s=1000.0)
 
-
-def test_a_request_that_a_pause_refused_in_part_is_refused(
+async def test_a_request_that_a_pause_refused_in_part_is_refused(
     input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pause ends between the commits of its two sequences."""
-
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    async with started_client(input_processor) as (client, supervisor):
         on_committed = client._on_committed
 
         def change(pending: PendingRequest, committed: CommittedMessage) -> None:
@@ -513,11 +477,9 @@ def test_a_request_that_a_pause_refused_in_part_is_refused(
             await add(client, "r", "red", SamplingParams(n=2, max_tokens=2))
         assert client.num_requests == 0
 
-    with_client(input_processor, body)
 
-
-def test_a_dead_engine_answers_all(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+async def test_a_dead_engine_answers_all(input_processor: InputProcessor) -> None:
+    async with started_client(input_processor, delay_s=1000.0) as (client, supervisor):
         stream = await add(client, "r", "red", ENDLESS)
         supervisor.die(restarts=False)
         with pytest.raises(EngineUnavailableError, match="restarted"):
@@ -525,13 +487,11 @@ def test_a_dead_engine_answers_all(input_processor: InputProcessor) -> None:
         with pytest.raises(EngineUnavailableError):
             await add(client, "s", "red", ENDLESS)
 
-    with_client(input_processor, body, delay_s=1000.0)
 
-
-def test_waiting_tokens_are_limited(input_processor: InputProcessor) -> None:
+async def test_waiting_tokens_are_limited(input_processor: InputProcessor) -> None:
     """A prompt behind others is refused; alone it is admitted, however long."""
-
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    scheduler = SchedulerConfig(max_num_queued_tokens=8)
+    async with started_client(input_processor, scheduler=scheduler, delay_s=3600) as (client, _):
         prompt, params = "red circle " * 10, SamplingParams(max_tokens=2)
         first = await add(client, "a", prompt, params)
         with pytest.raises(CapacityError, match="--max-num-queued-tokens"):
@@ -539,6 +499,3 @@ def test_waiting_tokens_are_limited(input_processor: InputProcessor) -> None:
         assert client.num_requests == 1
         first.close()
         (await add(client, "c", prompt, params)).close()
-
-    scheduler = SchedulerConfig(max_num_queued_tokens=8)
-    with_client(input_processor, body, scheduler=scheduler, delay_s=3600)

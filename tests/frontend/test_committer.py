@@ -76,12 +76,11 @@ def test_two_threads_have_their_own_processors(
     assert all(request.messages[0].mm_features[0].data is not None for request in requests)
 
 
-def test_the_client_processes_two_at_once_off_the_loop(
+async def test_the_client_processes_two_at_once_off_the_loop(
     model_config: ModelConfig, oracle: Oracle, meeting: threading.Barrier
 ) -> None:
     """And the engine answers a third meanwhile."""
-
-    async def run() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         supervisor = EchoSupervisor(delay_s=0.001)
         client = AsyncEngineClient(
             processor_of(model_config, mm_config(10)), supervisor, SchedulerConfig()
@@ -102,8 +101,6 @@ def test_the_client_processes_two_at_once_off_the_loop(
             assert [output async for output in stream]
         text.close()
         await client.close()
-
-    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
 
 # ---- one after the other -------------------------------------------------------------------------
@@ -260,11 +257,10 @@ def held(lock: Any) -> Iterator[Callable[[], bool]]:
         thread.join()
 
 
-def test_the_loop_never_waits_for_a_commit(model_config: ModelConfig, oracle: Oracle) -> None:
+async def test_the_loop_never_waits_for_a_commit(model_config: ModelConfig, oracle: Oracle) -> None:
     """As long as a thread copies a large item, the engine is read, and ends, and starts again."""
     mm = mm_config(10)
-
-    async def run() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         supervisor = EchoSupervisor(mm=mm)
         client = AsyncEngineClient(processor_of(model_config, mm), supervisor, SchedulerConfig())
         await client.start()
@@ -285,8 +281,6 @@ def test_the_loop_never_waits_for_a_commit(model_config: ModelConfig, oracle: Or
             outputs = [output async for output in again]
             assert outputs[-1].outputs[0].token_ids == oracle.answer((1, 2))
         await client.close()
-
-    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
 
 def test_what_an_engine_lacked_before_its_end_is_nothing_of_the_next(

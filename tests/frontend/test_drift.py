@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -134,42 +135,38 @@ def replace_n(n: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=64, n=n)
 
 
-def with_run(
+@asynccontextmanager
+async def started_run(
     model_config: ModelConfig,
     oracle: Oracle,
     mm: MultiModalConfig,
-    body: Callable[[Run], Awaitable[None]],
     *,
     num_workers: int = 2,
     enable_prefix_caching: bool = True,
     timeout_s: float = 60.0,
-) -> None:
-    async def run() -> None:
-        cache = processor_cache_from_config(mm)
-        supervisor = EchoSupervisor(mm=config_with_directory(mm, cache))
-        processor = InputProcessor(
-            replace(model_config, mm=mm), cache=cache, enable_prefix_caching=enable_prefix_caching
-        )
-        client = AsyncEngineClient(
-            processor, supervisor, SchedulerConfig(), num_workers=num_workers
-        )
-        await client.start()
-        try:
-            await asyncio.wait_for(body(Run(client, supervisor, oracle)), timeout_s)
-        finally:
-            await client.close()
-            processor.close()
-
-    asyncio.run(run())
+) -> AsyncIterator[Run]:
+    cache = processor_cache_from_config(mm)
+    supervisor = EchoSupervisor(mm=config_with_directory(mm, cache))
+    processor = InputProcessor(
+        replace(model_config, mm=mm), cache=cache, enable_prefix_caching=enable_prefix_caching
+    )
+    client = AsyncEngineClient(processor, supervisor, SchedulerConfig(), num_workers=num_workers)
+    await client.start()
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield Run(client, supervisor, oracle)
+    finally:
+        await client.close()
+        processor.close()
 
 
 # ---- the bridge carries an item once -------------------------------------------------------------
 
 
-def test_a_repeated_picture_does_not_cross_the_bridge(
+async def test_a_repeated_picture_does_not_cross_the_bridge(
     model_config: ModelConfig, oracle: Oracle
 ) -> None:
-    async def body(run: Run) -> None:
+    async with started_run(model_config, oracle, mm_config(10)) as run:
         for _ in range(3):
             await run.ask(1)
         first, *others = run.supervisor.num_bytes
@@ -181,8 +178,6 @@ def test_a_repeated_picture_does_not_cross_the_bridge(
         assert all(other < MESSAGE_BYTES for other in run.supervisor.num_bytes[4:])
         run.check_mirrors()
 
-    with_run(model_config, oracle, mm_config(10), body)
-
 
 @pytest.mark.parametrize(
     ("mm", "enable_prefix_caching", "num_items"),
@@ -192,7 +187,7 @@ def test_a_repeated_picture_does_not_cross_the_bridge(
         (mm_config(0), False, 2),
     ],
 )
-def test_without_a_cache_in_p1_a_picture_crosses_with_every_message(
+async def test_without_a_cache_in_p1_a_picture_crosses_with_every_message(
     model_config: ModelConfig,
     oracle: Oracle,
     mm: MultiModalConfig,
@@ -200,23 +195,24 @@ def test_without_a_cache_in_p1_a_picture_crosses_with_every_message(
     num_items: int,
 ) -> None:
     """Without any cache nothing is hashed, so that nobody knows that the two are one."""
-
-    async def body(run: Run) -> None:
+    async with started_run(
+        model_config, oracle, mm, enable_prefix_caching=enable_prefix_caching
+    ) as run:
         for _ in range(2):
             await run.ask(1, 1, n=2)
         assert len(run.supervisor.num_bytes) == 4
         for size in run.supervisor.num_bytes:
             assert 0 < size - num_items * ITEM_BYTES < num_items * MESSAGE_BYTES
 
-    with_run(model_config, oracle, mm, body, enable_prefix_caching=enable_prefix_caching)
-
 
 # ---- drift heals ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1, 2.5, 10])
-def test_an_engine_that_forgets(model_config: ModelConfig, oracle: Oracle, capacity: float) -> None:
-    async def body(run: Run) -> None:
+async def test_an_engine_that_forgets(
+    model_config: ModelConfig, oracle: Oracle, capacity: float
+) -> None:
+    async with started_run(model_config, oracle, mm_config(capacity)) as run:
         await run.ask(1, 2)
         run.p1.clear_cache()
         await run.ask(1, 3, 2)
@@ -227,11 +223,9 @@ def test_an_engine_that_forgets(model_config: ModelConfig, oracle: Oracle, capac
         await run.settle()
         assert run.num_answers == 17
 
-    with_run(model_config, oracle, mm_config(capacity), body)
 
-
-def test_a_miss_is_healed_in_one_round(model_config: ModelConfig, oracle: Oracle) -> None:
-    async def body(run: Run) -> None:
+async def test_a_miss_is_healed_in_one_round(model_config: ModelConfig, oracle: Oracle) -> None:
+    async with started_run(model_config, oracle, mm_config(10)) as run:
         await run.ask(1, 2, 3)
         run.supervisor.num_bytes.clear()
         run.p1.clear_cache()
@@ -242,15 +236,12 @@ def test_a_miss_is_healed_in_one_round(model_config: ModelConfig, oracle: Oracle
         )
         run.check_mirrors()
 
-    with_run(model_config, oracle, mm_config(10), body)
 
-
-def test_the_last_round_counts_on_no_cache(
+async def test_the_last_round_counts_on_no_cache(
     model_config: ModelConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache of P1's that keeps nothing, where P0 believes that it keeps all."""
-
-    async def body(run: Run) -> None:
+    async with started_run(model_config, oracle, mm_config(10)) as run:
         await run.ask(1, 2)
         monkeypatch.setattr(run.p1._cache, "put_if_fits", lambda *_: False)
         run.p1.clear_cache()
@@ -258,13 +249,11 @@ def test_the_last_round_counts_on_no_cache(
         await asyncio.gather(*(run.ask(1, 2, 3) for _ in range(4)))
         await run.ask(2, 1)
 
-    with_run(model_config, oracle, mm_config(10), body)
 
-
-def test_a_uuid_that_cannot_be_made_again_fails_alone(
+async def test_a_uuid_that_cannot_be_made_again_fails_alone(
     model_config: ModelConfig, oracle: Oracle
 ) -> None:
-    async def body(run: Run) -> None:
+    async with started_run(model_config, oracle, mm_config(10)) as run:
         prompt = oracle.prompt((1,))
         named: Any = {**prompt, "multi_modal_uuids": {"image": ["mine"]}}
         bare: Any = {**named, "multi_modal_data": {"image": [None]}}
@@ -283,13 +272,11 @@ def test_a_uuid_that_cannot_be_made_again_fails_alone(
             await run.client.add_request(GenerateRequest("unknown", bare, GREEDY))
         await run.settle()
 
-    with_run(model_config, oracle, mm_config(10), body)
 
-
-def test_GHSA_ph3r_5jfg_f84f_refused_and_aborted_requests_leave_the_mirrors_equal(
+async def test_GHSA_ph3r_5jfg_f84f_refused_and_aborted_requests_leave_the_mirrors_equal(
     model_config: ModelConfig, oracle: Oracle
 ) -> None:
-    async def body(run: Run) -> None:
+    async with started_run(model_config, oracle, mm_config(2.5)) as run:
         for number in range(12):
             with pytest.raises(RequestError, match="does not like"):
                 await run.ask(number % 5, number % 3, n=2, last_token=REFUSED_TOKEN)
@@ -305,11 +292,9 @@ def test_GHSA_ph3r_5jfg_f84f_refused_and_aborted_requests_leave_the_mirrors_equa
             run.check_mirrors()
         assert len(run.p0.order) == 2
 
-    with_run(model_config, oracle, mm_config(2.5), body)
 
-
-def test_a_restart_during_requests(model_config: ModelConfig, oracle: Oracle) -> None:
-    async def body(run: Run) -> None:
+async def test_a_restart_during_requests(model_config: ModelConfig, oracle: Oracle) -> None:
+    async with started_run(model_config, oracle, mm_config(10)) as run:
         await run.ask(1, 2)
         asked = [
             asyncio.create_task(run.ask(*pictures, n=n))
@@ -323,8 +308,6 @@ def test_a_restart_during_requests(model_config: ModelConfig, oracle: Oracle) ->
         assert [result for result in results if result is not None] == []
         await run.settle()
         run.check_mirrors()
-
-    with_run(model_config, oracle, mm_config(10), body)
 
 
 # ---- all at once, at random ----------------------------------------------------------------------
@@ -387,14 +370,16 @@ class Storm:
 @pytest.mark.parametrize(
     "count", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-def test_a_storm(
+async def test_a_storm(
     model_config: ModelConfig,
     oracle: Oracle,
     cache_type: CacheType,
     capacity: float,
     count: int,
 ) -> None:
-    async def body(run: Run) -> None:
+    limits: Any = {"num_workers": 3, "timeout_s": 600}
+    mm = mm_config(capacity, cache_type)
+    async with started_run(model_config, oracle, mm, **limits) as run:
         storm = Storm(run, seed=int(capacity * 10) + count)
         weather = asyncio.create_task(storm.weather())
         waiting = [storm.client for _ in range(count)]
@@ -413,6 +398,3 @@ def test_a_storm(
         await run.settle()
         run.check_mirrors()
         assert run.num_answers > count // 2
-
-    mm = mm_config(capacity, cache_type)
-    with_run(model_config, oracle, mm, body, num_workers=3, timeout_s=600)

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -26,15 +27,14 @@ from tests.kit import draw
 from tests.processing.test_media import encode
 
 
-def with_threads(body: Callable[[RequestThreads], Awaitable[None]], num_workers: int = 2) -> None:
-    async def run() -> None:
-        threads = RequestThreads(num_workers, LoopCalls(asyncio.get_running_loop()))
-        try:
-            await asyncio.wait_for(body(threads), 60.0)
-        finally:
-            threads.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def started_threads(num_workers: int = 2) -> AsyncIterator[RequestThreads]:
+    threads = RequestThreads(num_workers, LoopCalls(asyncio.get_running_loop()))
+    try:
+        async with asyncio.timeout(60.0):
+            yield threads
+    finally:
+        threads.close()
 
 
 class Heavy:
@@ -61,8 +61,8 @@ async def wait_for(event: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_light_work_passes_any_number_of_heavy_jobs(num_workers: int) -> None:
-    async def body(threads: RequestThreads) -> None:
+async def test_light_work_passes_any_number_of_heavy_jobs(num_workers: int) -> None:
+    async with started_threads(num_workers) as threads:
         jobs = [Heavy(threads) for _ in range(5)]
         await wait_for(jobs[0].has_begun)
         for _ in range(10):
@@ -72,11 +72,9 @@ def test_light_work_passes_any_number_of_heavy_jobs(num_workers: int) -> None:
             job.may_end.set()
         assert await asyncio.gather(*(job.task for job in jobs)) == ["heavy"] * 5
 
-    with_threads(body, num_workers)
 
-
-def test_heavy_jobs_are_done_in_their_order() -> None:
-    async def body(threads: RequestThreads) -> None:
+async def test_heavy_jobs_are_done_in_their_order() -> None:
+    async with started_threads() as threads:
         jobs = [Heavy(threads) for _ in range(3)]
         for number, job in enumerate(jobs):
             await wait_for(job.has_begun)
@@ -86,11 +84,9 @@ def test_heavy_jobs_are_done_in_their_order() -> None:
             job.may_end.set()
         assert await asyncio.gather(*(job.task for job in jobs)) == ["heavy"] * 3
 
-    with_threads(body)
 
-
-def test_a_cancelled_heavy_job_never_begins() -> None:
-    async def body(threads: RequestThreads) -> None:
+async def test_a_cancelled_heavy_job_never_begins() -> None:
+    async with started_threads() as threads:
         first, second, third = (Heavy(threads) for _ in range(3))
         await wait_for(first.has_begun)
         second.cancellation.set()
@@ -102,22 +98,18 @@ def test_a_cancelled_heavy_job_never_begins() -> None:
         assert await third.task == "heavy"
         assert not second.has_begun.is_set()
 
-    with_threads(body)
-
 
 @pytest.mark.parametrize("is_heavy", [False, True])
-def test_errors_come_through(is_heavy: bool) -> None:
+async def test_errors_come_through(is_heavy: bool) -> None:
     def fail() -> None:
         raise KeyError("x")
 
-    async def body(threads: RequestThreads) -> None:
+    async with started_threads() as threads:
         with pytest.raises(KeyError):
             await threads.run(fail, Cancellation(), is_heavy=is_heavy)
 
-    with_threads(body)
 
-
-def test_a_text_passes_pictures_whose_client_leaves(
+async def test_a_text_passes_pictures_whose_client_leaves(
     input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests with six pictures each hold no text up, and stop where they are cancelled."""
@@ -143,7 +135,7 @@ def test_a_text_passes_pictures_whose_client_leaves(
         ]
         return {"prompt": "<start_of_image>" * 6, "multi_modal_data": {"image": files}}
 
-    async def body() -> None:
+    async with asyncio.timeout(60):
         client = AsyncEngineClient(input_processor, EchoSupervisor(), SchedulerConfig())
         await client.start()
         params = SamplingParams(max_tokens=8)
@@ -168,8 +160,6 @@ def test_a_text_passes_pictures_whose_client_leaves(
         assert len(decoded) == 1 + 6
         await client.close()
 
-    asyncio.run(asyncio.wait_for(body(), 60))
-
 
 def test_what_is_cached_is_no_work(
     input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
@@ -190,8 +180,8 @@ def test_what_is_cached_is_no_work(
     assert not is_heavy("a text")
 
 
-def test_jobs_that_never_start_end_with_the_threads() -> None:
-    async def body(threads: RequestThreads) -> None:
+async def test_jobs_that_never_start_end_with_the_threads() -> None:
+    async with started_threads() as threads:
         heavy = Heavy(threads)
         await wait_for(heavy.has_begun)
         waiting = asyncio.create_task(threads.run(lambda: 1, Cancellation(), is_heavy=True))
@@ -201,5 +191,3 @@ def test_jobs_that_never_start_end_with_the_threads() -> None:
             await waiting
         heavy.may_end.set()
         assert await heavy.task == "heavy"
-
-    with_threads(body)

@@ -88,31 +88,28 @@ def test_a_new_engine_counts_from_zero(engine: Engine, log: StatsLog) -> None:
     assert "generation throughput: 3.0" in line
 
 
-def test_it_logs_on_until_cancelled(
+async def test_it_logs_on_until_cancelled(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mmjax.frontend.engine_client.stats_log.logger.propagate", True)
     caplog.set_level(logging.INFO, "mmjax.frontend.engine_client.stats_log")
 
-    async def run() -> None:
-        num_calls = 0
-        enough = asyncio.Event()
+    num_calls = 0
+    enough = asyncio.Event()
 
-        def ask() -> Heartbeat | None:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == 1:
-                raise RuntimeError("no figures")
-            engine.says(float(num_calls), num_running=1)
-            if num_calls == 4:
-                enough.set()
-            return engine.heartbeat
+    def ask() -> Heartbeat | None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise RuntimeError("no figures")
+        engine.says(float(num_calls), num_running=1)
+        if num_calls == 4:
+            enough.set()
+        return engine.heartbeat
 
-        task = asyncio.create_task(StatsLog(ask, interval_s=0.001).run())
-        await asyncio.wait_for(enough.wait(), 60.0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+    task = asyncio.create_task(StatsLog(ask, interval_s=0.001).run())
+    await asyncio.wait_for(enough.wait(), 60.0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert "could not be read" in caplog.text
     assert caplog.text.count("Running: 1 reqs") >= 2

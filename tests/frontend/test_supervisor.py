@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -61,15 +62,15 @@ def engine_config(mood: str = "") -> EngineConfig:
     return EngineConfig(model=model)
 
 
-def with_supervisor(
+@asynccontextmanager
+async def started_supervisor(
     mood: str,
-    body: Callable[[Supervisor, Listener], Awaitable[None]],
     *,
     main: str = ECHO,
     hang_timeout_s: float = 60.0,
     has_standby: bool = False,
     listener: Listener | None = None,
-) -> Supervisor:
+) -> AsyncIterator[tuple[Supervisor, Listener]]:
     supervisor = Supervisor(
         engine_config(mood),
         main=main,
@@ -78,17 +79,12 @@ def with_supervisor(
         has_standby=has_standby,
     )
     heard = listener or Listener()
-
-    async def run() -> None:
-        await supervisor.start(heard)
-        try:
-            await asyncio.wait_for(body(supervisor, heard), DEADLINE_S)
-        finally:
-            await supervisor.close()
-
-    asyncio.run(run())
-    assert not is_alive(supervisor.pid)
-    return supervisor
+    await supervisor.start(heard)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield supervisor, heard
+    finally:
+        await supervisor.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -112,18 +108,16 @@ def echo_request() -> EngineCoreRequest:
     )
 
 
-def test_a_p1_that_compiles_ends_as_soon_as_it_is_told_to() -> None:
+async def test_a_p1_that_compiles_ends_as_soon_as_it_is_told_to() -> None:
     """It waited for its programs, and was killed after 5 s."""
-
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
-        await supervisor.wait_ready()
-
     main = "tests.echo_engine:run_compiling_engine"
-    assert with_supervisor("", body, main=main)._engine.process.exitcode == 0
+    async with started_supervisor("", main=main) as (supervisor, _):
+        await supervisor.wait_ready()
+    assert supervisor._engine.process.exitcode == 0
 
 
-def test_a_life_a_crash_and_another_life() -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_a_life_a_crash_and_another_life() -> None:
+    async with started_supervisor("") as (supervisor, listener):
         assert supervisor.state == "starting"
         assert not supervisor.is_healthy
         ready = await supervisor.wait_ready()
@@ -147,8 +141,6 @@ def test_a_life_a_crash_and_another_life() -> None:
         await until(lambda: len(listener.token_ids) >= 6)
         assert supervisor.num_restarts == 1
 
-    with_supervisor("", body)
-
 
 @pytest.mark.parametrize(
     ("mood", "words"),
@@ -158,35 +150,31 @@ def test_a_life_a_crash_and_another_life() -> None:
         ("dies at start", "ended before it was ready; see its log"),
     ],
 )
-def test_a_start_that_fails_says_why_and_is_not_repeated(
+async def test_a_start_that_fails_says_why_and_is_not_repeated(
     mood: str, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mmjax.frontend.engine_client.supervisor.logger.propagate", True)
-
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+    async with started_supervisor(mood) as (supervisor, listener):
         with pytest.raises(EngineStartError, match=words):
             await supervisor.wait_ready()
         assert supervisor.state == "dead"
         assert not supervisor.is_healthy
         assert listener.num_deaths == 1
-
-    assert with_supervisor(mood, body).num_restarts == 0
+    assert supervisor.num_restarts == 0
     # What the caller is told is not logged as well.
     assert ("its last lines: " in caplog.text) == (mood == "dies at start")
 
 
-def test_a_first_start_that_someone_kills_is_repeated() -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_a_first_start_that_someone_kills_is_repeated() -> None:
+    async with started_supervisor("") as (supervisor, _):
         assert supervisor.pid is not None
         os.kill(supervisor.pid, signal.SIGKILL)
         await supervisor.wait_ready()
         assert supervisor.num_restarts == 1
 
-    with_supervisor("", body)
 
-
-def test_a_p1_that_dies_while_it_is_started_again_is_started_again() -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_a_p1_that_dies_while_it_is_started_again_is_started_again() -> None:
+    async with started_supervisor("") as (supervisor, listener):
         await supervisor.wait_ready()
         for number in range(1, 4):
             dead = supervisor.pid
@@ -198,16 +186,13 @@ def test_a_p1_that_dies_while_it_is_started_again_is_started_again() -> None:
         supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
 
-    with_supervisor("", body)
 
-
-def test_starts_that_come_to_nothing_are_paused_and_tried_again(
+async def test_starts_that_come_to_nothing_are_paused_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mmjax.frontend.engine_client.liveness.MAX_FRUITLESS_STARTS", 1)
     monkeypatch.setattr("mmjax.frontend.engine_client.liveness.FIRST_PAUSE_S", 0.5)
-
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+    async with started_supervisor("") as (supervisor, listener):
         await supervisor.wait_ready()
         assert supervisor.retry_after_s is None
         assert supervisor.pid is not None
@@ -218,11 +203,9 @@ def test_starts_that_come_to_nothing_are_paused_and_tried_again(
         await supervisor.wait_ready()
         assert supervisor.retry_after_s is None
 
-    with_supervisor("", body)
 
-
-def test_the_next_p1_waits_already() -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_the_next_p1_waits_already() -> None:
+    async with started_supervisor("", has_standby=True) as (supervisor, listener):
         await supervisor.wait_ready()
         for number in (1, 2):
             assert supervisor._standby is not None
@@ -232,15 +215,12 @@ def test_the_next_p1_waits_already() -> None:
             await until(lambda number=number: listener.num_ready == number + 1)
             assert supervisor.pid == waiting
         assert supervisor._standby is not None
-        pids.append(supervisor._standby.process.pid)
-
-    pids: list[int | None] = []
-    with_supervisor("", body, has_standby=True)
-    assert not is_alive(pids[0])
+        waiting = supervisor._standby.process.pid
+    assert not is_alive(waiting)
 
 
-def test_a_crash_is_one_record_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_a_crash_is_one_record_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    async with started_supervisor("slow") as (supervisor, listener):
         await supervisor.wait_ready()
         supervisor.send(replace(echo_request(), max_tokens=1000))
         await until(lambda: len(listener.token_ids) > 0)
@@ -248,8 +228,6 @@ def test_a_crash_is_one_record_with_its_cause(caplog: pytest.LogCaptureFixture) 
         os.kill(supervisor.pid, signal.SIGSEGV)
         await until(lambda: listener.num_deaths == 1)
         assert listener.exits == [EngineExit(cause="crash", request_ids=("r",))]
-
-    with_supervisor("slow", body)
     (record,) = (one for one in caplog.records if "ended by" in one.getMessage())
     text = record.getMessage()
     assert "signal SIGSEGV" in text
@@ -263,12 +241,10 @@ def replace(request: EngineCoreRequest, *, max_tokens: int) -> EngineCoreRequest
     return msgspec.structs.replace(request, sampling_params=params)
 
 
-def test_CVE_2026_114051_silence_is_death() -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_CVE_2026_114051_silence_is_death() -> None:
+    async with started_supervisor("falls silent", hang_timeout_s=0.2) as (supervisor, listener):
         await supervisor.wait_ready()
         await until(lambda: listener.num_deaths == 1)
-
-    with_supervisor("falls silent", body, hang_timeout_s=0.2)
 
 
 def test_a_pause_of_p0_is_not_p1s_silence(tmp_path: Path) -> None:
@@ -318,13 +294,15 @@ def start_parent(folder: Path, text: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_supervision_survives_what_the_listener_does(caplog: pytest.LogCaptureFixture) -> None:
+async def test_supervision_survives_what_the_listener_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Faulty(Listener):
         def on_exit(self, engine_exit: EngineExit) -> None:
             super().on_exit(engine_exit)
             raise ZeroDivisionError
 
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+    async with started_supervisor("", listener=Faulty()) as (supervisor, listener):
         await supervisor.wait_ready()
         for number in (1, 2):
             assert supervisor.pid is not None
@@ -333,13 +311,11 @@ def test_supervision_survives_what_the_listener_does(caplog: pytest.LogCaptureFi
             assert listener.num_deaths == number
         supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
-
-    with_supervisor("", body, listener=Faulty())
     assert caplog.text.count("could not be taken in") == 2
 
 
-def test_a_pipe_that_cannot_be_read_ends_that_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_a_pipe_that_cannot_be_read_ends_that_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started_supervisor("") as (supervisor, listener):
         await supervisor.wait_ready()
         receiver = supervisor._engine.receiver
         assert receiver is not None
@@ -351,10 +327,8 @@ def test_a_pipe_that_cannot_be_read_ends_that_life(monkeypatch: pytest.MonkeyPat
         await until(lambda: listener.num_ready == 2)
         assert (listener.num_deaths, supervisor.num_restarts) == (1, 1)
 
-    with_supervisor("", body)
 
-
-def test_a_p1_that_cannot_be_spawned_is_paused_and_tried_again(
+async def test_a_p1_that_cannot_be_spawned_is_paused_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A machine that is out of memory may be short of processes, too, for a while."""
@@ -368,7 +342,7 @@ def test_a_p1_that_cannot_be_spawned_is_paused_and_tried_again(
         num_failures += 1
         raise OSError("no more processes")
 
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+    async with started_supervisor("") as (supervisor, listener):
         await supervisor.wait_ready()
         monkeypatch.setattr(EngineProcess, "spawn", spawn_later)
         assert supervisor.pid is not None
@@ -382,47 +356,39 @@ def test_a_p1_that_cannot_be_spawned_is_paused_and_tried_again(
         assert supervisor.retry_after_s is None
         supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
-
-    with_supervisor("", body)
     assert caplog.text.count("no more processes") == 2
 
 
-def test_without_a_standby_p1_serves_on(
+async def test_without_a_standby_p1_serves_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(options: SpawnOptions) -> EngineProcess:
         raise OSError("no more processes")
 
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+    async with started_supervisor("", has_standby=True) as (supervisor, listener):
         monkeypatch.setattr(EngineProcess, "spawn", fail)
         await supervisor.wait_ready()
         supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
         assert listener.num_deaths == 0
-
-    with_supervisor("", body, has_standby=True)
     assert "no more processes" in caplog.text
 
 
-def test_a_p1_that_is_stopped_before_it_connects_is_ended() -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_a_p1_that_is_stopped_before_it_connects_is_ended() -> None:
+    async with started_supervisor("") as (supervisor, _):
         assert supervisor.pid is not None
         os.kill(supervisor.pid, signal.SIGSTOP)
         async with asyncio.timeout(10.0):
             await supervisor.close()
         assert not is_alive(supervisor.pid)
 
-    with_supervisor("", body)
-
 
 @pytest.mark.parametrize("mood", ["", "dies at start"])
-def test_the_start_ends_with_an_event(mood: str) -> None:
-    async def body(supervisor: Supervisor, listener: Listener) -> None:
+async def test_the_start_ends_with_an_event(mood: str) -> None:
+    async with started_supervisor(mood) as (supervisor, _):
         assert supervisor.state == "starting"
         await supervisor.wait_started()
         assert supervisor.state == ("dead" if mood else "ready")
-
-    with_supervisor(mood, body)
 
 
 def test_no_orphan_and_no_folder_when_the_parent_is_killed(

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -73,45 +74,41 @@ class Service:
             await asyncio.sleep(0.02)
 
 
-def with_service(
-    model_config: ModelConfig,
-    mm: MultiModalConfig,
-    body: Callable[[Service], Awaitable[None]],
-) -> None:
+@asynccontextmanager
+async def started_service(
+    model_config: ModelConfig, mm: MultiModalConfig
+) -> AsyncIterator[Service]:
     model_config = replace(model_config, mm=mm)
     cache = processor_cache_from_config(mm)
     engine_config = EngineConfig(model=model_config).with_mm(config_with_directory(mm, cache))
     supervisor = Supervisor(engine_config, main=MAIN, shutdown_timeout_s=1.0)
     oracle = Oracle(model_config)
     processor = InputProcessor(model_config, cache=cache)
+    client = AsyncEngineClient(processor, supervisor, SchedulerConfig())
+    service = Service(client, supervisor, oracle)
+    send = supervisor.send
 
-    async def run() -> None:
-        client = AsyncEngineClient(processor, supervisor, SchedulerConfig())
-        service = Service(client, supervisor, oracle)
-        send = supervisor.send
+    def send_and_measure(message: EngineMessage) -> None:
+        if isinstance(message, EngineCoreRequest):
+            service.sent.append(message)
+            service.num_bytes.append(sum(len(bytes(frame)) for frame in encode(message)))
+        send(message)
 
-        def send_and_measure(message: EngineMessage) -> None:
-            if isinstance(message, EngineCoreRequest):
-                service.sent.append(message)
-                service.num_bytes.append(sum(len(bytes(frame)) for frame in encode(message)))
-            send(message)
-
-        client.requests._send = send_and_measure
-        await client.start()
-        try:
-            await asyncio.wait_for(body(service), 120.0)
-        finally:
-            await client.close()
-            processor.close()
-
-    asyncio.run(run())
+    client.requests._send = send_and_measure
+    await client.start()
+    try:
+        async with asyncio.timeout(120.0):
+            yield service
+    finally:
+        await client.close()
+        processor.close()
 
 
 @pytest.mark.parametrize("mm", EVERY_CONFIG)
-def test_p1_forgets_and_dies_between_and_during_requests(
+async def test_p1_forgets_and_dies_between_and_during_requests(
     model_config: ModelConfig, mm: MultiModalConfig
 ) -> None:
-    async def body(service: Service) -> None:
+    async with started_service(model_config, mm) as service:
         for _ in range(2):
             await asyncio.gather(service.ask(1), service.ask(2, 1, 1), service.ask(3, n=2))
         forgetting = [FORGET_TOKEN if number % 3 == 0 else 50 for number in range(12)]
@@ -135,12 +132,12 @@ def test_p1_forgets_and_dies_between_and_during_requests(
         await asyncio.gather(*(service.ask(number % 7, 2) for number in range(8)))
         assert service.supervisor.num_restarts == 2
 
-    with_service(model_config, mm, body)
-
 
 @pytest.mark.slow
-def test_a_request_that_kills_p1_does_so_twice_and_fails_alone(model_config: ModelConfig) -> None:
-    async def body(service: Service) -> None:
+async def test_a_request_that_kills_p1_does_so_twice_and_fails_alone(
+    model_config: ModelConfig,
+) -> None:
+    async with started_service(model_config, CONFIGS["lru"]) as service:
         with pytest.raises(RequestQuarantinedError):
             await service.ask(1, last_token=DEATH_TOKEN)
         with pytest.raises(RequestQuarantinedError):
@@ -149,22 +146,18 @@ def test_a_request_that_kills_p1_does_so_twice_and_fails_alone(model_config: Mod
         await service.ask(1, 2)
         assert service.supervisor.num_restarts == 2
 
-    with_service(model_config, CONFIGS["lru"], body)
 
-
-def test_a_repeated_picture_crosses_as_a_handle(model_config: ModelConfig) -> None:
-    async def body(service: Service) -> None:
+async def test_a_repeated_picture_crosses_as_a_handle(model_config: ModelConfig) -> None:
+    async with started_service(model_config, CONFIGS["shm"]) as service:
         for _ in range(3):
             await service.ask(1, 2, 3)
         assert max(service.num_bytes) < 500 + 3 * 1000
 
-    with_service(model_config, CONFIGS["shm"], body)
 
-
-def test_a_picture_crosses_once_and_malformed_frames_are_refused(
+async def test_a_picture_crosses_once_and_malformed_frames_are_refused(
     model_config: ModelConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def body(service: Service) -> None:
+    async with started_service(model_config, CONFIGS["lru"]) as service:
         for _ in range(3):
             await service.ask(1, 2, 3)
         first, second, third = service.num_bytes
@@ -187,6 +180,4 @@ def test_a_picture_crosses_once_and_malformed_frames_are_refused(
         await asyncio.gather(service.ask(1), service.ask(2))
         assert service.supervisor.pid == pid
         assert service.supervisor.num_restarts == 0
-
-    with_service(model_config, CONFIGS["lru"], body)
     assert capfd.readouterr().err.count("dropped a malformed message") == 6

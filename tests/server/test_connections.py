@@ -60,45 +60,36 @@ async def read_all(port: int, data: bytes) -> bytes:
         writer.close()
 
 
-def test_connections_above_the_limit_are_closed_and_the_others_served() -> None:
-    async def run() -> None:
-        async with serving(max_connections=2) as port:
-            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            for reader, writer in held:
-                writer.write(REQUEST)
-                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            assert await read_all(port, REQUEST) == b""
-            for _, writer in held:
-                writer.close()
-                await writer.wait_closed()
-            # The server learns of it in its own time.
-            while not await read_all(
-                port, REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-            ):
-                await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+async def test_connections_above_the_limit_are_closed_and_the_others_served() -> None:
+    async with serving(max_connections=2) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for reader, writer in held:
+            writer.write(REQUEST)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert await read_all(port, REQUEST) == b""
+        for _, writer in held:
+            writer.close()
+            await writer.wait_closed()
+        # The server learns of it in its own time.
+        while not await read_all(
+            port, REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        ):
+            await asyncio.sleep(0.01)
 
 
-def test_headers_that_never_end_are_given_up() -> None:
-    async def run() -> None:
-        async with serving(head_timeout_s=0.05) as port:
-            assert await read_all(port, b"") == b""
-            assert await read_all(port, b"GET / HTTP/1.1\r\nHos") == b""
-            # Also those of a second request.
-            begun = await read_all(port, REQUEST + b"GET / HTTP/1.1\r\nHos")
-            assert begun.count(b"HTTP/1.1 200") == 1
-
-    asyncio.run(run())
+async def test_headers_that_never_end_are_given_up() -> None:
+    async with serving(head_timeout_s=0.05) as port:
+        assert await read_all(port, b"") == b""
+        assert await read_all(port, b"GET / HTTP/1.1\r\nHos") == b""
+        # Also those of a second request.
+        begun = await read_all(port, REQUEST + b"GET / HTTP/1.1\r\nHos")
+        assert begun.count(b"HTTP/1.1 200") == 1
 
 
-def test_large_headers_are_refused() -> None:
-    async def run() -> None:
-        async with serving(max_head_bytes=2048) as port:
-            bomb = REQUEST[:-2] + b"X: " + b"y" * 5000
-            assert (await read_all(port, bomb)).startswith(b"HTTP/1.1 400")
-
-    asyncio.run(run())
+async def test_large_headers_are_refused() -> None:
+    async with serving(max_head_bytes=2048) as port:
+        bomb = REQUEST[:-2] + b"X: " + b"y" * 5000
+        assert (await read_all(port, bomb)).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/nowhere"])
@@ -113,7 +104,7 @@ def test_many_headers_are_refused(make_server: MakeServer, path: str) -> None:
     assert server.http.get("/health").status_code == 200
 
 
-def test_the_counter_passes_other_scopes_on() -> None:
+async def test_the_counter_passes_other_scopes_on() -> None:
     seen: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -124,10 +115,7 @@ def test_the_counter_passes_other_scopes_on() -> None:
 
     limited = refuse(app, above_headers(max_headers=1, max_bytes=1))
 
-    async def run() -> None:
-        await limited({"type": "lifespan"}, nothing, nothing)
-
-    asyncio.run(run())
+    await limited({"type": "lifespan"}, nothing, nothing)
     assert seen == ["lifespan"]
 
 

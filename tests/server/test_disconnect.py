@@ -1,7 +1,6 @@
 """What is done for a client ends when the client leaves."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -23,12 +22,8 @@ class Connection:
         return {"type": "http.disconnect"}
 
 
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 30))
-
-
-def test_work_is_cancelled_when_the_client_leaves() -> None:
-    async def body() -> None:
+async def test_work_is_cancelled_when_the_client_leaves() -> None:
+    async with asyncio.timeout(30):
         connection = Connection()
         ended: list[str] = []
 
@@ -43,11 +38,9 @@ def test_work_is_cancelled_when_the_client_leaves() -> None:
             await while_connected(connection.request, work())
         assert ended == ["cancelled"]
 
-    run(body())
 
-
-def test_results_and_errors_come_through() -> None:
-    async def body() -> None:
+async def test_results_and_errors_come_through() -> None:
+    async with asyncio.timeout(30):
         connection = Connection()
 
         async def answer() -> int:
@@ -60,11 +53,9 @@ def test_results_and_errors_come_through() -> None:
         with pytest.raises(KeyError):
             await while_connected(connection.request, fail())
 
-    run(body())
 
-
-def test_whoever_cancels_the_caller_cancels_the_work() -> None:
-    async def body() -> None:
+async def test_whoever_cancels_the_caller_cancels_the_work() -> None:
+    async with asyncio.timeout(30):
         for also_leaves in (False, True):
             connection, began = Connection(), asyncio.Event()
 
@@ -81,11 +72,9 @@ def test_whoever_cancels_the_caller_cancels_the_work() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await calling
 
-    run(body())
 
-
-def test_a_caller_goes_on_after_its_client_has_left() -> None:
-    async def body() -> None:
+async def test_a_caller_goes_on_after_its_client_has_left() -> None:
+    async with asyncio.timeout(30):
         connection = Connection()
         connection.is_left.set()
         for _ in range(2):
@@ -97,11 +86,9 @@ def test_a_caller_goes_on_after_its_client_has_left() -> None:
         async with asyncio.timeout(10):
             await asyncio.sleep(0)
 
-    run(body())
 
-
-def test_a_result_of_the_moment_in_which_the_client_leaves_is_no_cancellation_later() -> None:
-    async def body() -> None:
+async def test_a_result_of_the_moment_in_which_the_client_leaves_is_no_cancellation_later() -> None:
+    async with asyncio.timeout(30):
         connection = Connection()
 
         async def work() -> int:
@@ -111,5 +98,3 @@ def test_a_result_of_the_moment_in_which_the_client_leaves_is_no_cancellation_la
         assert await while_connected(connection.request, work()) == 7
         for _ in range(3):
             await asyncio.sleep(0)
-
-    run(body())

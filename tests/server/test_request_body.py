@@ -367,37 +367,31 @@ def test_the_schema_names_the_bodies(server: Server) -> None:
         assert name in schema["components"]["schemas"]
 
 
-def test_a_body_whose_time_is_over_does_not_hold_up_the_end() -> None:
-    async def run() -> None:
-        reader, is_over, may_end = RequestReader(0.01), asyncio.Event(), asyncio.Event()
+async def test_a_body_whose_time_is_over_does_not_hold_up_the_end() -> None:
+    reader, is_over, may_end = RequestReader(0.01), asyncio.Event(), asyncio.Event()
 
-        async def receive() -> dict[str, Any]:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                is_over.set()
-                await may_end.wait()
-            return {}
+    async def receive() -> dict[str, Any]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_over.set()
+            await may_end.wait()
+        return {}
 
-        reading = asyncio.create_task(reader.receive(Request({"type": "http"}, receive)))
-        await is_over.wait()
-        reader.stop()
-        may_end.set()
-        with pytest.raises(ShuttingDownError):
-            await reading
-        reader.close()
-
-    asyncio.run(run())
+    reading = asyncio.create_task(reader.receive(Request({"type": "http"}, receive)))
+    await is_over.wait()
+    reader.stop()
+    may_end.set()
+    with pytest.raises(ShuttingDownError):
+        await reading
+    reader.close()
 
 
-def test_a_body_that_comes_as_one_is_counted_as_in_pieces() -> None:
+async def test_a_body_that_comes_as_one_is_counted_as_in_pieces() -> None:
     prompt = "é" + "x" * (request_body.MAX_TEXT_BYTES + request_body.MAX_TEXT_BYTES // 8)
     body = json.dumps({"prompt": prompt}, ensure_ascii=False).encode()
 
-    async def read_line() -> None:
-        reader = RequestReader(0)
-        with pytest.raises(RequestValueError, match="bytes in a text that is not ASCII"):
-            await reader.read_line(body, CompletionRequest)
-        reader.close()
-
-    asyncio.run(read_line())
+    reader = RequestReader(0)
+    with pytest.raises(RequestValueError, match="bytes in a text that is not ASCII"):
+        await reader.read_line(body, CompletionRequest)
+    reader.close()

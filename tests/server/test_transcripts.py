@@ -370,52 +370,43 @@ def test_an_upload_that_is_too_large(make_whisper: MakeServer):
     assert not server.supervisor.engine.added
 
 
-def test_clips_wait_for_room():
-    async def run() -> None:
-        room = Room(100.0)
-        first, second = await room.take(60.0), asyncio.create_task(room.take(50.0))
-        third = asyncio.create_task(room.take(1000.0))
-        await asyncio.sleep(0)
-        assert not second.done()
-        first.close()
-        first.close()
-        hold = await asyncio.wait_for(second, 5)
-        await asyncio.sleep(0)
-        assert not third.done()
-        hold.close()
-        (await asyncio.wait_for(third, 5)).close()
-
-    asyncio.run(run())
+async def test_clips_wait_for_room():
+    room = Room(100.0)
+    first, second = await room.take(60.0), asyncio.create_task(room.take(50.0))
+    third = asyncio.create_task(room.take(1000.0))
+    await asyncio.sleep(0)
+    assert not second.done()
+    first.close()
+    first.close()
+    hold = await asyncio.wait_for(second, 5)
+    await asyncio.sleep(0)
+    assert not third.done()
+    hold.close()
+    (await asyncio.wait_for(third, 5)).close()
 
 
-def test_a_long_clip_is_not_overtaken_by_short_ones():
-    async def run() -> None:
-        room = Room(100.0)
-        short = await room.take(60.0)
-        long = asyncio.create_task(room.take(100.0))
-        await asyncio.sleep(0)
-        # As a client that comes while the one before is served.
-        following = asyncio.create_task(room.take(40.0))
-        await asyncio.sleep(0)
-        assert not following.done()
-        short.close()
-        (await asyncio.wait_for(long, 5)).close()
-        (await asyncio.wait_for(following, 5)).close()
-
-    asyncio.run(run())
+async def test_a_long_clip_is_not_overtaken_by_short_ones():
+    room = Room(100.0)
+    short = await room.take(60.0)
+    long = asyncio.create_task(room.take(100.0))
+    await asyncio.sleep(0)
+    # As a client that comes while the one before is served.
+    following = asyncio.create_task(room.take(40.0))
+    await asyncio.sleep(0)
+    assert not following.done()
+    short.close()
+    (await asyncio.wait_for(long, 5)).close()
+    (await asyncio.wait_for(following, 5)).close()
 
 
-def test_whoever_leaves_the_queue_holds_up_nobody():
-    async def run() -> None:
-        room = Room(100.0)
-        first, second = await room.take(60.0), asyncio.create_task(room.take(100.0))
-        third = asyncio.create_task(room.take(40.0))
-        await asyncio.sleep(0)
-        second.cancel()
-        (await asyncio.wait_for(third, 5)).close()
-        first.close()
-
-    asyncio.run(run())
+async def test_whoever_leaves_the_queue_holds_up_nobody():
+    room = Room(100.0)
+    first, second = await room.take(60.0), asyncio.create_task(room.take(100.0))
+    third = asyncio.create_task(room.take(40.0))
+    await asyncio.sleep(0)
+    second.cancel()
+    (await asyncio.wait_for(third, 5)).close()
+    first.close()
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": "true"}, {"language": "no"}])

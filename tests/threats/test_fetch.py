@@ -456,7 +456,9 @@ def test_CVE_2026_100650_a_thousand_parts_are_refused_before_any_is_fetched(
     assert net.resolved == []
 
 
-def test_CVE_2026_100650_who_leaves_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_CVE_2026_100650_who_leaves_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net = network(lambda head: [float("inf")])
     monkeypatch.setattr("mmjax.frontend.media.http.socket.getaddrinfo", net.look_up)
     connector = MediaConnector(MultiModalConfig(media_fetch_timeout_s=3600.0))
@@ -467,16 +469,13 @@ def test_CVE_2026_100650_who_leaves_is_not_waited_for(monkeypatch: pytest.Monkey
         async with connector.fetched({"multi_modal_data": {"image": [pending]}}):
             raise AssertionError("nothing was sent")
 
-    async def run() -> None:
-        async with connected(net, connector):
-            task = asyncio.create_task(use())
-            while not net.heads:
-                await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    asyncio.run(run())
+    async with connected(net, connector):
+        task = asyncio.create_task(use())
+        while not net.heads:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     connector.close()
 
 

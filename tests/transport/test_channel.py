@@ -154,20 +154,16 @@ def test_asyncio_twins(directory: IpcDirectory) -> None:
     assert asyncio.run(talk()) == [AbortRequests(request_ids=[str(i)]) for i in range(3)]
 
 
-def test_closing_an_end_frees_who_sends(directory: IpcDirectory) -> None:
+async def test_closing_an_end_frees_who_sends(directory: IpcDirectory) -> None:
     """A P1 that dies leaves nobody to send to: whoever waits for it must go on."""
-
-    async def talk() -> None:
-        sender = AsyncSender(directory.address("in"), bind=True)
-        waiting = sender.send(Shutdown())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        sender.close()
-        done, _ = await asyncio.wait([waiting], timeout=5.0)
-        assert done
-        await sender.send(Shutdown())
-
-    asyncio.run(talk())
+    sender = AsyncSender(directory.address("in"), bind=True)
+    waiting = sender.send(Shutdown())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    sender.close()
+    done, _ = await asyncio.wait([waiting], timeout=5.0)
+    assert done
+    await sender.send(Shutdown())
 
 
 def test_the_directory_is_private_and_goes() -> None:
