@@ -174,6 +174,12 @@ AYA_VISION = Family(
     lowering_kwargs={"max_patches": 2},
     extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
     operator_kwargs=({"max_patches": 11}, {"crop_to_patches": False}),
+    contradictions=(
+        ("processor_config", {"patch_size": 14}, "`img_size` 56 and .* give 4 tokens a side"),
+        ("processor_config", {"img_size": None}, "`img_size` 364 and .* but config.json 2"),
+        ("preprocessor_config", {"size": {"height": 28, "width": 28}}, "`size` .*28.*, but"),
+        ("config", {"image_token_index": 7}, "but `image_token_id` of config.json is 7"),
+    ),
 )
 
 
@@ -256,5 +262,6 @@ COHERE2_VISION = replace(
     published=Published(),
     rendered=AYA_VISION.rendered.replace(IMAGE, PATCH),
     placeholder=PATCH,
+    contradictions=(),
     extra_kwargs=({}, {"max_patches": 3}, {"crop_to_patches": False}),
 )

@@ -119,6 +119,8 @@ class Family:
     """Whether its processor's `size` has numbers of pixels, and no sides."""
     takes_size: Callable[[int, int], bool] = lambda width, height: True
     """Whether HF's processor itself takes a picture of (width, height): some refuse slivers."""
+    contradictions: tuple[tuple[str, Mapping[str, Any], str], ...] = ()
+    """Files of `path()`, by their stems, edits by which they are refused, and what is said then."""
     takes_length: Callable[[int], bool] = lambda num_samples: True
     """Whether a clip of so many samples is taken, at 16,000 a second."""
     clip_lengths: tuple[int, ...] = (16_000, 5_001, 641, 12_345, 9_600)

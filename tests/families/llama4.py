@@ -193,4 +193,12 @@ LLAMA4 = Family(
     lowering_kwargs={"max_patches": 2},
     extra_kwargs=({}, {"max_patches": 3}, {"resize_to_max_canvas": True}),
     operator_kwargs=({"max_patches": 11}, {"resize_to_max_canvas": True}),
+    contradictions=(
+        ("processor_config", {"patch_size": 28}, "`patch_size` .* is 28, but .* has 14"),
+        ("processor_config", {"pixel_shuffle_ratio": 0.25}, "`pixel_shuffle_ratio` .* 0.25"),
+        ("preprocessor_config", {"size": {"height": 28, "width": 28}}, "`size` .*28.*, but"),
+        ("preprocessor_config", {"image_mean": [0.4, 0.5, 0.6]}, "`image_mean` .* 0.6"),
+        ("preprocessor_config", {"rescale_factor": 0.5}, "`rescale_factor` .* 0.5, but"),
+        ("config", {"image_token_index": 7}, "but `image_token_id` of config.json is 7"),
+    ),
 )

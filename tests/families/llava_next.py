@@ -192,4 +192,15 @@ LLAVA_NEXT = Family(
     placeholder=IMAGE,
     tensors={"pixel_values": 1e-6, "image_sizes": 0},
     words=(*Family.words, *("<s>", "<|end_of_text|>", "<pad>")),
+    contradictions=(
+        ("processor_config", {"patch_size": 16}, "`patch_size` of .* is 16, .* has 14"),
+        (
+            "preprocessor_config",
+            {"image_grid_pinpoints": [[56, 56]]},
+            r"is \[\[56, 56\]\], but",
+        ),
+        ("preprocessor_config", {"size": {"shortest_edge": 28}}, r"`size` .* is \[28\], but"),
+        ("preprocessor_config", {"crop_size": {"height": 28, "width": 56}}, "`crop_size` of"),
+        ("config", {"image_token_index": 7}, "but `image_token_index` of config.json is 7"),
+    ),
 )

@@ -206,4 +206,10 @@ LLAVA_ONEVISION = Family(
     tensors={"pixel_values": 1e-6, "image_sizes": 0},
     lowering_kwargs={"cropping": False},
     operator_kwargs=({"cropping": False},),
+    contradictions=(
+        ("processor_config", {"num_image_tokens": 9}, "`num_image_tokens` .* is 9, .* 16"),
+        ("processor_config", {"vision_aspect_ratio": "anyres_max_9"}, "'anyres_max_9', but"),
+        ("preprocessor_config", {"size": {"height": 28, "width": 28}}, r"is \[28\], but"),
+        ("config", {"video_token_index": 7}, "but `video_token_index` of config.json is 7"),
+    ),
 )

@@ -440,11 +440,22 @@ MINICPMV4_6 = Family(
     lowering_kwargs=WHOLE,
     tensors={"pixel_values": 1e-6, "target_sizes": 0.0},
     takes_size=lambda width, height: max(width, height) <= 16 * min(width, height),
+    contradictions=(
+        ("preprocessor_config", {"patch_size": 16}, "`patch_size` .* is 16, but .* takes 8"),
+        (
+            "preprocessor_config",
+            {"downsample_mode": "4x"},
+            "`downsample_mode` .* is '4x', but .*'16x'",
+        ),
+        ("video_preprocessor_config", {"do_resize": False}, "`do_resize` .* is False, but .* True"),
+        ("video_preprocessor_config", {"stack_frames": 3}, "`stack_frames` .* is 3; .* set it to"),
+    ),
 )
-MINICPMV4_7 = replace(MINICPMV4_6, **name_parts(TINY_4_7))
+MINICPMV4_7 = replace(MINICPMV4_6, **name_parts(TINY_4_7), contradictions=())
 MINICPM_OCR = replace(
     MINICPMV4_6,
     **name_parts(TINY_OCR),
+    contradictions=(),
     probed=("vision_tower.blocks.1", "multi_modal_projector"),
     extra_kwargs=({}, WHOLE, FEWER, NATIVE),
 )

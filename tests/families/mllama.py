@@ -213,4 +213,9 @@ MLLAMA = Family(
         "aspect_ratio_mask": 0.0,
         "cross_attention_mask": 0.0,
     },
+    contradictions=(
+        ("preprocessor_config", {"max_image_tiles": 3}, "`max_image_tiles` .* 3, but .* 4"),
+        ("preprocessor_config", {"size": {"height": 14, "width": 14}}, "`size` .*14.*, but"),
+        ("config", {"image_token_index": 7}, "but `image_token_id` of config.json is 7"),
+    ),
 )

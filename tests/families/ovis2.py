@@ -150,4 +150,11 @@ OVIS2 = Family(
         {"crop_to_patches": False},
     ),
     operator_kwargs=({"max_patches": 23}, {"crop_to_patches": False}),
+    contradictions=(
+        ("processor_config", {"image_seq_length": 9}, "`image_seq_length` .* is 9, .* has 4"),
+        ("processor_config", {"image_seq_length": None}, "`image_seq_length` .* is 256, "),
+        ("preprocessor_config", {"size": {"height": 28, "width": 28}}, "`size` .*28.*, but"),
+        ("config", {"image_token_id": 7}, "but `image_token_id` of config.json is 7"),
+        ("config", {"visual_indicator_token_ids": [1, 2, 3, 4, 5]}, r"is \[1, 2, 3, 4, 5\]"),
+    ),
 )

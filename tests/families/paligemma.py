@@ -154,4 +154,8 @@ PALIGEMMA = Family(
     rendered="<image>which color",
     call_hf=call_hf,
     placeholder="<image>",
+    contradictions=(
+        ("preprocessor_config", {"image_seq_length": 9}, "`image_seq_length` .* is 9"),
+        ("config", {"image_token_index": 7}, "`<image>` is token"),
+    ),
 )

@@ -211,4 +211,11 @@ VOXTRAL = Family(
     tensors={"input_features": 2e-5},
     clip_lengths=(16_000, 20_001, 641, 33_345, 9_600),
     probed=("audio_tower.layers.1", "multi_modal_projector"),
+    contradictions=(
+        ("tekken", {"special_tokens": None}, "with its `special_tokens`"),
+        ("tekken", {"config": {}}, "with its `special_tokens`"),
+        ("config", {"audio_token_id": 23}, r"`\[AUDIO\]` is token 24, but `audio_token_id`"),
+        ("config", {"audio_config.intermediate_size": 7 * 24}, "50 states of 24"),
+        ("preprocessor_config", {"chunk_length": 30}, r"the encoder takes \[8, 100\]"),
+    ),
 )

@@ -34,22 +34,6 @@ def make_edited(folder: Path, file: str, edit: dict[str, Any]) -> BaseMultiModal
 
 
 @pytest.mark.parametrize(
-    ("file", "edit", "match"),
-    [
-        ("processor_config.json", {"patch_size": 14}, "`img_size` 56 and .* give 4 tokens a side"),
-        ("processor_config.json", {"img_size": None}, "`img_size` 364 and .* but config.json 2"),
-        ("preprocessor_config.json", {"size": {"height": 28, "width": 28}}, "`size` .*28.*, but"),
-        ("config.json", {"image_token_index": 7}, "but `image_token_id` of config.json is 7"),
-    ],
-)
-def test_files_that_contradict_each_other_are_refused(
-    tmp_path: Path, file: str, edit: dict[str, Any], match: str
-):
-    with pytest.raises(CheckpointError, match=match):
-        make_edited(tmp_path, file, edit).info.get_hf_processor()
-
-
-@pytest.mark.parametrize(
     ("edit", "match"),
     [
         (

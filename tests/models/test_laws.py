@@ -1,6 +1,8 @@
 """Laws that every family's processor obeys: a new family adds a row to `FAMILIES`."""
 
 from functools import cache
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.errors import RequestError
+from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.registry import MODELS
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
@@ -19,6 +21,7 @@ from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.validation import validate_num_embeds
 from tests.families import ALL_FAMILIES, FAMILIES
 from tests.families.default_run import NEAR, mark, slow_unless
+from tests.families.directories import edit_json, golden_processor
 from tests.families.family import Family
 from tests.families.retrieval import RETRIEVAL
 from tests.kit import draw, num_examples
@@ -423,3 +426,20 @@ def _more(kwargs: Any) -> Any:
     if isinstance(kwargs, dict):
         return {key: _more(value) for key, value in kwargs.items()}
     return kwargs if isinstance(kwargs, bool) else kwargs + 1
+
+
+CONTRADICTIONS = [
+    pytest.param(family, *one, id=f"{name}-{one[0]}-{'-'.join(one[1])}")
+    for name, family in ALL_FAMILIES.items()
+    for one in family.contradictions
+]
+
+
+@pytest.mark.parametrize(("family", "file", "edit", "says"), CONTRADICTIONS)
+def test_files_that_contradict_each_other_are_refused(
+    family: Family, file: str, edit: dict[str, Any], says: str, tmp_path: Path
+):
+    path = Path(copytree(family.path(), tmp_path / "model"))
+    edit_json(path / f"{file}.json", edit)
+    with pytest.raises(CheckpointError, match=says):
+        golden_processor(family.name, path=path).info.get_hf_processor()

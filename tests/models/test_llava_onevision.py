@@ -2,39 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from transformers import LlavaOnevisionConfig
 
-from mmjax.errors import CheckpointError, RequestError
+from mmjax.errors import RequestError
 from mmjax.models.llava.host_inputs import LlavaOnevisionHostInputs
 from mmjax.processing.items.items import ImageSize
 from tests.families import FAMILIES
-from tests.families.directories import edit_json, golden_processor
-from tests.families.llava_onevision import write_files
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("file", "edit", "match"),
-    [
-        ("processor_config.json", {"num_image_tokens": 9}, "`num_image_tokens` .* is 9, .* 16"),
-        ("processor_config.json", {"vision_aspect_ratio": "anyres_max_9"}, "'anyres_max_9', but"),
-        ("preprocessor_config.json", {"size": {"height": 28, "width": 28}}, r"is \[28\], but"),
-        ("config.json", {"video_token_index": 7}, "but `video_token_index` of config.json is 7"),
-    ],
-)
-def test_files_that_contradict_each_other_are_refused(
-    tmp_path: Path, file: str, edit: dict[str, Any], match: str
-):
-    path = write_files(tmp_path)
-    edit_json(path / file, edit)
-    with pytest.raises(CheckpointError, match=match):
-        golden_processor("llava_onevision", path=path).info.get_hf_processor()
 
 
 def test_the_largest_picture_of_the_published_canvases():

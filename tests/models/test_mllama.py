@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +13,13 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from mmjax.errors import CheckpointError, RequestError
+from mmjax.errors import RequestError
 from mmjax.models.host_inputs import find_seen_rows
 from mmjax.models.mllama.host_inputs import MAX_IMAGES, MllamaHostInputs
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import run_reference
 from tests.families import FAMILIES, served_model
-from tests.families.directories import edit_json, golden_processor
+from tests.families.directories import golden_processor
 from tests.families.family import call_processor, hf_of
 from tests.families.mllama import (
     BOS,
@@ -88,23 +87,6 @@ def test_bos_is_where_hfs_processor_and_the_tokenizer_write_it(tmp_path: Path):
     # Token ids that have it, as a chat template's, are left as they are.
     ids = processor.info.get_tokenizer().encode(f"look {IMAGE}")
     assert processor.apply(ids, {"image": draw(60, 50)}).prompt_token_ids == ids
-
-
-@pytest.mark.parametrize(
-    ("file", "edit", "match"),
-    [
-        ("preprocessor_config.json", {"max_image_tiles": 3}, "`max_image_tiles` .* 3, but .* 4"),
-        ("preprocessor_config.json", {"size": {"height": 14, "width": 14}}, "`size` .*14.*, but"),
-        ("config.json", {"image_token_index": 7}, "but `image_token_id` of config.json is 7"),
-    ],
-)
-def test_files_that_contradict_each_other_are_refused(
-    tmp_path: Path, file: str, edit: dict[str, Any], match: str
-):
-    path = write_files(tmp_path)
-    edit_json(path / file, edit)
-    with pytest.raises(CheckpointError, match=match):
-        golden_processor("mllama", path=path).info.get_hf_processor()
 
 
 def test_more_pictures_than_a_step_has_room_for_are_refused():

@@ -1,16 +1,12 @@
 """PaliGemma's prompts and objects: where its own rules end, and what it refuses."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mmjax.errors import CheckpointError
 from mmjax.models.paligemma.processor import parse_objects
-from mmjax.models.registry import create_processor
 from mmjax.processing.items.items import ImageSize
-from tests.families.directories import edit_json
-from tests.families.paligemma import PALIGEMMA, call_hf, write_files
+from tests.families.paligemma import PALIGEMMA, call_hf
 from tests.kit import draw
 
 SIZE = ImageSize(width=2048, height=1024)
@@ -65,19 +61,3 @@ def test_an_answer_is_parsed_by_the_image_as_it_was_sent(processor: Any):
     assert processor.prepare("detect car", {}).parse_answer is None
     two = {"image": [draw(64, 32), draw(32, 32)]}
     assert processor.prepare("<image><image>detect car", two).parse_answer is None, "of which one?"
-
-
-@pytest.mark.parametrize(
-    ("file", "edit", "message"),
-    [
-        ("preprocessor_config", {"image_seq_length": 9}, "`image_seq_length` .* is 9"),
-        ("config", {"image_token_index": 7}, "`<image>` is token"),
-    ],
-)
-def test_files_that_contradict_each_other_are_refused(
-    tmp_path: Path, file: str, edit: dict[str, Any], message: str
-):
-    path = write_files(tmp_path)
-    edit_json(path / f"{file}.json", edit)
-    with pytest.raises(CheckpointError, match=message):
-        create_processor(path).info.get_hf_processor()

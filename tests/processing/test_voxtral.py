@@ -121,23 +121,6 @@ def edit(folder: Path, name: str, values: dict[str, Any]) -> Any:
     return golden_processor("voxtral", path=path)
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("tekken", {"special_tokens": None}, "with its `special_tokens`"),
-        ("tekken", {"config": {}}, "with its `special_tokens`"),
-        ("config", {"audio_token_id": 23}, r"`\[AUDIO\]` is token 24, but `audio_token_id`"),
-        ("config", {"audio_config.intermediate_size": 7 * 24}, "50 states of 24"),
-        ("preprocessor_config", {"chunk_length": 30}, r"the encoder takes \[8, 100\]"),
-    ],
-)
-def test_files_that_contradict_each_other(
-    tmp_path: Path, name: str, values: dict[str, Any], message: str
-):
-    with pytest.raises(CheckpointError, match=message):
-        edit(tmp_path, name, values).info.get_hf_processor()
-
-
 def test_a_directory_without_a_tokenizer(tmp_path: Path):
     path = Path(copytree(VOXTRAL.path(), tmp_path / "checkpoint"))
     (path / "tekken.json").unlink()
