@@ -37,7 +37,7 @@ from mmjax.layers.rope import text_angles
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration, Gemma3MultiModalProjector
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
-from tests.engine.tiny import drain, engine_config, tiny_config, tokens_of
+from tests.engine.tiny import drain, engine_config, serve_all, tiny_config, tokens_of
 
 WIDTH, VOCAB_SIZE = 32, 96
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 8
@@ -211,10 +211,7 @@ Answer = list[tuple[int, Any]]
 
 def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Answer]:
     """Serve all requests at once; return their answers."""
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    return [answer_of(news[request.request_id]) for request in requests]
+    return [answer_of(news) for news in serve_all(core, requests)]
 
 
 def serve_found(core: EngineCore, request: EngineCoreRequest) -> tuple[int, Answer]:

@@ -17,12 +17,12 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.adapters import make_tensors, tower_layers, write_adapter
 from tests.engine.tiny import (
     answer,
+    answer_all,
     drain,
     engine_config,
     message,
     tiny_engine,
     tiny_params,
-    tokens_of,
 )
 
 NAMES = ("a", "b", "c", "d", None)
@@ -64,13 +64,6 @@ def ask(
     return msgspec.structs.replace(request, lora_name=name)
 
 
-def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[list[int]]:
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    return [tokens_of(news[request.request_id]) for request in requests]
-
-
 @pytest.fixture(scope="module")
 def lone_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, list[int]]:
     """What each adapter answers alone, and what the model does without any."""
@@ -107,8 +100,8 @@ def test_four_adapters_and_none_answer_as_alone(
     core = make_engine(**ENGINES[name])
     load(core, tmp_path)
     batch = [ask(one, f"{one}{turn}") for turn in range(2) for one in NAMES]
-    assert serve(core, batch) == [lone_answers[request.lora_name] for request in batch]
-    again = serve(core, batch)
+    assert answer_all(core, batch) == [lone_answers[request.lora_name] for request in batch]
+    again = answer_all(core, batch)
     assert again == [lone_answers[request.lora_name] for request in batch], "out of the cache"
     assert core.stats().prefix_cache_hits > 0
     assert (core.num_preemptions > 0) == ("preempted" in name)
@@ -119,12 +112,12 @@ def test_four_adapters_and_none_answer_as_alone(
 def test_nothing_compiles_once_it_serves(tmp_path: Path) -> None:
     core = make_engine(precompile="all")
     load(core, tmp_path)
-    serve(core, [ask("a"), ask(None), ask("b")])
-    serve(core, [ask("c", logprobs=2, prompt_logprobs=1), ask("d")])
+    answer_all(core, [ask("a"), ask(None), ask("b")])
+    answer_all(core, [ask("c", logprobs=2, prompt_logprobs=1), ask("d")])
     core.unload_adapter("a")
     core.load_adapter("a", write_adapter(tmp_path / "new", seed=99))
     core.wait_loaded()
-    serve(core, [ask("a")])
+    answer_all(core, [ask("a")])
     assert core.compilations == 0
     core.close()
 
@@ -259,7 +252,7 @@ def test_towers_have_adapters_too(tmp_path: Path) -> None:
     adapted = msgspec.structs.replace(adapted, mm_features=features)
     alone = [answer(core, adapted), answer(core, plain)]
     assert alone[0] != alone[1]
-    assert serve(core, [adapted, plain]) == alone
+    assert answer_all(core, [adapted, plain]) == alone
     assert answer(core, ask(None, "3")) == answer(tiny_engine(**SIZES), ask(None))
 
 

@@ -6,7 +6,6 @@ all tokens at once is the reference.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import torch
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
-from mmjax import LLM, SamplingParams
+from mmjax import LLM
 from mmjax.engine.core import EngineCore
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.layers.module import Params, build_abstract, flatten_params, unflatten_params
@@ -29,13 +28,12 @@ from mmjax.models.model_source import load_model_config
 from mmjax.parity.arrays import Sample
 from mmjax.weights.rules import map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
-from tests.engine.test_mtp import TWO_DEVICES, noting
-from tests.engine.tiny import drain_through_failures
+from tests.engine.test_mtp import TWO_DEVICES, check_guesses_of_files, noting
+from tests.engine.tiny import answer_all, drain_through_failures
 from tests.families import TINY_FAMILIES, gemma4
 from tests.families.gemma4 import GLOBAL, LARGE, SLIDING
 from tests.families.tiny import Media, Parts, TinyModel, Words
-from tests.kit import draw
-from tests.models.served import make_config, make_request, serve
+from tests.models.served import make_config, make_request
 
 DRAFT = {"model": "assistant", "num_speculative_tokens": 3}
 ARCHITECTURE = "Gemma4AssistantForCausalLM"
@@ -193,7 +191,7 @@ def test_it_guesses_as_hf_does(kind: str, settings: dict[str, Any]) -> None:
     eager = Eager(core)
     with noting(core) as noted:
         for _ in range(2):  # the second time behind prefixes that are found
-            serve(core, requests_of(kind, max_tokens=20))
+            answer_all(core, requests_of(kind, max_tokens=20))
     assert ("num_blocks" in settings) is (core.num_preemptions == 0)
     assert core.compilations == 0
     assert eager.num_draft_tokens > 40
@@ -221,11 +219,11 @@ def test_no_answer_changes(kind: str, settings: dict[str, Any]) -> None:
     for fields in ({}, {"temperature": 0.8, "seed": 4, "top_p": 0.9}):
         given = {"max_tokens": 20, **fields}
         eager.is_on = False
-        expected = serve(core, requests_of(kind, **given))
+        expected = answer_all(core, requests_of(kind, **given))
         eager.is_on = True
         for _ in range(2):
             core.reset_prefix_cache()
-            assert serve(core, requests_of(kind, **given)) == expected
+            assert answer_all(core, requests_of(kind, **given)) == expected
     assert eager.num_draft_tokens > 100
 
 
@@ -251,9 +249,9 @@ def test_right_guesses_are_all_accepted() -> None:
     core = start("large", *map(unflatten_params, (target, own)), assistant=assistant)
     eager = Eager(core)
     eager.is_on = False
-    expected = serve(core, requests_of("large", max_tokens=20))
+    expected = answer_all(core, requests_of("large", max_tokens=20))
     eager.is_on = True
-    assert serve(core, requests_of("large", max_tokens=20)) == expected
+    assert answer_all(core, requests_of("large", max_tokens=20)) == expected
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 40
 
 
@@ -273,7 +271,7 @@ def test_a_failed_guess_and_sleep_leave_nothing_behind() -> None:
     core = start("small")
     eager = Eager(core)
     eager.is_on = False
-    expected = serve(core, requests_of("small", max_tokens=20))
+    expected = answer_all(core, requests_of("small", max_tokens=20))
     eager.is_on = True
     core.reset_prefix_cache()
     assert core._draft is not None
@@ -295,7 +293,7 @@ def test_a_failed_guess_and_sleep_leave_nothing_behind() -> None:
     assert [found[name] for name in sorted(found)] == expected
     core.sleep()
     core.wake_up()
-    assert serve(core, requests_of("small", max_tokens=20)) == expected
+    assert answer_all(core, requests_of("small", max_tokens=20)) == expected
 
 
 class Failing:
@@ -329,32 +327,9 @@ def write_checkpoints(path: Path, **changes: Any) -> tuple[str, str]:
 def test_it_is_read_from_its_files(tmp_path: Path) -> None:
     """Again, too, after the engine has slept without weights."""
     target, assistant = write_checkpoints(tmp_path)
-    parts = [
-        {"type": "image_pil", "image_pil": draw(84, 112, seed=3)},
-        {"type": "text", "text": "What is this?"},
-    ]
-    chats: Any = [[{"role": "user", "content": parts}]]
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     # As vLLM's documentation has it; without a method, too.
     speculation = {"method": "mtp", "model": assistant, "num_speculative_tokens": 3}
-    answers, noted = [], []
-    for given in ({}, speculation):
-        options: dict[str, Any] = {"speculative_config": given, "use_tqdm_on_load": False}
-        options |= {"dtype": "float32", "max_model_len": 512, "precompile": "none"}
-        with LLM(target, **options) as llm:
-            if given:
-                Eager(llm.engine)
-            for _ in range(2 if given else 1):
-                with noting(llm.engine) if given else nullcontext([]) as found:
-                    (output,) = llm.chat(chats, params, use_tqdm=False)
-                answers.append(output.outputs[0].token_ids)
-                noted.append([tokens for _, _, tokens in found])
-                if given:
-                    llm.sleep(level=2)
-                    llm.wake_up()
-    assert answers[1:] == answers[:1] * 2
-    assert noted[1] == noted[2]
-    assert len(noted[1]) > 3
+    check_guesses_of_files(target, speculation, dtype="float32", max_model_len=512)
 
 
 def test_an_assistant_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
     answer,
+    answer_all,
     dense_greedy,
     dense_logits,
     drain,
@@ -382,10 +383,7 @@ def test_a_step_that_fails_and_is_given_up_leaves_nothing_to_be_found(
     monkeypatch.undo()
     core.abort([f"given up {number}" for number in range(len(MIXED))])
     batch = requests("next")
-    for request in batch:
-        core.add_request(request)
-    news = drain(core)
-    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+    assert answer_all(core, batch) == expected
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -6,7 +6,6 @@ orders it, over the states that enter the layers of HF's model.
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from mmjax import LLM, SamplingParams
+from mmjax import LLM
 from mmjax.engine.core import EngineCore
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.layers.module import Params, build_abstract, flatten_params, unflatten_params
@@ -28,11 +27,18 @@ from mmjax.models.model_source import load_model_config
 from mmjax.parity.arrays import Sample
 from mmjax.weights.rules import map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
-from tests.engine.test_mtp import SAMPLINGS, TWO_DEVICES, noting, serve_without, without_layers
+from tests.engine.test_mtp import (
+    SAMPLINGS,
+    TWO_DEVICES,
+    check_guesses_of_files,
+    noting,
+    serve_without,
+    without_layers,
+)
+from tests.engine.tiny import answer_all
 from tests.families import TINY_FAMILIES, gemma3
 from tests.families.tiny import Media, Parts, TinyModel, Words
-from tests.kit import draw
-from tests.models.served import make_config, make_request, serve
+from tests.models.served import make_config, make_request
 
 EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -288,7 +294,7 @@ def test_it_guesses_as_its_reference(kind: str, settings: dict[str, Any]) -> Non
     expected = serve_without(core, requests_of(kind, {}))
     with noting(core) as noted:
         for _ in range(2):  # the second time behind prefixes that are found
-            assert serve(core, requests_of(kind, {})) == expected
+            assert answer_all(core, requests_of(kind, {})) == expected
     assert eager.num_draft_tokens > 40
     assert {name for name, _, _ in noted} >= {"0", "1", "3"}
     samples = [model(kind).draw_sample(parts) for parts in PROMPTS]
@@ -337,7 +343,7 @@ def test_right_guesses_are_all_accepted(kind: str) -> None:
         fields = {**sampling, "allowed_token_ids": None}  # which no guess knows
         expected = serve_without(core, requests_of(kind, fields))
         for _ in range(2):
-            assert serve(core, requests_of(kind, fields)) == expected
+            assert answer_all(core, requests_of(kind, fields)) == expected
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 80
 
 
@@ -387,33 +393,10 @@ def test_it_is_read_from_its_files(tmp_path: Path, *, is_speculator: bool) -> No
     target, head = write_checkpoints(tmp_path, is_speculator=is_speculator, **named)
     reference = TINY_FAMILIES["gemma3"].make_reference(config=load_model_config(target).hf_config)
     reference.save_pretrained(target)
-    parts = [
-        {"type": "image_pil", "image_pil": draw(84, 112, seed=3)},
-        {"type": "text", "text": "What is this?"},
-    ]
-    chats: Any = [[{"role": "user", "content": parts}]]
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    answers, noted = [], []
     asked = {**EAGLE3, "model": head}
     if is_speculator:
         del asked["method"]  # its files tell
-    for given in ({}, asked):
-        options: dict[str, Any] = {"speculative_config": given, "use_tqdm_on_load": False}
-        options |= {"max_model_len": 256, "precompile": "none", "dtype": "bfloat16"}
-        with LLM(target, **options) as llm:
-            if given:
-                Eager(llm.engine)
-            for _ in range(2 if given else 1):
-                with noting(llm.engine) if given else nullcontext([]) as found:
-                    (output,) = llm.chat(chats, params, use_tqdm=False)
-                answers.append(output.outputs[0].token_ids)
-                noted.append([tokens for _, _, tokens in found])
-                if given:
-                    llm.sleep(level=2)
-                    llm.wake_up()
-    assert answers[1:] == answers[:1] * 2
-    assert noted[1] == noted[2]
-    assert len(noted[1]) > 3
+    check_guesses_of_files(target, asked, dtype="bfloat16", max_model_len=256)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mmjax.errors import ConfigError, RequestError
 from mmjax.layers.attention.kv_cache import InterleavedCache, TransposedCache
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.tiny import answer, drain, tokens_of
+from tests.engine.tiny import answer, answer_all, drain, tokens_of
 from tests.engine.tiny_encoder_decoder import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -107,10 +107,7 @@ def test_cross_attention_may_have_heads_of_its_own() -> None:
     }
     batch = requests("own")
     expected = [dense_greedy(request, OWN_HEADS) for request in batch]
-    for request in batch:
-        engine.add_request(request)
-    news = drain(engine)
-    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+    assert answer_all(engine, batch) == expected
     assert len({tuple(answer) for answer in expected}) >= len(batch) - 1
     assert engine.compilations == 0
 
@@ -126,10 +123,7 @@ def test_over_the_layout_of_a_tpu(
     engine = tiny_encoder_decoder()
     assert isinstance(engine._runner._state.kv_cache[0], InterleavedCache)
     batch = requests("interleaved")
-    for request in batch:
-        engine.add_request(request)
-    news = drain(engine)
-    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+    assert answer_all(engine, batch) == expected
     assert engine.compilations == 0
 
 

@@ -1,7 +1,6 @@
 """Encoder outputs on disk: a later engine answers with them as with its own, or not at all."""
 
 import random
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,12 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.adapters import make_tensors, tower_layers, write_adapter
 from tests.engine.tiny import (
     answer,
+    answer_all,
     drain,
     engine_config,
     image_feature,
     message,
+    report,
     tiny_engine,
     tiny_params,
     tokens_of,
@@ -33,7 +34,7 @@ from tests.engine.tiny import (
 from tests.families import served_model
 from tests.families.default_run import rows
 from tests.families.tiny import Media, Words
-from tests.models.served import make_request, serve, start_engine
+from tests.models.served import make_request, start_engine
 
 PICTURES = [(0, 1), (1, 2), (2, 9), (3, 1)]
 """Seeds and crops; more than one encoder call has are divided over two."""
@@ -52,17 +53,6 @@ def start(directory: Path | None = None, **settings: Any) -> EngineCore:
 
 def ask(number: int, picture: tuple[int, int]) -> EngineCoreRequest:
     return message(f"{number}", [[2, 10 + number % 7], picture, [40]], logprobs=1, max_tokens=3)
-
-
-def report(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Any]:
-    """Serve requests at once; return their tokens and log-probabilities, bit for bit."""
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    return [
-        (tokens_of(own), [one.logprobs for delta in own for one in delta.new_logprobs or []])
-        for own in (news[request.request_id] for request in requests)
-    ]
 
 
 def count_encoder_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -203,11 +193,11 @@ def test_rows_of_packed_and_of_chosen_outputs(name: str, tmp_path: Path):
     ]
     sizes = {"max_num_batched_tokens": max(16, model.family.longest_run)}
     with closing(start_engine(model, **sizes, encoder_cache_dir=tmp_path)) as first:
-        expected = serve(first, requests)
+        expected = answer_all(first, requests)
     with closing(start_engine(model, **sizes, encoder_cache_dir=tmp_path)) as core:
-        assert serve(core, requests) == expected
+        assert answer_all(core, requests) == expected
         assert core.stats().encoder_disk_hits == len(requests)
-    assert serve(start_engine(model, **sizes), requests) == expected
+    assert answer_all(start_engine(model, **sizes), requests) == expected
 
 
 def test_several_processes_are_refused(tmp_path: Path):

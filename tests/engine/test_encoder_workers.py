@@ -35,10 +35,13 @@ from mmjax.transport.encoder_link import (
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
     AFFINE,
+    answer_all,
     drain,
     engine_config,
     message,
     picture,
+    report,
+    serve_all,
     tiny_engine,
     tiny_params,
     tokens_of,
@@ -46,7 +49,7 @@ from tests.engine.tiny import (
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.default_run import rows
 from tests.families.tiny import Media, Words
-from tests.models.served import make_config, make_request, serve, start_engine
+from tests.models.served import make_config, make_request, start_engine
 
 PICTURES = [(0, 1), (1, 2), (2, 9), (3, 1)]
 """Seeds and crops."""
@@ -102,17 +105,6 @@ def start(addresses: Sequence[str], *, params: Any = None, **settings: Any) -> E
 def ask(number: int, picture: tuple[int, int], **sampling: Any) -> EngineCoreRequest:
     parts = [[2, 10 + number % 7], picture, [40]]
     return message(f"{number}", parts, **{"logprobs": 1, "max_tokens": 3, **sampling})
-
-
-def report(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Any]:
-    """Serve requests at once; return their tokens and log-probabilities, bit for bit."""
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    return [
-        (tokens_of(own), [one.logprobs for delta in own for one in delta.new_logprobs or []])
-        for own in (news[request.request_id] for request in requests)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -300,13 +292,6 @@ def test_a_killed_worker_costs_no_request(num_kills: int, tmp_path: Path, worker
         assert core.stats().encoder_workers_refused == 0
 
 
-def serve_all(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Any]:
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    return [news[request.request_id] for request in requests]
-
-
 def collect(core: EngineCore, news: dict[str, list[Any]]) -> None:
     for delta in core.step():
         news.setdefault(delta.request_id, []).append(delta)
@@ -435,13 +420,13 @@ def test_other_families(name: str, tmp_path: Path):
         for n in range(2)
     ]
     plain = start_engine(model, max_num_batched_tokens=max(16, family.longest_run))
-    expected = serve(plain, requests)
+    expected = answer_all(plain, requests)
     given = {"model_class": family.model_class, "params": model.params}
     with (
         working(address, config, **given) as worker,
         closing(EngineCore(with_workers(config, address), **given)) as core,
     ):
-        assert serve(core, requests) == expected
+        assert answer_all(core, requests) == expected
         assert worker.num_encoded == len(requests)
         read = flatten_params(worker.params)
         held = flatten_params(core.params)

@@ -7,7 +7,15 @@ import pytest
 
 from mmjax.layers.attention.gpu import gpu_attention
 from mmjax.layers.attention.kv_cache import InterleavedCache, RowCache, SlotCache
-from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
+from tests.engine.tiny import (
+    answer,
+    answer_all,
+    dense_greedy,
+    drain,
+    message,
+    tiny_engine,
+    tokens_of,
+)
 
 PROMPTS: list[list[Any]] = [
     [[5, 6, 7]],
@@ -36,10 +44,7 @@ def test_answers_are_the_oracles(backend: str, monkeypatch: pytest.MonkeyPatch):
     requests = [message(f"r{i}", parts) for i, parts in enumerate(PROMPTS)]
     alone = [answer(core, request) for request in requests]
     assert alone == [dense_greedy(request) for request in requests]
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    assert [tokens_of(news[request.request_id]) for request in requests] == alone
+    assert answer_all(core, requests) == alone
     assert core.compilations == 0
 
 

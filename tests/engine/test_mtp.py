@@ -4,7 +4,7 @@ HF has no class of it. Its references are what vLLM's `glm_ocr_mtp.py` and `qwen
 of HF's own modules; the former's states are normed before they are read again (`MtpTextModel`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from functools import cache
@@ -30,12 +30,12 @@ from mmjax.models.qwen3_vl.model import Qwen3_5Mtp
 from mmjax.parity.arrays import Sample
 from mmjax.weights.rules import Place, map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
-from tests.engine.tiny import drain, drain_through_failures
+from tests.engine.tiny import answer_all, drain, drain_through_failures
 from tests.families import TINY_FAMILIES, glm4v, qwen3_vl
 from tests.families.directories import edit_json
 from tests.families.tiny import Media, Parts, TinyModel, Words
 from tests.kit import draw, fill_by_name
-from tests.models.served import make_config, make_request, serve
+from tests.models.served import make_config, make_request
 
 NUM_GUESSED = 3
 TWO_DEVICES = pytest.mark.skipif(
@@ -289,6 +289,44 @@ def noting(core: EngineCore) -> Iterator[list[tuple[str, list[int], list[int]]]]
     draft.runner.guess = guess  # type: ignore[method-assign]
 
 
+def check_guesses_of_files(
+    target: str,
+    speculation: Mapping[str, Any],
+    *,
+    question: str = "What is this?",
+    see: Callable[[EngineCore], None] = lambda core: None,
+    **settings: Any,
+) -> None:
+    """Compare a checkpoint's answers with those of guesses, before and after weights are gone.
+
+    `see` is called with each engine that guesses.
+    """
+    parts = [
+        {"type": "image_pil", "image_pil": draw(84, 112, seed=3)},
+        {"type": "text", "text": question},
+    ]
+    chats: Any = [[{"role": "user", "content": parts}]]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    answers, noted = [], []
+    for given in ({}, speculation):
+        options: Any = {"speculative_config": given, "use_tqdm_on_load": False}
+        with LLM(target, precompile="none", **options, **settings) as llm:
+            if given:
+                Eager(llm.engine)
+            for _ in range(2 if given else 1):
+                with noting(llm.engine) if given else nullcontext([]) as found:
+                    (output,) = llm.chat(chats, params, use_tqdm=False)
+                answers.append(output.outputs[0].token_ids)
+                noted.append([tokens for _, _, tokens in found])
+                if given:
+                    see(llm.engine)
+                    llm.sleep(level=2)
+                    llm.wake_up()
+    assert answers[1:] == answers[:1] * 2
+    assert noted[1] == noted[2]
+    assert len(noted[1]) > 3
+
+
 ROOMY: dict[str, Any] = {"num_blocks": None}
 PROMPTS: tuple[Parts, ...] = (
     (Words(4, 20),),
@@ -376,7 +414,7 @@ def serve_without(core: EngineCore, requests: Sequence[Any]) -> list[list[int]]:
     """Return the answers of the same engine without guesses."""
     speculation, core._scheduler.speculation = core._scheduler.speculation, None
     core.reset_prefix_cache()
-    answers = serve(core, requests)
+    answers = answer_all(core, requests)
     core.reset_prefix_cache()
     core._scheduler.speculation = speculation
     return answers
@@ -395,7 +433,7 @@ def test_right_guesses_are_all_accepted(kind: str, size: int) -> None:
     for fields in SAMPLINGS[:size]:
         expected = serve_without(core, requests_of(kind, fields))
         for _ in range(2):
-            assert serve(core, requests_of(kind, fields)) == expected
+            assert answer_all(core, requests_of(kind, fields)) == expected
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 80
 
 
@@ -420,7 +458,7 @@ def test_a_failed_step_and_sleep_leave_nothing_behind(kind: str) -> None:
     assert [found[name] for name in sorted(found)] == expected
     core.sleep()
     core.wake_up()
-    assert serve(core, requests_of(kind, {})) == expected
+    assert answer_all(core, requests_of(kind, {})) == expected
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 50
 
 
@@ -461,30 +499,15 @@ def write_checkpoint(kind: str, path: Path, *, has_layer: bool = True) -> Path:
 def test_a_published_checkpoint_has_the_layer(kind: str, tmp_path: Path) -> None:
     """Its weights are read from its files, again after the engine has slept without them."""
     published = write_checkpoint(kind, tmp_path)
-    question = [{"type": "text", "text": "Text Recognition:"}]
-    image = {"type": "image_pil", "image_pil": draw(84, 112, seed=3)}
-    chats: Any = [[{"role": "user", "content": [image, *question]}]]
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    answers, noted, held = [], [], set[str]()
-    for given in ({}, MTP):
-        options: dict[str, Any] = {"speculative_config": given, "use_tqdm_on_load": False}
-        options["precompile"] = "none"
-        with LLM(str(published), dtype="float32", max_model_len=256, **options) as llm:
-            if given:
-                Eager(llm.engine)
-            for _ in range(2 if given else 1):
-                with noting(llm.engine) if given else nullcontext([]) as found:
-                    (output,) = llm.chat(chats, params, use_tqdm=False)
-                answers.append(output.outputs[0].token_ids)
-                noted.append([tokens for _, _, tokens in found])
-                draft = llm.engine._draft
-                if draft is not None:
-                    held |= flatten_params(draft.runner.params).keys()
-                    llm.sleep(level=2)
-                    llm.wake_up()
-    assert answers[1:] == answers[:1] * 2
-    assert noted[1] == noted[2]
-    assert len(noted[1]) > 3
+    held = set[str]()
+
+    def see(core: EngineCore) -> None:
+        assert core._draft is not None
+        held.update(flatten_params(core._draft.runner.params))
+
+    settings: Any = {"dtype": "float32", "max_model_len": 256}
+    question = "Text Recognition:"
+    check_guesses_of_files(str(published), MTP, question=question, see=see, **settings)
     # The table of tokens and the head are the model's.
     assert len(held) == KINDS[kind].num_arrays
     assert not any("embed_tokens" in name or "lm_head" in name for name in held)

@@ -19,10 +19,11 @@ from mmjax.errors import RequestError
 from mmjax.layers.module import flatten_params
 from mmjax.parity.arrays import Sample
 from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.tiny import answer_all
 from tests.families import served_model
 from tests.families.qwen2_vl import draw_grid
 from tests.families.tiny import DrawnItem, Media, Part, Words
-from tests.models.served import make_request, serve, start_model
+from tests.models.served import make_request, start_model
 
 # ---- the plan ------------------------------------------------------------------------------------
 
@@ -193,16 +194,16 @@ def record_calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[Enco
 def test_a_mixed_batch_is_one_call_with_the_answers_of_each_alone(
     core: EngineCore, calls: list[EncoderCall]
 ) -> None:
-    together = serve(core, requests("together", turn=1))
+    together = answer_all(core, requests("together", turn=1))
     assert [len(call.inputs["segment_ids"]) for call in calls] == [512]
     sizes = np.bincount(calls[0].inputs["segment_ids"] + 1)
     assert sizes.tolist() == [512 - 352, 200, 60, 48, 40, 4]
     assert core.recover() == []  # nothing is held of them
     calls.clear()
-    alone = [answer for one in requests("alone", turn=1) for answer in serve(core, [one])]
+    alone = [answer for one in requests("alone", turn=1) for answer in answer_all(core, [one])]
     assert len(calls) == 4, "one for each request, but for what it shares with another"
     assert alone == together
-    others = serve(core, requests("others", turn=2))
+    others = answer_all(core, requests("others", turn=2))
     assert all(a != b for a, b in zip(together, others, strict=True)), "no picture changes them"
 
 
@@ -210,7 +211,7 @@ def test_the_pool_holds_what_each_picture_gives_alone(
     core: EngineCore, calls: list[EncoderCall]
 ) -> None:
     batch = requests("pool", turn=4)
-    serve(core, batch)
+    answer_all(core, batch)
     (call,) = calls
     pool, held = np.asarray(core._runner._pool), core._runner.rows
     for parts, request in zip(MIXED, batch, strict=True):
@@ -242,9 +243,9 @@ def test_more_than_one_call_holds_takes_several(
         make_request(f"several {n}", draw([Media(70 + n), Words(n, 2)]), max_tokens=6)
         for n in range(3)
     ]
-    answers = serve(small, batch)
+    answers = answer_all(small, batch)
     assert [len(call.inputs["segment_ids"]) for call in calls] == [512, 256]
-    assert [answer for one in batch for answer in serve(core, [one])] == answers
+    assert [answer for one in batch for answer in answer_all(core, [one])] == answers
     assert small.compilations == 0
 
 
@@ -274,7 +275,7 @@ def test_each_device_encodes_a_pack_of_its_own(
     for number in (1, 3) if size == 2 else (1, 2, 3, 5):
         pictures = [Media(100 * size + 10 * number + n) for n in range(number)]
         request = make_request(f"{size}, {number}", draw([*pictures, Words(1, 2)]), max_tokens=6)
-        assert serve(spread, [request]) == serve(core, [request])
+        assert answer_all(spread, [request]) == answer_all(core, [request])
         together, expected = (find_rows(one, request) for one in (spread, core))
         # One device multiplies by kernels in C++, of which the sums have another order.
         for rows, of_one in zip(together, expected, strict=True):
@@ -287,7 +288,7 @@ def test_each_device_encodes_a_pack_of_its_own(
         assert spread.recover() == []  # nothing is held of them
         for rows, picture in zip(together, pictures, strict=True):
             alone = make_request(f"{picture.seed}", draw([picture, Words(1, 1)]))
-            serve(spread, [alone])
+            answer_all(spread, [alone])
             np.testing.assert_array_equal(rows, find_rows(spread, alone)[0])
         calls.clear()
     assert spread.compilations == 0

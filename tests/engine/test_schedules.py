@@ -18,10 +18,11 @@ from tests.engine.bench import (
     random_parts,
     run_schedules,
 )
+from tests.engine.tiny import answer_all
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.default_run import rows
 from tests.families.tiny import TinyModel
-from tests.models.served import count_least_blocks, make_request, serve, start_engine
+from tests.models.served import count_least_blocks, make_request, start_engine
 
 WIDE_GAP = 1e-3
 """Where a wide model's two best logits are nearer, its answers may depend on the batch, for its
@@ -95,7 +96,7 @@ def test_each_of_500_mixed_requests_is_answered_as_alone(name: str) -> None:
         sampling = rng.choice(SAMPLING) if number % 3 == 0 else {}
         max_tokens = rng.randint(1, 10)
         batch.append(make_request(f"{number}", sample, max_tokens=max_tokens, **sampling))
-    alone = [serve(roomy, [request])[0] for request in batch]
+    alone = [answer_all(roomy, [request])[0] for request in batch]
     for engine in (roomy, cramped):
         assert serve_as_they_come(engine, batch, rng) == alone
         assert engine.compilations == 0

@@ -18,7 +18,7 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.adapters import PREFIX, make_tensors, tower_layers, write_adapter
 from tests.engine.test_adapters import ask, make_engine
 from tests.engine.test_weights import Token, answer, read
-from tests.engine.tiny import drain, tiny_params
+from tests.engine.tiny import serve_all, tiny_params
 from tests.families import served_model
 from tests.families.tiny import TinyModel
 from tests.models.served import make_request, start_engine, start_model
@@ -59,10 +59,7 @@ def workload(model: TinyModel, turn: int = 0) -> list[EngineCoreRequest]:
 
 def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[list[Token]]:
     """Serve requests at once."""
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    return [read(news[request.request_id]) for request in requests]
+    return [read(news) for news in serve_all(core, requests)]
 
 
 def update(core: EngineCore, leaves: Mapping[str, Any], **options: Any) -> None:

@@ -249,6 +249,29 @@ def answer(core: EngineCore, request: EngineCoreRequest) -> list[int]:
     return tokens_of(drain(core)[request.request_id])
 
 
+def serve_all(
+    core: EngineCore, requests: Sequence[EngineCoreRequest]
+) -> list[list[RequestOutputDelta]]:
+    """Serve requests at once; return what each was told."""
+    for request in requests:
+        core.add_request(request)
+    news = drain(core)
+    return [news[request.request_id] for request in requests]
+
+
+def answer_all(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[list[int]]:
+    """Serve requests at once; return their tokens."""
+    return [tokens_of(news) for news in serve_all(core, requests)]
+
+
+def report(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[Any]:
+    """Serve requests at once; return their tokens and log-probabilities, bit for bit."""
+    return [
+        (tokens_of(own), [one.logprobs for delta in own for one in delta.new_logprobs or []])
+        for own in serve_all(core, requests)
+    ]
+
+
 # ---- the oracle: the whole sequence anew for every token, no cache -------------------------------
 
 

@@ -19,7 +19,7 @@ from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFi
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from mmjax.rounding import cdiv
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.tiny import drain, engine_config, tokens_of
+from tests.engine.tiny import engine_config
 from tests.families.tiny import TinyModel
 
 
@@ -163,11 +163,3 @@ def ask(image: Any, text: str) -> Any:
     if image is not None:
         parts.insert(0, {"type": "image_pil", "image_pil": image})
     return [{"role": "user", "content": parts}]
-
-
-def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[list[int]]:
-    """Serve all requests at once; return their answers."""
-    for request in requests:
-        core.add_request(request)
-    news = drain(core)
-    return [tokens_of(news[request.request_id]) for request in requests]

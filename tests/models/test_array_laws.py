@@ -19,6 +19,7 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.rounding import cdiv
+from tests.engine.tiny import answer_all
 from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
 from tests.families.default_run import (
     ASKED,
@@ -32,7 +33,7 @@ from tests.families.default_run import (
     slow_unless,
 )
 from tests.families.tiny import Parts, TinyFamily, TinyModel
-from tests.models.served import cramp, make_request, serve, start_engine
+from tests.models.served import cramp, make_request, start_engine
 from tests.oracle import TOLERANCE, assert_close
 
 WITH_GOLDEN_MODELS = {"deepseek_vl2", "molmo", "qwen_vl"}
@@ -197,9 +198,9 @@ def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
         settings["max_num_batched_tokens"] = chunk
     core = start_engine(model, **settings)
     batch = [make_request(f"{n}", one, max_tokens=MAX_TOKENS) for n, one in enumerate(samples)]
-    assert serve(core, batch) == expected
+    assert answer_all(core, batch) == expected
     for request, answer in zip(batch, expected, strict=True):
-        assert serve(core, [request]) == [answer], "its beginning is in the cache"
+        assert answer_all(core, [request]) == [answer], "its beginning is in the cache"
     # Prompts here are too short for a recurrent layer's states to be found again.
     has_prefixes = model.paged.shares_prefixes
     # Prompts that see all of themselves share no part, and a pool for one request keeps no other's.

@@ -27,9 +27,10 @@ from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import BaseMultiModalProcessor
 from mmjax.training.samples import make_sample
+from tests.engine.tiny import answer_all
 from tests.families.directories import edit_golden
 from tests.kit import draw
-from tests.models.served import make_request, serve, start_model
+from tests.models.served import make_request, start_model
 
 GOLDEN = Path(__file__).parent.parent / "golden_models"
 SIZES = ("tiny", "small", "base")
@@ -200,7 +201,7 @@ def check_answers(core: EngineCore, size: str) -> None:
     samples = make_samples(size, MIXED)
     for turn in ("cold", "warm"):
         requests = [make_request(f"{turn} {n}", one) for n, one in enumerate(samples)]
-        assert serve(core, requests) == expected_ids
+        assert answer_all(core, requests) == expected_ids
     assert core.compilations == 0
 
 

@@ -11,10 +11,11 @@ from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.host_inputs import EncoderSpec
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import generate_reference
+from tests.engine.tiny import answer_all
 from tests.families import served_model
 from tests.families.florence2 import draw_item, tiny_config
 from tests.families.tiny import Media, TinyModel, Words
-from tests.models.served import make_request, serve, start_engine
+from tests.models.served import make_request, start_engine
 
 
 def test_what_the_engine_must_know_is_said():
@@ -55,7 +56,7 @@ def test_the_tower_runs_once_for_three_prompts_about_an_image():
     runner._run_encode = run_encode
     for length in (2, 9, 20):
         sample = model.draw_sample([Media(71), Words(length, length)])
-        (answer,) = serve(core, [make_request(f"{length}", sample, max_tokens=8)])
+        (answer,) = answer_all(core, [make_request(f"{length}", sample, max_tokens=8)])
         assert answer == ask_hf(model, sample)
     assert shapes == [(2, 3, 24, 24)]  # beside padding, as in every small tower
     assert core.compilations == 0
@@ -67,7 +68,7 @@ def test_without_images_the_tower_is_left_out():
     assert core._runner.buckets.encode == ()
     assert "vision_tower" not in core.params
     text = model.draw_sample([Words(3, 7)])
-    assert serve(core, [make_request("text", text, max_tokens=8)]) == [ask_hf(model, text)]
+    assert answer_all(core, [make_request("text", text, max_tokens=8)]) == [ask_hf(model, text)]
     image = model.draw_sample([Media(1), Words(3, 7)])
     with pytest.raises(RequestError, match="which this engine was started without"):
         core.add_request(make_request("image", image, max_tokens=8))

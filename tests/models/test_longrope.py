@@ -7,9 +7,10 @@ import pytest
 
 from mmjax.models.internvl.host_inputs import InternVLHostInputs
 from mmjax.parity.reference import generate_reference
+from tests.engine.tiny import answer_all
 from tests.families.internvl import PHI3, TINY, tiny_config
 from tests.families.tiny import Media, Parts, TinyModel, Words
-from tests.models.served import make_request, serve, start_engine
+from tests.models.served import make_request, start_engine
 
 TRAINED = PHI3["original_max_position_embeddings"]
 SHORT: Parts = (Words(0, TRAINED - 5),)
@@ -46,7 +47,7 @@ def test_keys_of_another_length_are_not_read(model: TinyModel, settings: dict[st
     hits = []
     for number, sample in enumerate(samples):
         request = make_request(f"{number}", sample, max_tokens=NUM_TOKENS)
-        assert serve(core, [request]) == [expected[number]]
+        assert answer_all(core, [request]) == [expected[number]]
         hits.append(core.stats().prefix_cache_hits)
     assert hits[0] == hits[1] == 0 < hits[2]
 

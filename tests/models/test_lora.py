@@ -12,11 +12,12 @@ from mmjax.engine.core import EngineCore
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.tiny import answer_all
 from tests.families import TINY_FAMILIES
 from tests.families.default_run import mark
 from tests.families.tiny import TinyModel
 from tests.models.adapters import EMBEDDINGS, HEAD, TEXT, TOWERS, make_adapter
-from tests.models.served import cramp, make_request, serve, start_engine
+from tests.models.served import cramp, make_request, start_engine
 from tests.oracle import assert_close
 
 pytestmark = [
@@ -169,8 +170,8 @@ def test_one_batch_has_pefts_answers_of_four_adapters_and_of_none(
     batch = [make_adapted_request(one, place, adapted.samples[place]) for one, place in keys]
     expected = [list(adapted.answers[key]) for key in keys]
     assert len(set(map(tuple, expected[: len(names)]))) == len(names)
-    assert serve(core, batch) == expected
-    assert serve(core, batch) == expected, "out of the cache"
+    assert answer_all(core, batch) == expected
+    assert answer_all(core, batch) == expected, "out of the cache"
     if engine == "chunked, preempted":  # in so few blocks that none keeps a prefix
         assert core.stats().num_preemptions > 0
     elif core._scheduler.state_slots is None:  # else prompts are too short for states to be kept

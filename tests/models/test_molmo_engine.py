@@ -11,9 +11,10 @@ from mmjax.models.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.training.samples import make_sample
+from tests.engine.tiny import answer_all
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.golden_models import NUM_STEPS, GoldenModel
-from tests.models.served import make_request, serve, start_model
+from tests.models.served import make_request, start_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
 MAX_MODEL_LEN = 120
@@ -38,7 +39,7 @@ def answer(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[in
         make_request(f"{prefix} {number}", sample, max_tokens=NUM_STEPS)
         for number, sample in enumerate(samples)
     ]
-    return serve(core, requests)
+    return answer_all(core, requests)
 
 
 @pytest.mark.slow  # 18 s of compiling; by default an engine answers a conversation below

@@ -13,10 +13,11 @@ from mmjax.layers.quantization import INT4, find_quantized, quantize_params
 from mmjax.models.interface import build_model
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.compare import LOGITS
+from tests.engine.tiny import answer_all
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.default_run import mark
 from tests.families.tiny import TinyModel
-from tests.models.served import cramp, make_request, serve, start_engine
+from tests.models.served import cramp, make_request, start_engine
 
 MAX_TOKENS = 16
 ENGINES: dict[str, dict[str, Any]] = {
@@ -90,7 +91,7 @@ def test_answers_are_those_of_one_pass(name: str, engine: str):
         settings["max_num_batched_tokens"] = max(chunk, model.family.longest_run)
     core = start_engine(model, quantization="int8", **settings)
     batch = [make_request(f"{n}", one, max_tokens=MAX_TOKENS) for n, one in enumerate(samples)]
-    assert serve(core, batch) == expected
-    assert serve(core, batch) == expected, "out of the cache"
+    assert answer_all(core, batch) == expected
+    assert answer_all(core, batch) == expected, "out of the cache"
     assert (core.num_preemptions > 0) == is_cramped
     assert core.compilations == 0

@@ -11,10 +11,11 @@ from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestError
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import generate_reference
+from tests.engine.tiny import answer_all
 from tests.families import served_model
 from tests.families.qwen2_vl import CLASSES, Grid, draw_grid
 from tests.families.tiny import DrawnItem, Media, Part, Words
-from tests.models.served import make_request, serve, start_engine
+from tests.models.served import make_request, start_engine
 
 SIZED: dict[Media, tuple[Grid, float]] = {
     Media(0): ((1, 6, 10), 0.0),
@@ -82,7 +83,7 @@ def sample() -> Sample:
 
 def test_embeddings_stand_in_for_images_and_videos(core: EngineCore, sample: Sample):
     request = make_request("pixels", sample)
-    answers = serve(core, [request])
+    answers = answer_all(core, [request])
     model = served_model("qwen2_vl")
     hf = model.family.torch_call(model.reference, sample)
     assert answers == [list(generate_reference(*hf, 8))]
@@ -94,7 +95,7 @@ def test_embeddings_stand_in_for_images_and_videos(core: EngineCore, sample: Sam
         {"image_embeds": rows[0], "image_grid_thw": np.array([1, 6, 10])},
         {"video_embeds": rows[1], "video_grid_thw": np.array([3, 4, 6])},
     ]
-    assert serve(core, [make_request("embeddings", sample, tensors=tensors)]) == answers
+    assert answer_all(core, [make_request("embeddings", sample, tensors=tensors)]) == answers
     assert core.compilations == 0
     # A grid of as many embeddings, but no whole ones: positions would not be the prompt's.
     tensors[0]["image_grid_thw"] = np.array([1, 5, 12])

@@ -25,6 +25,7 @@ from mmjax.parity.reference import run_reference
 from mmjax.processing.items.items import ImageSize
 from mmjax.weights.files.safetensors import StoredTensor
 from mmjax.weights.load import match_tensors
+from tests.engine.tiny import answer_all
 from tests.families import served_model
 from tests.families.tiny import Media, TinyModel, Words
 from tests.families.unlimited_ocr import (
@@ -39,7 +40,7 @@ from tests.families.unlimited_ocr import (
 )
 from tests.kit import draw
 from tests.models import test_deepseek_ocr2
-from tests.models.served import make_request, serve, start_engine
+from tests.models.served import make_request, start_engine
 from tests.oracle import assert_close
 
 MODEL = ours.UnlimitedOcrForConditionalGeneration
@@ -257,4 +258,4 @@ def test_an_answer_within_a_later_prompt_is_computed_anew():
     engine = start_engine(model, max_num_batched_tokens=32)
     for number, (sample, tokens) in enumerate(zip((first, second), expected, strict=True)):
         request = make_request(str(number), sample, max_tokens=len(tokens))
-        assert serve(engine, [request]) == [tokens]
+        assert answer_all(engine, [request]) == [tokens]
