@@ -10,7 +10,8 @@ from mmjax.layers.attention.segments import refine_segments
 from mmjax.models.grid_inputs import GridHostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model, text_rules
-from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.towers.packed_vit.config import PackedViTConfig
+from mmjax.towers.packed_vit.tower import PackedViT
 from mmjax.weights.rules import Rule, RuleTypes
 
 

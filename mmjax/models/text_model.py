@@ -12,7 +12,8 @@ from typing import Any
 
 from mmjax.errors import CheckpointError
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
-from mmjax.language.encoder_decoder import BartConfig, BartDecoder, T5Config, T5Decoder
+from mmjax.language.encoder_decoder.bart import BartConfig, BartDecoder
+from mmjax.language.encoder_decoder.t5 import T5Config, T5Decoder
 from mmjax.language.ernie4_5_vl import Ernie45VLConfig, Ernie45VLTextModel
 from mmjax.language.gemma4 import Gemma4Config, Gemma4TextModel
 from mmjax.language.lfm2 import Lfm2Config, Lfm2TextModel

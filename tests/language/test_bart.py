@@ -11,7 +11,7 @@ from transformers import BartConfig as HFBartConfig
 from transformers import BartModel
 
 from mmjax.errors import CheckpointError
-from mmjax.language.encoder_decoder import BartConfig, BartDecoder, BartEncoder
+from mmjax.language.encoder_decoder.bart import BartConfig, BartDecoder, BartEncoder
 from mmjax.layers.module import bind, build_abstract
 from mmjax.weights.rules import Rule
 from tests.families.florence2 import TEXT, fill

@@ -53,7 +53,7 @@ from transformers import PersimmonConfig as HFPersimmonConfig
 
 from mmjax.errors import CheckpointError
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
-from mmjax.language.encoder_decoder import BartConfig, BartDecoder
+from mmjax.language.encoder_decoder.bart import BartConfig, BartDecoder
 from mmjax.language.llama.config import LlamaConfig
 from mmjax.language.llama.decoder import LlamaTextModel
 from mmjax.layers.attention.api import DenseAttentionMetadata

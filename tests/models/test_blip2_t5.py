@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from mmjax import LLM, SamplingParams
 from mmjax.errors import CheckpointError
-from mmjax.language.encoder_decoder import find_buckets
+from mmjax.language.encoder_decoder.t5 import find_buckets
 from mmjax.layers.attention.dense import dense_attention
 from mmjax.layers.module import build_abstract
 from mmjax.models.blip2.model import Blip2T5ForConditionalGeneration as Model

@@ -50,7 +50,8 @@ from mmjax.models.ovis2.model import rename_tower as rename_aimv2
 from mmjax.models.pixtral.model import PixtralForConditionalGeneration
 from mmjax.processing.image_processors.image import patchify
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
-from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.towers.packed_vit.config import PackedViTConfig
+from mmjax.towers.packed_vit.tower import PackedViT
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule
 from tests.families.florence2 import VISION as DAVIT

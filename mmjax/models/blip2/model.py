@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from mmjax.connectors.qformer import QFormerConfig, QFormerModel
 from mmjax.errors import CheckpointError
-from mmjax.language.encoder_decoder import T5Config, T5Encoder
+from mmjax.language.encoder_decoder.t5 import T5Config, T5Encoder
 from mmjax.layers.linear import Linear
 from mmjax.models.blip2.host_inputs import (
     Blip2HostInputs,

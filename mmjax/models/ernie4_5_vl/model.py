@@ -15,7 +15,8 @@ from mmjax.layers.norm import LayerNorm, RMSNorm
 from mmjax.models.ernie4_5_vl.host_inputs import Ernie45VLHostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model, text_rules
-from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.towers.packed_vit.config import PackedViTConfig
+from mmjax.towers.packed_vit.tower import PackedViT
 from mmjax.weights.rules import Rule, RuleTypes
 
 _TOWER = r"^(?:model\.)?vision_(?:tower|model)\."

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from mmjax.errors import CheckpointError
-from mmjax.language.encoder_decoder import BartConfig, BartEncoder
+from mmjax.language.encoder_decoder.bart import BartConfig, BartEncoder
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
 from mmjax.models.florence2.host_inputs import Florence2HostInputs

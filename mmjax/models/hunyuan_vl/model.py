@@ -14,7 +14,8 @@ from mmjax.layers.norm import RMSNorm
 from mmjax.models.hunyuan_vl.host_inputs import HunYuanVLHostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model, text_rules
-from mmjax.towers.packed_vit import PackedViT, PackedViTConfig, PatchEmbed
+from mmjax.towers.packed_vit.config import PackedViTConfig
+from mmjax.towers.packed_vit.tower import PackedViT, PatchEmbed
 from mmjax.weights.rules import Rule, RuleTypes
 
 _TOWER = r"^(?:model\.)?(?:vit|vision_tower)\."

@@ -14,7 +14,8 @@ from mmjax.layers.attention.segments import refine_segments
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.kimi_k25.host_inputs import KimiK25HostInputs
 from mmjax.models.text_model import build_text_model, text_rules
-from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.towers.packed_vit.config import PackedViTConfig
+from mmjax.towers.packed_vit.tower import PackedViT
 from mmjax.weights.rules import Rule, RuleTypes, Split, Turn
 
 _VISUAL = r"^(?:model\.)?vision_tower\."

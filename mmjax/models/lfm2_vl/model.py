@@ -10,7 +10,8 @@ from mmjax.layers.attention.segments import refine_segments
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import PACKED_SIGLIP_RULES, TowerModel
-from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.towers.packed_vit.config import PackedViTConfig
+from mmjax.towers.packed_vit.tower import PackedViT
 from mmjax.weights.rules import RuleTypes
 
 

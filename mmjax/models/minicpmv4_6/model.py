@@ -21,7 +21,8 @@ from mmjax.models.minicpmv4_6.host_inputs import (
 )
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import PACKED_SIGLIP_RULES, TOWER, TowerModel
-from mmjax.towers.packed_vit import PackedAttention, PackedViT, PackedViTConfig
+from mmjax.towers.packed_vit.config import PackedViTConfig
+from mmjax.towers.packed_vit.tower import PackedAttention, PackedViT
 from mmjax.weights.rules import Rule, RuleTypes
 
 _MERGER = r"^(?:model\.)?merger\."

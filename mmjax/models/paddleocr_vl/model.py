@@ -6,7 +6,7 @@ from typing import Any
 
 from mmjax.models.grid_model import GridModel
 from mmjax.models.paddleocr_vl.host_inputs import PaddleOCRVLHostInputs
-from mmjax.towers.packed_vit import PackedViTConfig
+from mmjax.towers.packed_vit.config import PackedViTConfig
 from mmjax.weights.rules import Rule
 
 _TOWER = r"^(?:model\.)?visual\.(?:vision_model\.)?"

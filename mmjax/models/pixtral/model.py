@@ -30,7 +30,8 @@ from mmjax.models.tower_model import (
     drop_unread_blocks,
     read_feature_layers,
 )
-from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.towers.packed_vit.config import PackedViTConfig
+from mmjax.towers.packed_vit.tower import PackedViT
 from mmjax.weights.rules import Rule, RuleTypes
 
 _BLOCK = TOWER + r"transformer\.layers\.(\d+)\."
