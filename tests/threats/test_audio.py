@@ -18,6 +18,7 @@ from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestValueError
 from tests.processing.test_audio_file import KINDS, WAV, tones, write_audio
 from tests.processing.test_video_file import VIDEO
+from tests.threats.damage import damage
 
 LIMITS = MediaLimits(max_audio_bytes=2_000_000, max_audio_seconds=60, max_audio_rate=100_000)
 RATE = 16_000
@@ -173,23 +174,7 @@ def _mutants(count: int) -> Iterator[bytes]:
     rng = random.Random(8)
     clip = tones(48_000, 0.2)
     files = [write_audio(clip, kind=kind, codec=codec, form=form) for kind, codec, form, _ in KINDS]
-    for _ in range(count):
-        data = bytearray(rng.choice(files))
-        for _ in range(rng.randrange(1, 6)):
-            place = rng.randrange(min(len(data), 4000))
-            match rng.randrange(4):
-                case 0:
-                    data[place] ^= 1 << rng.randrange(8)
-                case 1:
-                    data[place : place + 4] = rng.choice(
-                        [b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff"]
-                    )
-                case 2:
-                    del data[place : place + rng.randrange(1, 40)]
-                case _:
-                    data[place:place] = rng.randbytes(rng.randrange(1, 20))
-            data = data or bytearray(1)
-        yield bytes(data)
+    yield from (damage(rng, rng.choice(files), first=4000) for _ in range(count))
 
 
 @pytest.mark.parametrize(

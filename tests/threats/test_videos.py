@@ -17,6 +17,7 @@ from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.video_file import VIDEO_CODECS, VIDEO_FORMATS, VideoSampling, decode_frames
 from mmjax.errors import RequestError
 from tests.processing.test_video_file import KINDS, VIDEO, write_video
+from tests.threats.damage import damage
 
 LIMITS = MediaLimits(max_video_bytes=2_000_000, max_image_pixels=100_000, max_video_pixels=10**6)
 SAMPLING = VideoSampling(4)
@@ -168,23 +169,7 @@ def test_CVE_2026_5497_other_codecs_are_refused_unread(workers: DecodeWorkers) -
 def _mutants(count: int) -> Iterator[bytes]:
     rng = random.Random(8)
     files = [write_video(12, kind=kind, codec=codec, **more) for kind, codec, more in KINDS]
-    for _ in range(count):
-        data = bytearray(rng.choice(files))
-        for _ in range(rng.randrange(1, 6)):
-            place = rng.randrange(len(data))
-            match rng.randrange(4):
-                case 0:
-                    data[place] ^= 1 << rng.randrange(8)
-                case 1:
-                    data[place : place + 4] = rng.choice(
-                        [b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff"]
-                    )
-                case 2:
-                    del data[place : place + rng.randrange(1, 40)]
-                case _:
-                    data[place:place] = rng.randbytes(rng.randrange(1, 20))
-            data = data or bytearray(1)
-        yield bytes(data)
+    yield from (damage(rng, rng.choice(files)) for _ in range(count))
 
 
 @pytest.mark.parametrize(
