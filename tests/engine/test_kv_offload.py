@@ -18,6 +18,7 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.bench import choose_max_model_len, random_parts
 from tests.engine.spread import params_with_heads, spread_config
 from tests.engine.tiny import (
+    answer_all,
     dense_greedy,
     drain,
     engine_config,
@@ -28,7 +29,6 @@ from tests.engine.tiny import (
 from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
 from tests.families.default_run import mark
 from tests.models.served import count_least_blocks, make_request, start_engine
-from tests.models.served import serve as serve_alone
 
 NUM_BLOCKS = 20
 """Two prompts of `parts` do not fit beside each other."""
@@ -91,7 +91,7 @@ def test_every_answer_is_that_without_host_memory(name: str) -> None:
     for number in range(100):
         max_tokens = rng.randint(1, 24)
         batch.append(make_request(f"{number}", rng.choice(samples), max_tokens=max_tokens))
-    expected = {one.request_id: serve_alone(plain, [one])[0] for one in batch}
+    expected = {one.request_id: answer_all(plain, [one])[0] for one in batch}
     for num_slots in (3, 40, engine._scheduler.kv_cache.host.num_slots):  # type: ignore[union-attr]
         engine.reset_prefix_cache()
         engine._scheduler.kv_cache.host = HostBlocks(num_slots)
