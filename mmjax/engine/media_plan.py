@@ -66,7 +66,8 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
         if config.model.pools:
             raise ConfigError(
                 f"`runner` is 'pooling', but `{config.model.architecture}` is an encoder-decoder, "
-                "whose decoder reads no prompt; leave `--runner` out"
+                "or one with cross-attention to pictures, of which mmjax pools no states; leave "
+                "`--runner` out"
             )
         # The items have no positions in the decoder's prompt, which alone has chunks.
         keeps_runs_whole = False

@@ -134,8 +134,8 @@ def _make_room(
         return None
     if model.max_encoder_len:
         raise ConfigError(
-            f"`enable_lora` is set, but `{model_class.__name__}` is an encoder-decoder "
-            "model, whose adapters mmjax does not serve; leave it out"
+            f"`enable_lora` is set, but `{model_class.__name__}` is an encoder-decoder, or one "
+            "with cross-attention to pictures, whose adapters mmjax does not serve; leave it out"
         )
     own = options["dtype"] if lora.lora_dtype == "auto" else jnp.dtype(lora.lora_dtype)
     has_towers = lora.enable_tower_connector_lora

@@ -9,11 +9,12 @@ import pytest
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.engine.core import EngineCore
+from mmjax.errors import ConfigError
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import answer_all
-from tests.families import TINY_FAMILIES
+from tests.families import TINY_FAMILIES, served_model
 from tests.families.default_run import mark
 from tests.families.tiny import TinyModel
 from tests.models.adapters import EMBEDDINGS, HEAD, TEXT, TOWERS, make_adapter
@@ -35,6 +36,8 @@ pytestmark = [
 ]
 NAMES = [name for name in TINY_FAMILIES if name not in ("blip2_t5", "florence2", "whisper")]
 """An encoder-decoder's adapters are refused."""
+IN_ONE_PASS = ("mllama",)
+"""An engine refuses those of cross-attention to pictures, too."""
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     # Scaled as the others are; eight times as loud (states of Qwen2-VL reach 300), it magnifies
@@ -136,6 +139,12 @@ class AdaptedModel:
         return core
 
 
+@pytest.mark.parametrize("name", [*IN_ONE_PASS, "florence2"])
+def test_an_engine_refuses_adapters_of_cross_attention(name: str) -> None:
+    with pytest.raises(ConfigError, match="`enable_lora` is set, but .* cross-attention"):
+        start_engine(served_model(name), lora=LoRAConfig(enable_lora=True))
+
+
 def make_adapted_request(name: str | None, place: int, sample: Sample) -> EngineCoreRequest:
     """Return a request as P0 sends it: an image is another one for each adapter."""
     request = make_request(f"{name} {place}", sample, max_tokens=MAX_TOKENS)
@@ -155,6 +164,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 BATCHES = [
     pytest.param(name, engine, marks=pytest.mark.slow)
     for name in NAMES
+    if name not in IN_ONE_PASS
     for engine in (ENGINES if name in LEAST_ALIKE else ("chunked, preempted", "two devices"))
 ]
 
