@@ -29,7 +29,8 @@ class Answer(NamedTuple):
 class DenseOracle:
     """A model, and what it answers alone; `is_causal`: also inside an image.
 
-    Attention is dense; an encoder-decoder's goes over blocks that each pass fills anew.
+    Attention is dense; where tokens attend to an encoder's rows, it goes over blocks that each pass
+    fills anew.
     """
 
     def __init__(self, model: TinyModel) -> None:
@@ -44,10 +45,10 @@ class DenseOracle:
         answer = Answer([], [])
         for _ in range(max_tokens):
             ids = np.append(sample.token_ids, answer.token_ids).astype(np.int32)
-            if sample.encoder_token_ids is None:
-                logits = self._dense(sample, ids, rows, is_causal)
-            else:
+            if self._paged.max_encoder_len:
                 logits = self._over_blocks(sample, ids)
+            else:
+                logits = self._dense(sample, ids, rows, is_causal)
             second, first = np.partition(logits, -2)[-2:]
             answer.token_ids.append(int(logits.argmax()))
             answer.gaps.append(float(first - second))

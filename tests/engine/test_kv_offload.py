@@ -92,7 +92,8 @@ def test_every_answer_is_that_without_host_memory(name: str) -> None:
         max_tokens = rng.randint(1, 24)
         batch.append(make_request(f"{number}", rng.choice(samples), max_tokens=max_tokens))
     expected = {one.request_id: answer_all(plain, [one])[0] for one in batch}
-    for num_slots in (3, 40, engine._scheduler.kv_cache.host.num_slots):  # type: ignore[union-attr]
+    nums_slots = (3, 40, engine._scheduler.kv_cache.host.num_slots)  # type: ignore[union-attr]
+    for num_slots in nums_slots:
         engine.reset_prefix_cache()
         engine._scheduler.kv_cache.host = HostBlocks(num_slots)
         check_random(engine, batch, expected, rng)
@@ -102,7 +103,9 @@ def test_every_answer_is_that_without_host_memory(name: str) -> None:
     assert engine.compilations == 0
     # Of a recurrent layer prompts of 64 tokens and more alone, of which few families have any.
     if not model.paged.cache_spec.states:
-        assert found.kv_offload_hits > 1000
+        num_asked = len(nums_slots) * sum(len(one.prompt_token_ids) for one in batch)
+        # A tenth where a picture is one token, whose prompts have half as many.
+        assert found.kv_offload_hits > min(1000, num_asked // 10)
 
 
 def check_random(
