@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -20,9 +19,9 @@ from mmjax.config.hf_config import read_config
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata, attention
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
-from mmjax.layers.cpu.product import product
 from mmjax.layers.decoder import Angles, Decoder, DecoderLayer, GroupedQueryAttention
 from mmjax.layers.linear import Linear
+from mmjax.layers.lora import product_by_head
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.moe import MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import RMSNorm
@@ -295,7 +294,23 @@ def _read_router(hf_config: Any, values: Mapping[str, Any]) -> RouterConfig:
 
 
 class _Absorbed(Linear):
-    """Weights that attention multiplies itself: `quantize_language_model` leaves them alone."""
+    """Weights of heads side by side, which attention multiplies itself, and adapters of them.
+
+    `quantize_language_model` leaves them alone.
+    """
+
+    def by_head(self, x: Float[Array, "T N rank"]) -> Float[Array, "T N _out"]:
+        """Multiply each head's inputs with its weights."""
+        out = product_by_head(x, self._heads(x.shape[1]))
+        return out if self.lora is None else out + self.lora.by_head(x)
+
+    def absorb(self, x: Float[Array, "T N _out"]) -> Float[Array, "T N rank"]:
+        """Multiply what meets each head's outputs with its transposed weights."""
+        out = product_by_head(x, self._heads(x.shape[1]).transpose(0, 2, 1))
+        return out if self.lora is None else out + self.lora.absorb(x)
+
+    def _heads(self, num_heads: int) -> Float[Array, "N _out rank"]:
+        return self.weight[...].reshape(num_heads, -1, self.weight.shape[-1])
 
 
 class LatentAttention(nnx.Module):
@@ -343,16 +358,11 @@ class LatentAttention(nnx.Module):
         without, rotated = query[..., :nope_dim], query[..., nope_dim:]
         compressed = self.kv_a_proj_with_mqa(x)[:, None, :]
         latent, rope_key = self.kv_a_layernorm(compressed[..., :rank]), compressed[..., rank:]
-        key_weight = self.k_b_proj.weight[...].reshape(self.num_heads, nope_dim, rank)
-        query = jnp.concatenate(
-            [_product_by_head(without, key_weight.transpose(0, 2, 1)), rotate(rotated, *angles)],
-            axis=-1,
-        )
+        query = jnp.concatenate([self.k_b_proj.absorb(without), rotate(rotated, *angles)], axis=-1)
         key = jnp.concatenate([latent, rotate(rope_key, *angles)], axis=-1)
         scale = (nope_dim + self.latent.rope_dim) ** -0.5 * self.latent.score_factor
         out, cache = attention(query, key, latent, cache, metadata, scale=scale)
-        value_weight = self.v_b_proj.weight[...].reshape(self.num_heads, -1, rank)
-        return self.o_proj(_product_by_head(out, value_weight).reshape(len(x), -1)), cache
+        return self.o_proj(self.v_b_proj.by_head(out).reshape(len(x), -1)), cache
 
     def project_query(self, x: Float[Array, "T D"]) -> Float[Array, "T N _nope_and_rope"]:
         """Return the queries by head, not rotated."""
@@ -361,13 +371,6 @@ class LatentAttention(nnx.Module):
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         return query.reshape(len(x), self.num_heads, -1)
-
-
-def _product_by_head(
-    x: Float[Array, "T N _in"], weight: Float[Array, "N _out _in"]
-) -> Float[Array, "T N _out"]:
-    """Return `x[:, n] @ weight[n].T` for every head."""
-    return jax.vmap(product, in_axes=(1, 0), out_axes=1)(x, weight)
 
 
 class DeepseekTextModel(Decoder):

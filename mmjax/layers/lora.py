@@ -5,6 +5,7 @@ An adapter has a slot. Which slot each row has is data, so that no adapter needs
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -40,6 +41,31 @@ class LoRA(nnx.Module):
         shrunk = product(flat, a.reshape(-1, a.shape[-1])).reshape(len(flat), *a.shape[:2])
         out = _expand(shrunk, b, is_own) + product(is_own.astype(a.dtype), self.bias[...])
         return out.astype(x.dtype).reshape(*x.shape[:-1], len(b))
+
+    def by_head(self, x: Float[Array, "T N D"]) -> Float[Array, "T N F"]:
+        """Return what is added where each head has its own inputs, and its part of the outputs."""
+        a, b = self.a[...], self._heads(x.shape[1])
+        flat = x.reshape(-1, x.shape[-1]).astype(a.dtype)
+        shrunk = product(flat, a.reshape(-1, a.shape[-1])).reshape(*x.shape[:2], *a.shape[:2])
+        is_own = find_own(self.slots[...], len(x), a.shape[0])
+        bias = product(is_own.astype(a.dtype), self.bias[...]).reshape(*x.shape[:2], -1)
+        return (product_by_head(_keep_own(shrunk, is_own), b) + bias).astype(x.dtype)
+
+    def absorb(self, x: Float[Array, "T N F"]) -> Float[Array, "T N D"]:
+        """Return what is added where the transposed weights multiply what meets a head's outputs.
+
+        That is queries, to which keys' bias adds the same for all keys: no score's share changes.
+        """
+        a, b = self.a[...], self._heads(x.shape[1])
+        shrunk = product_by_head(x.astype(a.dtype), b.transpose(0, 2, 1))
+        is_own = find_own(self.slots[...], len(x), a.shape[0])
+        own = _keep_own(shrunk.reshape(*x.shape[:2], *a.shape[:2]), is_own)
+        out = product(own.reshape(-1, own.shape[-1]), a.reshape(-1, a.shape[-1]).T)
+        return out.astype(x.dtype).reshape(*x.shape[:2], -1)
+
+    def _heads(self, num_heads: int) -> Float[Array, "N F _slots_and_ranks"]:
+        b = self.b[...]
+        return b.reshape(num_heads, len(b) // num_heads, -1)
 
 
 class EmbedLoRA(nnx.Module):
@@ -82,3 +108,17 @@ def _expand(
 ) -> Float[Array, "T F"]:
     own = jnp.where(is_own[:, :, None], shrunk, 0)
     return product(own.reshape(len(own), -1), b.reshape(len(b), -1))
+
+
+def _keep_own(
+    shrunk: Float[Array, "T N S R"], is_own: Bool[Array, "T S"]
+) -> Float[Array, "T N _slots_and_ranks"]:
+    own = jnp.where(is_own[:, None, :, None], shrunk, 0)
+    return own.reshape(*own.shape[:2], -1)
+
+
+def product_by_head(
+    x: Float[Array, "T N _in"], weight: Float[Array, "N _out _in"]
+) -> Float[Array, "T N _out"]:
+    """Return `x[:, n] @ weight[n].T` for every head."""
+    return jax.vmap(product, in_axes=(1, 0), out_axes=1)(x, weight)
