@@ -19,7 +19,7 @@ from blake3 import blake3
 from mmjax.errors import CheckpointError
 from mmjax.rounding import quantize_rows
 from mmjax.weights.files.safetensors import StoredTensor, open_file
-from mmjax.weights.rules import Change, Part, Place, RuleTypes, map_tensor
+from mmjax.weights.rules import Change, Part, Place, RuleTypes, Turn, map_tensor
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -232,7 +232,8 @@ class AdapterReader:
                 f"the adapter has weights of `{layer}`, which is several tables in this model; "
                 "mmjax serves adapters of it that leave `embed_tokens` out"
             )
-        if f"{target}.a" in self.shapes and (part is None or isinstance(part, Part)):
+        has_rows = part is None or isinstance(part, Part) or _orders_rows(part)
+        if f"{target}.a" in self.shapes and has_rows:
             return target
         if not self.has_towers and not name.startswith("language_model."):
             raise CheckpointError(
@@ -427,8 +428,23 @@ def _group(tensors: Sequence[StoredTensor]) -> dict[str, dict[str, StoredTensor]
     return layers
 
 
+def _orders_rows(part: Change | Place | None) -> bool:
+    return isinstance(part, Turn) and part.of_rows
+
+
 def _cut(layer: str, part: Change | Place | None, value: np.ndarray) -> np.ndarray:
-    """Return the rows that a part of a fused layer has; CheckpointError where there are others."""
+    """Return the rows that a part of a fused layer has, in the tree's order.
+
+    CheckpointError where there are others.
+    """
+    if isinstance(part, Turn):
+        try:
+            return part.apply(value)
+        except ValueError:
+            raise CheckpointError(
+                f"the adapter's array for `{layer}` has {len(value)} rows, which are not those of "
+                "its heads: is it an adapter of another model?"
+            ) from None
     if not isinstance(part, Part):
         return value
     if len(value) % part.group_size:

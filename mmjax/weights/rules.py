@@ -178,6 +178,8 @@ class Turn(Change):
     count: int = 1
     """Of those that are stacked there."""
     axis: int = 1
+    of_rows: bool = False
+    """Whether `function` only orders rows anew, which those of an adapter's B are, too."""
 
     def apply(self, tensor: Any) -> Any:
         if self.index is None:

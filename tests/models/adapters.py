@@ -38,6 +38,9 @@ def find_layers(model: TinyModel, parts: Collection[str]) -> list[str]:
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
         and _find_part(name, module, model) in parts
         and not (has_experts and name.endswith(_OF_EXPERTS))
+        # Of Llama 4 one gives scores beside logits, which PEFT does not, and one is a convolution's
+        # kernel here, whose adapters are refused.
+        and not name.endswith((".router", ".patch_embedding.linear"))
     ]
 
 
@@ -65,7 +68,9 @@ def make_adapter(
     `parts`: those that it adapts; `settings`: PEFT's, of `LoraConfig`.
     """
     own = {"r": 8, "lora_alpha": 16, "target_modules": find_layers(model, parts), **settings}
-    adapted = peft.get_peft_model(copy.deepcopy(model.reference), LoraConfig(**own))
+    copied = copy.deepcopy(model.reference)
+    model.family.mend(copied)  # what mends the other calls the other's modules
+    adapted = peft.get_peft_model(copied, LoraConfig(**own))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

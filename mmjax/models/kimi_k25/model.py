@@ -98,7 +98,7 @@ class Kimi_K25ForConditionalGeneration(MultiModalModel):
         pair = partial(_pair_neighbours, num_heads=vision.num_attention_heads)
         return (
             Split.of_qkv(_PUBLISHED + r"wqkv\.", attention, widths),
-            Rule(_MODULE + r"attn\.([qk]_proj)\.", attention + r"\2.", Turn(pair)),
+            Rule(_MODULE + r"attn\.([qk]_proj)\.", attention + r"\2.", Turn(pair, of_rows=True)),
             Rule(
                 _VISUAL + r"patch_embed\.pos_emb\.(?:weight|position_embeddings)$",
                 "visual.pos_embed.weight",
