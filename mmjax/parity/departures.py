@@ -26,6 +26,8 @@ def find_settings(config: Any) -> list[dict[str, Any]]:
     found = {key: getattr(text, key, None) for key in DEPARTURES}
     if text.model_type == "hunyuan_vl_text":
         found[AXES] = text.rope_parameters[AXES]
+    if config.model_type.startswith("qwen3_omni"):
+        found[PACE] = config.position_id_per_seconds
     items = [(key, value) for key, value in found.items() if value is not None]
     sizes = range(1, len(items) + 1)
     return [dict(some) for some in chain.from_iterable(combinations(items, n) for n in sizes)]
@@ -150,13 +152,43 @@ def mask_pictures(model: Any) -> list[Any]:
     return handles
 
 
-AXES = "mrope_section"
+@contextmanager
+def _rounding_times(model: Any, pace: int) -> Iterator[None]:
+    rounded = round_times(model)
+    try:
+        yield
+    finally:
+        for module in rounded:
+            del module.get_llm_pos_ids_for_vision
+
+
+def round_times(model: Any) -> list[Any]:
+    """Let HF's Qwen3-Omni turn frames of videos by whole numbers; return the modules it changes.
+
+    Rounded down, as vLLM's, and as HF's Qwen2.5-Omni; HF's class leaves fractions.
+    """
+    # Answers ask the model for positions, and passes over prompts the model within it.
+    modules = [one for one in model.modules() if hasattr(one, "get_llm_pos_ids_for_vision")]
+    for module in modules:
+        module.get_llm_pos_ids_for_vision = _round(module.get_llm_pos_ids_for_vision)
+    return modules
+
+
+def _round(place: Callable[..., Any]) -> Callable[..., Any]:
+    def place_rounded(start: Any, number: Any, merge: Any, times: Any, *grids: Any) -> Any:
+        return place(start, number, merge, [int(time) for time in times], *grids)
+
+    return place_rounded
+
+
+AXES, PACE = "mrope_section", "position_id_per_seconds"
 DEPARTURES: Mapping[str, Callable[[Any, Any], AbstractContextManager[None]]] = {
     "final_logit_softcapping": _capping_logits,
     "attn_logit_softcapping": _capping_scores,
     "logit_scale": _scaling_logits,
     AXES: _pairing_axes,
+    PACE: _rounding_times,
     "cross_attention_layers": _masking_pictures,
     "logits_scaling": lambda model, divisor: _scaling_logits(model, 1 / divisor),
 }
-"""By their keys in the configuration of the text model."""
+"""By their keys in the configuration of the text model, or, of `PACE`, of the whole."""

@@ -15,6 +15,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from mmjax.models.qwen2_5_omni.host_inputs import Qwen3OmniHostInputs
 from mmjax.models.qwen2_5_omni.model import Qwen3OmniMoeThinkerForConditionalGeneration
 from mmjax.models.qwen2_5_omni.processor import QWEN3_PLACEHOLDERS
+from mmjax.parity.departures import round_times
 from tests.families import qwen2_5_omni, qwen3_vl
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import CHATML, HFInputs, call_processor, hf_of
@@ -124,6 +125,7 @@ TINY = replace(
     draw_item=draw_item,
     max_embeds={"image": 15, "video": 45, "audio": 27},
     max_model_len=128,
+    mend=round_times,
     variants={
         "plain": Variant({}, 10, prompts=("clips",)),
         "a dense layer, weights as they are, other activations": Variant(
