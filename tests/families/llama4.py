@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoTokenizer, Llama4Config, Llama4ForConditionalGeneration
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
@@ -87,7 +88,15 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     return make_reference_inputs(sample.token_ids, tensors)
 
 
-fill = fill_with_unit_norms
+def fill(model: Any) -> None:
+    """Fill a model whose experts are as loud as its other layers."""
+    fill_with_unit_norms(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                parameter *= 6.0
+
+
 TINY = TinyFamily(
     name="llama4",
     model_class=ours.Llama4ForConditionalGeneration,

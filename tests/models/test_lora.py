@@ -141,7 +141,7 @@ class AdaptedModel:
 
 @pytest.mark.parametrize("name", [*IN_ONE_PASS, "florence2"])
 def test_an_engine_refuses_adapters_of_cross_attention(name: str) -> None:
-    with pytest.raises(ConfigError, match="`enable_lora` is set, but .* cross-attention"):
+    with pytest.raises(ConfigError, match=r"`enable_lora` is set, but .* cross-attention"):
         start_engine(served_model(name), lora=LoRAConfig(enable_lora=True))
 
 

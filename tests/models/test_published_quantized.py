@@ -107,7 +107,8 @@ def test_logits_are_those_of_the_numbers_that_the_files_stand_for(
     # Whose programs are compiled once for all forms.
     expected = model.with_weights(load_weights(source, model))
     config.quantization_config = FORMS[form].settings
-    found = PagedModel.from_directory(quantized, model_class, config, max_len=256)
+    max_len = max(256, model.family.max_model_len)
+    found = PagedModel.from_directory(quantized, model_class, config, max_len=max_len)
     kept = {leaf.dtype.name for leaf in flatten_params(found.params).values()}
     assert kept & {"uint8", "int8", "float8_e4m3fn"}
     # Quantised are the decoder's weights, which a prompt of each kind goes through.
