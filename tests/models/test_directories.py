@@ -66,15 +66,23 @@ def test_the_parity_command_finds_no_difference(
     assert "parity: yes" in said.out
 
 
-def test_the_command_says_which_axes_hfs_hunyuan_turns_otherwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("hunyuan_vl", "`mrope_section` to [2, 2, 2, 2]"),
+        ("qwen3_omni", "`position_id_per_seconds` to 13"),
+    ],
+)
+def test_the_command_says_which_places_hfs_class_turns_otherwise(
+    name: str, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    family = FAMILIES["hunyuan_vl"]
+    family = FAMILIES[name]
     arguments = ["--prompts", family.question, "--num-images", "1", "--max-tokens", "2"]
-    assert main([str(family.write(tmp_path)), *arguments, "--summary-only"]) == 1
+    arguments += ["--max-len", "640", "--summary-only"]
+    assert main([str(family.write(tmp_path)), *arguments]) == 1
     result, note = capsys.readouterr().out.splitlines()[-2:]
     assert result.startswith("parity: NO")
-    assert note.startswith("note: config.json sets `mrope_section` to [2, 2, 2, 2]: mmjax obeys")
+    assert note.startswith(f"note: config.json sets {setting}: mmjax obeys")
 
 
 @pytest.mark.parametrize("family", CASES)
