@@ -202,9 +202,19 @@ _NORMS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = Ma
             "post_feedforward_layernorm",
         ),
         "parallel": ("input_layernorm", None, None, None),
+        "exaone4": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        "glm": (
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
     }
 )
-"""By the order of norms, those of what attention reads and gives, and of what the MLP does."""
+"""By the order of norms, those of what attention reads and gives, and of what the MLP does.
+
+The last two have their files' names: a name of the tree that is a file's of another norm could not
+be told from it (`weights/update.py`)."""
 
 
 class DecoderLayer(nnx.Module):
@@ -229,7 +239,8 @@ class DecoderLayer(nnx.Module):
             make_norm: Makes each norm.
             norm_order: What is normed. `pre`: what attention and MLP read; `post`: what they give,
                 as Swin v2's (arXiv 2111.09883) and OLMo 2's; `both`, as Gemma's; `parallel`: both
-                read the same normed states, as GPT-J's and Cohere's.
+                read the same normed states, as GPT-J's and Cohere's; `exaone4`: as `post`, and
+                `glm`: as `both`, by other names.
             mixer_name: The attribute that `mixer` is.
             residual_scale: What is added to the stream is multiplied by it, before it is added.
             mlp_has_input: Whether a layer's input is a pair, of the mixer's and of what the MLP is

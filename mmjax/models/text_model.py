@@ -136,29 +136,6 @@ def _list_fused_mlp(text_config: Any) -> tuple[RuleTypes, ...]:
     return (Split(_LAYER + r"mlp\.)gate_up_proj\.", [f"{_GATE}.", f"{_UP}."], halves),)
 
 
-def _list_glm(text_config: Any) -> tuple[RuleTypes, ...]:
-    names = {
-        "post_self_attn": "post_attention",
-        "post_attention": "pre_feedforward",
-        "post_mlp": "post_feedforward",
-    }
-    norms = [
-        Rule(rf"{_LAYER}){old}_layernorm\.", rf"language_model.\1{new}_layernorm.")
-        for old, new in names.items()
-    ]
-    return (*norms, *_list_fused_mlp(text_config))
-
-
-def _list_exaone4(text_config: Any) -> tuple[RuleTypes, ...]:
-    """Name the norms by what they are behind, as a layer that norms what is given has them."""
-    del text_config
-    names = {"post_attention": "input", "post_feedforward": "post_attention"}
-    return tuple(
-        Rule(rf"{_LAYER}){old}_layernorm\.", rf"language_model.\1{new}_layernorm.")
-        for old, new in names.items()
-    )
-
-
 def _list_hunyuan(text_config: Any) -> tuple[RuleTypes, ...]:
     del text_config
     return (
@@ -335,12 +312,11 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         **dict.fromkeys(("bart", "opt", "whisper"), _list_bart),
         "deepseek_v3": _list_deepseek,
         "ernie4_5_vl_moe_text": _list_ernie,
-        "exaone4": _list_exaone4,
         "gemma4_text": _list_experts,
         "gemma4_unified_text": _list_experts,
         "glm4v_moe_text": _list_experts,
-        "glm4v_text": _list_glm,
-        "glm_ocr_text": _list_glm,
+        "glm4v_text": _list_fused_mlp,
+        "glm_ocr_text": _list_fused_mlp,
         "gpt_oss": _list_gpt_oss,
         "hunyuan_v1_dense": _list_hunyuan,
         "hunyuan_vl_text": _list_hunyuan,

@@ -84,9 +84,9 @@ class LlamaConfig:
     None: not at all."""
     norms_rotated_heads: bool = False
     """Whether they are normed behind that, and not before."""
-    norm_order: Literal["pre", "post", "both", "parallel"] = "pre"
+    norm_order: Literal["pre", "post", "both", "parallel", "exaone4", "glm"] = "pre"
     """Whether what attention and MLP read is normed, what they give, or both; parallel: they read
-    the same, normed once."""
+    the same, normed once; exaone4: as post, glm: as both, with norms of other names."""
     norm_kind: Literal["rms", "gemma", "layer", "biased layer"] = "rms"
     """Whether the norms have a centred weight (`GemmaRMSNorm`); whether they take the mean away
     (`LayerNorm`), and have a bias."""
@@ -309,7 +309,7 @@ def _read_glm(hf_config: Any) -> dict[str, Any]:
         **_read_llama(hf_config),
         "has_qkv_bias": hf_config.model_type == "glm4v_text",
         "has_output_bias": False,
-        "norm_order": "both",
+        "norm_order": "glm",
         "is_interleaved": True,
         # NOTE: HF assumes these sections where the config names none.
         "rope_parameters": {"mrope_section": [8, 12, 12], **hf_config.rope_parameters},
@@ -430,7 +430,7 @@ def _read_exaone4(hf_config: Any) -> dict[str, Any]:
     return {
         "has_qkv_bias": False,
         "qk_norm": "head",
-        "norm_order": "post",
+        "norm_order": "exaone4",
         "windows": windows,
         "layer_ropes": tuple(None if window is None else rope for window in windows)
         if is_hybrid
