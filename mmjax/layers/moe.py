@@ -27,16 +27,21 @@ from mmjax.layers.cpu.groups import (
     set_grouped,
     split_inputs,
 )
-from mmjax.layers.cpu.product import group_product, has_group_kernel, is_small, takes_rows
+from mmjax.layers.cpu.product import (
+    MAX_FEW_ROWS,
+    group_product,
+    has_group_kernel,
+    is_small,
+    takes_rows,
+)
 from mmjax.layers.linear import linear
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.tpu.groups import tpu_group_product
 from mmjax.rounding import cdiv
 
-FEW_ROWS = 16
-"""Rows of a tile on the CPU, where experts have as many or fewer: in decoding."""
 MANY_ROWS = 128
-"""Rows of a tile where they have more: each tile copies its expert's weights."""
+"""Rows of a tile on the CPU, where experts have more than `MAX_FEW_ROWS`, which is else a tile's:
+each tile copies its expert's weights."""
 
 _EPSILON = 1e-20
 """Added to the sum of the chosen scores before they are divided by it."""
@@ -294,7 +299,9 @@ class Experts(nnx.Module):
             )
             return self._transform(rows, own, _project)
 
-        return _each_tile(transform, x, sizes, FEW_ROWS if _has_few_rows(x, sizes) else MANY_ROWS)
+        return _each_tile(
+            transform, x, sizes, MAX_FEW_ROWS if _has_few_rows(x, sizes) else MANY_ROWS
+        )
 
 
 def _project(rows: Array, weight: Array | Grouped, bias: Array | None) -> Array:
@@ -314,7 +321,7 @@ def _has_kernels(x: Float[Array, "R D"], weights: ExpertWeights) -> bool:
 
 
 def _has_few_rows(x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> bool:
-    return x.shape[0] <= FEW_ROWS * len(sizes)
+    return x.shape[0] <= MAX_FEW_ROWS * len(sizes)
 
 
 def _ragged_product(

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.engine.device.compilation import compiler_options
 from mmjax.layers.cpu.library import find_kernels
+from mmjax.layers.cpu.product import MAX_FEW_ROWS
 from mmjax.layers.moe import (
-    FEW_ROWS,
     ClampedGate,
     Experts,
     ExpertWeights,
@@ -74,7 +74,7 @@ def one_expert(experts: Experts, number: int, x: np.ndarray) -> np.ndarray:
     [
         [0, 0, 0, 1, 0, 0, 0, 0],
         [3, 0, 2, 1, 0, 0, 5, 2],
-        [FEW_ROWS, FEW_ROWS + 1, 0, 0, 0, 2 * FEW_ROWS, 0, 1],
+        [MAX_FEW_ROWS, MAX_FEW_ROWS + 1, 0, 0, 0, 2 * MAX_FEW_ROWS, 0, 1],
         [0, 300, 0, 0, 0, 0, 0, 129],
         [0] * 8,
     ],
