@@ -343,11 +343,15 @@ bool check_whole_attention() {
   return is_right;
 }
 
-bool check_many(const mmjax::ManyRows& many) {
-  std::printf("many rows\n");
-  // Weights are rounded to bfloat16.
-  return check_attention("by tiles", mmjax::kAmxPagedAttention, 0x1p-8) & check_whole_attention() & check("bfloat16", many.bfloat16, kMany) & check("int8", many.int8, kMany) &
-         check("bfloat16_int8", many.bfloat16_int8, kMany);
+bool check_tiles(const mmjax::TileProducts& tiles) {
+  std::printf("tiles\n");
+  const auto check_both = [](const char* name, auto products) {
+    return check(name, products.few) & check(name, products.many, kMany);
+  };
+  // Attention rounds weights to bfloat16.
+  return check_attention("by tiles", mmjax::kAmxPagedAttention, 0x1p-8) & check_whole_attention() &
+         check_both("bfloat16", tiles.bfloat16) & check_both("int8", tiles.int8) &
+         check_both("bfloat16_int8", tiles.bfloat16_int8);
 }
 
 bool check_all(const mmjax::Products& products) {
@@ -377,7 +381,7 @@ int main() {
     is_right &= check_all(*each);
     is_known = each == best;
   }
-  const mmjax::ManyRows* const many = mmjax::find_many_rows();
-  if (many != nullptr) is_right &= check_many(*many);
+  const mmjax::TileProducts* const tiles = mmjax::find_tile_products();
+  if (tiles != nullptr) is_right &= check_tiles(*tiles);
   return is_right ? 0 : 1;
 }

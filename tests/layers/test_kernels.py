@@ -157,7 +157,7 @@ def test_a_row_has_the_same_bits_beside_any_others(
 
 @pytest.mark.parametrize("dtypes", FORMS, ids="-".join)
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 2100)], ids=str)
-def test_a_prompts_row_has_the_same_bits_in_any_prompt(
+def test_a_row_has_the_same_bits_in_any_prompt_and_in_decoding(
     kernels: str, shape: tuple[int, int], dtypes: tuple[str, str]
 ) -> None:
     counts = many_rows(kernels, dtypes[0])
@@ -165,7 +165,7 @@ def test_a_prompts_row_has_the_same_bits_in_any_prompt(
         pytest.skip("XLA multiplies so many rows here: a CPU without AMX, or float32")
     x, weight = draw(max(counts), shape, dtypes)
     whole = np.asarray(jax.jit(FORMS[dtypes])(x, weight))
-    for rows in counts:
+    for rows in (1, 2, 4, 5, MAX_FEW_ROWS, *counts):
         for first in (0, len(x) - rows):
             got = jax.jit(FORMS[dtypes])(x[first : first + rows], weight)
             np.testing.assert_array_equal(got, whole[first : first + rows])

@@ -1,8 +1,8 @@
-// AMX (Sapphire Rapids on): products of many rows.
+// AMX (Sapphire Rapids on): products of any number of rows.
 //
-// The weights of a chunk of features, and of up to `kMaxDepth` inputs, are packed, and stay in the
-// second cache while all rows pass over them. A sum is made in the order of the inputs, whatever
-// rows, tile and thread it has.
+// Of many, the weights of a chunk of features, and of up to `kMaxDepth` inputs, are packed, and stay in
+// the second cache while all rows pass over them. Of few, the rows are packed, and weights are read as
+// they lie. A sum is made in the order of the inputs, whatever rows, tile and thread it has.
 #include "amx.h"
 
 namespace mmjax {
@@ -13,11 +13,16 @@ constexpr int64_t kMaxRows = 1024;        // rows whose sums are kept meanwhile
 
 // Integers of 8 bits are bfloat16 numbers without rounding.
 struct Int8Weights {
+  static constexpr int64_t kBits = 8;
   const int8_t* weight;
   int64_t width;
+  const int8_t* find(int64_t feature, int64_t d) const { return weight + feature * width + d; }
   void write(int64_t feature, int64_t d, int64_t count, bf16* to) const {
-    const Halves numbers =
-        widen_int8(_mm256_maskz_loadu_epi8(first32(count), weight + feature * width + d));
+    const int8_t* const from = find(feature, d);
+    const __m256i bytes = count == kDepth<bf16>
+                              ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))
+                              : _mm256_maskz_loadu_epi8(first32(count), from);
+    const Halves numbers = widen_int8(bytes);
     write_bf16(numbers.low, numbers.high, to);
   }
 };
@@ -121,9 +126,166 @@ void multiply_many(const X* x, const Weights& weights, Out* out, int64_t rows, i
   }
 }
 
+// Ask for the weights of 16 features that are behind input `d` of the features from `feature` on.
+template <typename X>
+void fetch_features(const PlainWeights<X>& weights, int64_t feature, int64_t d) {
+  const int64_t ahead = d + kAheadBytes / kTile / static_cast<int64_t>(sizeof(X));
+  const int64_t width = weights.width;
+  const X* const from = ahead < width ? weights.find(feature, ahead)
+                                      : weights.find(feature + kTile, least(ahead - width, d));
+  for (int64_t i = 0; i < kTile; ++i) fetch(from + i * width);
+}
+
+// A row of tiles of weights: of 16 features, `row_bytes` apart.
+struct FeatureTiles {
+  const void* tiles;
+  int64_t row_bytes, tile_bytes;
+};
+
+constexpr int64_t kWrittenTiles = 8;  // of weights that do not lie as tiles want them
+
+// Write tiles of the inputs [from, to) of `count` features, zeros behind them. Meanwhile, fetch what the
+// next call will read.
+template <typename X, typename Weights>
+FeatureTiles write_tiles(const Weights& weights, int64_t feature, int64_t count, int64_t from,
+                         int64_t to, X (&numbers)[kWrittenTiles][kTile][kDepth<X>]) {
+  constexpr int64_t depth = kDepth<X>, part_bytes = kWrittenTiles * depth * Weights::kBits / 8;
+  const int64_t whole = (to - from) / depth, left = (to - from) % depth;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto* const next = to < weights.width ? weights.find(feature + i, to)
+                                                : weights.find(feature + kTile + i, 0);
+    for (int64_t byte = 0; byte < part_bytes; byte += 64) {
+      fetch(reinterpret_cast<const char*>(next) + byte);
+    }
+    for (int64_t tile = 0; tile < whole; ++tile) {
+      weights.write(feature + i, from + tile * depth, depth, numbers[tile][i]);
+    }
+    if (left == 0) continue;
+    weights.write(feature + i, to - left, left, numbers[whole][i]);
+    for (int64_t rest = left; rest < depth; ++rest) numbers[whole][i][rest] = 0;
+  }
+  return {numbers, sizeof numbers[0][0], sizeof numbers[0]};
+}
+
+// Add the products of 16 features with up to 32 rows to tiles 0 and 1, whose rows are the features.
+// `packed`: tiles [steps, 1 or 2 of rows].
+template <typename X, bool kTwoRows, typename Fetch>
+void add_features(FeatureTiles features, int64_t steps, const X* packed, Fetch fetch_ahead) {
+  const auto* tile = static_cast<const char*>(features.tiles);
+  note_written(tile);
+  for (int64_t step = 0; step < steps; ++step, tile += features.tile_bytes) {
+    fetch_ahead(step);
+    _tile_loadd(4, tile, features.row_bytes);
+    _tile_loadd(6, packed, 64);
+    MMJAX_ADD_TILES(0, 4, 6);
+    if (kTwoRows) {
+      _tile_loadd(7, packed + kTile * kDepth<X>, 64);
+      MMJAX_ADD_TILES(1, 4, 7);
+    }
+    packed += (kTwoRows ? kBlock : kTile) * kDepth<X>;
+  }
+}
+
+// The sums of `count` features, up to 16, with up to 32 rows. `packed`: the rows, as `pack` has them.
+template <typename X, bool kTwoRows, typename Weights>
+void sum_features(const Weights& weights, int64_t feature, int64_t count, const X* packed,
+                  SumOf<X>* sums) {
+  constexpr int64_t depth = kDepth<X>, part = kWrittenTiles * depth;
+  const int64_t width = weights.width;
+  _tile_zero(0);
+  _tile_zero(1);
+  int64_t d = 0;
+  if constexpr (std::is_same_v<Weights, PlainWeights<X>>) {
+    if (count == kTile) {
+      const int64_t row_bytes = width * static_cast<int64_t>(sizeof(X));
+      const FeatureTiles whole{weights.find(feature, 0), row_bytes, sizeof(X) * depth};
+      add_features<X, kTwoRows>(whole, width / depth, packed, [&](int64_t step) {
+        fetch_features(weights, feature, step * depth);
+      });
+      d = width / depth * depth;
+    }
+  }
+  alignas(64) X numbers[kWrittenTiles][kTile][depth];
+  if (d < width && count < kTile) __builtin_memset(numbers, 0, sizeof numbers);
+  for (; d < width; d += part) {
+    const int64_t to = least(d + part, width);
+    const auto tiles = write_tiles(weights, feature, count, d, to, numbers);
+    add_features<X, kTwoRows>(tiles, divide_up(to - d, depth),
+                              packed + d * (kTwoRows ? kBlock : kTile), [](int64_t) {});
+  }
+  _tile_stored(0, sums, 64);
+  if (kTwoRows) _tile_stored(1, sums + kTileSums, 64);
+}
+
+// Write up to 16 features of up to 32 rows, whose sums are tiles with a row for each feature.
+template <typename Sum, typename Out>
+void write_columns(const Sum* sums, int64_t rows, int64_t count, Out* out, int64_t features) {
+  for (int64_t r = 0; r < rows; ++r) {
+    alignas(64) Sum row[kTile];
+    const Sum* const column = sums + r / kTile * kTileSums + r % kTile;
+    for (int64_t f = 0; f < kTile; ++f) row[f] = column[f * kTile];
+    write_sums(row, count, out + r * features);
+  }
+}
+
+// How many numbers a block of up to 32 rows has when it is packed.
+template <typename X>
+int64_t packed_block(int64_t width) {
+  return divide_up(width, kDepth<X>) * kBlock * kDepth<X>;
+}
+
+template <typename X>
+int64_t find_packed_size(int64_t rows, int64_t width) {
+  return divide_up(rows, kBlock) * packed_block<X>(width);
+}
+
+// Pack rows for `multiply_packed`.
+template <typename X>
+void pack_rows(const X* x, int64_t rows, int64_t width, X* packed) {
+  for (int64_t row = 0; row < rows; row += kBlock, packed += packed_block<X>(width)) {
+    const int64_t end = least(row + kBlock, rows);
+    const auto pack_block = end - row > kTile ? pack<X, 2, PlainWeights<X>>
+                                              : pack<X, 1, PlainWeights<X>>;
+    pack_block({x, width}, row, end, 0, width, packed);
+  }
+}
+
+// As `multiply_many`, of packed rows, as fast as weights are read.
+template <typename X, typename Weights, typename Out>
+void multiply_packed(const X* packed, const Weights& weights, Out* out, int64_t rows, int64_t width,
+                     int64_t features, int64_t begin, int64_t end) {
+  const Tiles tiles;
+  for (int64_t row = 0; row < rows; row += kBlock, packed += packed_block<X>(width)) {
+    const int64_t num_rows = least(kBlock, rows - row);
+    const auto sum = num_rows > kTile ? sum_features<X, true, Weights>
+                                      : sum_features<X, false, Weights>;
+    for (int64_t first = begin; first < end; first += kTile) {
+      alignas(64) SumOf<X> sums[2 * kTileSums];
+      const int64_t count = least(kTile, end - first);
+      sum(weights, first, count, packed, sums);
+      write_columns(sums, num_rows, count, out + row * features + first, features);
+    }
+  }
+}
+
 template <typename X, typename Weights, typename W, typename Out>
-void multiply_plain(const X* x, const W* weight, Out* out, int64_t rows, int64_t width,
-                    int64_t features, int64_t begin, int64_t end) {
+void multiply_packed_plain(const X* packed, const W* weight, Out* out, int64_t rows, int64_t width,
+                           int64_t features, int64_t begin, int64_t end) {
+  multiply_packed(packed, Weights{weight, width}, out, rows, width, features, begin, end);
+}
+
+template <typename X, typename Weights, typename W, typename Out>
+void multiply_few_plain(const X* x, const W* weight, Out* out, int64_t rows, int64_t width,
+                        int64_t features, int64_t begin, int64_t end) {
+  static thread_local Lines<X> lines;
+  X* const packed = lines.reserve(find_packed_size<X>(rows, width));
+  pack_rows(x, rows, width, packed);
+  multiply_packed(packed, Weights{weight, width}, out, rows, width, features, begin, end);
+}
+
+template <typename X, typename Weights, typename W, typename Out>
+void multiply_many_plain(const X* x, const W* weight, Out* out, int64_t rows, int64_t width,
+                         int64_t features, int64_t begin, int64_t end) {
   multiply_many(x, Weights{weight, width}, out, rows, width, features, begin, end);
 }
 
@@ -133,14 +295,21 @@ void multiply_groups_of(const bf16* x, const Groups& weight, float* out, int64_t
   multiply_many(x, GroupWeights<Codes>{weight}, out, rows, weight.width, features, begin, end);
 }
 
+template <typename X, typename Weights, typename W, typename Out>
+constexpr TileProduct<X, W, Out> kPlain = {multiply_few_plain<X, Weights, W, Out>,
+                                           multiply_many_plain<X, Weights, W, Out>,
+                                           find_packed_size<X>,
+                                           pack_rows<X>,
+                                           multiply_packed_plain<X, Weights, W, Out>};
+
 }  // namespace
 
-const ManyRows kAmx = {multiply_plain<bf16, PlainWeights<bf16>, bf16, float>,
-                       multiply_plain<bf16, PlainWeights<bf16>, bf16, bf16>,
-                       multiply_plain<int8_t, PlainWeights<int8_t>, int8_t, int32_t>,
-                       multiply_plain<bf16, Int8Weights, int8_t, float>,
-                       multiply_groups_of<Uint4Codes>,
-                       multiply_groups_of<Uint8Codes>,
-                       multiply_groups_of<Float8Codes>};
+const TileProducts kAmx = {kPlain<bf16, PlainWeights<bf16>, bf16, float>,
+                           kPlain<bf16, PlainWeights<bf16>, bf16, bf16>,
+                           kPlain<int8_t, PlainWeights<int8_t>, int8_t, int32_t>,
+                           kPlain<bf16, Int8Weights, int8_t, float>,
+                           multiply_groups_of<Uint4Codes>,
+                           multiply_groups_of<Uint8Codes>,
+                           multiply_groups_of<Float8Codes>};
 
 }  // namespace mmjax

@@ -27,6 +27,9 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t divide_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 inline int64_t round_up(int64_t number, int64_t step) { return divide_up(number, step) * step; }
 
+// Tell the compiler that memory will be read: it does not know what tiles are loaded from.
+inline void note_written(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
 // This thread's tiles, all of them whole, while it lives.
 class Tiles {
  public:
@@ -36,6 +39,7 @@ class Tiles {
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    note_written(&config);
     _tile_loadconfig(&config);
   }
   ~Tiles() { _tile_release(); }
@@ -88,6 +92,7 @@ struct Inputs {
 template <typename X, bool kTwoRows, bool kTwoFeatures>
 void add_products(Inputs<X> rows, const X* packed, int64_t steps, SumOf<X>* sums, bool is_first,
                   const X* next, int64_t num_next) {
+  note_written(rows.x);
   if (is_first) {
     _tile_zero(0);
     _tile_zero(1);
@@ -168,6 +173,7 @@ inline void write_bf16(__m512 low, __m512 high, bf16* to) {
 // `d`, a multiple of a tile's, and maybe others behind them.
 template <typename X>
 struct PlainWeights {
+  static constexpr int64_t kBits = 8 * sizeof(X);
   const X* weight;
   int64_t width;
   const X* find(int64_t feature, int64_t d) const { return weight + feature * width + d; }
@@ -176,19 +182,24 @@ struct PlainWeights {
   }
 };
 
-// Pack the inputs [from, to) of the features [begin, end): tiles [panels of 32 features, steps, 2].
-template <typename X, typename Weights>
+alignas(64) constexpr uint8_t kZeros[64] = {};  // a row that is not there
+
+// Pack the inputs [from, to) of the features [begin, end): tiles [panels, steps, tiles of a panel].
+template <typename X, int64_t kPanel = 2, typename Weights>
 void pack(const Weights& weights, int64_t begin, int64_t end, int64_t from, int64_t to, X* packed) {
   constexpr int64_t depth = kDepth<X>;
   const int64_t steps = divide_up(to - from, depth);
   for (int64_t first = begin; first < end; first += kTile) {
     const int64_t tile = (first - begin) / kTile, features = least(kTile, end - first);
-    X* into = packed + (tile / 2 * 2 * steps + tile % 2) * kTile * depth;
-    for (int64_t d = from; d < to; d += depth, into += 2 * kTile * depth) {
+    X* into = packed + (tile / kPanel * kPanel * steps + tile % kPanel) * kTile * depth;
+    for (int64_t d = from; d < to; d += depth, into += kPanel * kTile * depth) {
       const int64_t count = least(depth, to - d);
       if constexpr (std::is_same_v<Weights, PlainWeights<X>>) {
-        if (count == depth && features == kTile) {
-          pack_tile([&](int64_t i) { return weights.find(first + i, d); }, into);
+        if (count == depth) {
+          const auto row = [&](int64_t i) {
+            return i < features ? weights.find(first + i, d) : reinterpret_cast<const X*>(kZeros);
+          };
+          pack_tile(row, into);
           continue;
         }
       }

@@ -220,7 +220,7 @@ void clear_others(const Call<T>& call) {
 // By tiles where there are some, whatever the number of queries: a query has the same bits in any.
 AttendChunk<float> find_attend(AttendChunk<float> attend) { return attend; }
 AttendChunk<bf16> find_attend(AttendChunk<bf16> attend) {
-  return find_many_rows() == nullptr ? attend : kAmxPagedAttention;
+  return find_tile_products() == nullptr ? attend : kAmxPagedAttention;
 }
 
 template <typename T, ffi::DataType kQuery, ffi::DataType kStored, auto kAttend>

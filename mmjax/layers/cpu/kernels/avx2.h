@@ -203,11 +203,12 @@ template <typename Lanes, int kHalf, int kRows, int kFeatures>
 inline void add_halves(const typename Lanes::X* x, int64_t stride, const typename Lanes::W* weight,
                        int64_t width, typename Lanes::Sum (&sums)[kRows][kFeatures]) {
   typename Lanes::Vector some[kRows][kFeatures] = {};
+  const int64_t ahead = find_ahead<kFeatures>(width * static_cast<int64_t>(sizeof *weight));
   int64_t d = 0;
   for (; d + Lanes::kWidth <= width; d += Lanes::kWidth) {
     typename Lanes::Vector weights[kFeatures];
     for (int f = 0; f < kFeatures; ++f) {
-      if (kHalf == 0) __builtin_prefetch(weight + (kFeatures + f) * width + d);
+      if (kHalf == 0) fetch(reinterpret_cast<const char*>(weight + f * width + d) + ahead);
       weights[f] = Lanes::template load_half<kHalf>(weight + f * width + d);
     }
     for (int r = 0; r < kRows; ++r) {
@@ -243,7 +244,7 @@ inline void multiply_by_halves(const typename Lanes::X* x, int64_t stride,
   for (int r = 0; r < kRows; ++r) Lanes::template add_lanes<kFeatures>(sums[r], out + r * features);
 }
 
-// One row reads a feature after the other, which the processor then fetches ahead by itself.
+// One row reads a feature after the other.
 template <typename Lanes, int kRows>
 void multiply_features(const typename Lanes::X* x, int64_t stride, const typename Lanes::W* weight,
                        typename Lanes::Out* out, int64_t width, int64_t features, int64_t begin,
@@ -257,8 +258,12 @@ void multiply_features(const typename Lanes::X* x, int64_t stride, const typenam
     for (; f < end; ++f) from(f, multiply_by_halves<Lanes, kRows, 1>);
   } else {
     using Whole = WholePairs<Lanes>;
-    for (; kRows == 2 && f + 2 <= end; f += 2) from(f, multiply_tile<Whole, kRows, 2, true>);
-    for (; f < end; ++f) from(f, multiply_tile<Whole, kRows, 1, false>);
+    const int64_t ahead = find_ahead<kRows>(width * static_cast<int64_t>(sizeof *weight));
+    const auto tile = [&](auto multiply_some) {
+      multiply_some(x, stride, weight + f * width, ahead, out + f, width, features);
+    };
+    for (; kRows == 2 && f + 2 <= end; f += 2) tile(multiply_tile<Whole, kRows, 2>);
+    for (; f < end; ++f) tile(multiply_tile<Whole, kRows, 1>);
   }
 }
 

@@ -79,6 +79,7 @@ struct Uint4Codes : InterleavedOrder {
     return {_mm256_broadcastsi128_si256(load16(kSmallNumbers.low + 255 - zero)),
             _mm256_broadcastsi128_si256(load16(kSmallNumbers.high + 255 - zero))};
   }
+  static int64_t byte_of(int64_t d) { return code_byte(d); }
   static void decode(const uint8_t* codes, int64_t d, int64_t, Zero zero, __m256 (&out)[4]) {
     codes += d / 64 * 32;
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
@@ -99,6 +100,7 @@ template <typename Codes>
 struct ByteCodes : NaturalOrder {
   using Zero = __m256;
   static Zero make_zero(int zero) { return _mm256_set1_ps(static_cast<float>(zero)); }
+  static int64_t byte_of(int64_t d) { return d; }
   static void decode(const uint8_t* codes, int64_t d, int64_t count, Zero zero, __m256 (&out)[4]) {
     if (count < kDecoded) {
       const Padded<uint8_t, kDecoded> last(codes + d, count);
@@ -150,6 +152,7 @@ inline void multiply_group_rows(const float* x, int64_t stride, const Groups& we
     FloatSums::Sum parts[kRows] = {};
     for (; d < end; d += kDecoded) {
       __m256 weights[4];
+      fetch(codes + Codes::byte_of(d) + kAheadBytes);
       Codes::decode(codes, d, end - d, zero, weights);
       for (int r = 0; r < kRows; ++r) {
         const float* inputs = x + r * stride + d;

@@ -41,7 +41,7 @@ const Products* find_products() {
   return nullptr;
 }
 
-const ManyRows* find_many_rows() {
+const TileProducts* find_tile_products() {
   static const bool has_tiles = find_products() == &kAvx512Bf16 && has_amx() && may_use_tiles();
   return has_tiles ? &kAmx : nullptr;
 }

@@ -1,6 +1,7 @@
 // The kernels as targets of XLA's foreign function interface (jax.ffi).
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -30,7 +31,7 @@ int64_t chunk_features(ffi::ThreadPool pool, int64_t features, int64_t row_bytes
   int64_t num_chunks = std::max<int64_t>(1, (all_bytes + bytes - 1) / bytes);
   if (num_chunks > 1) num_chunks += num_threads - 1 - (num_chunks - 1) % num_threads;
   const int64_t step = (features + num_chunks - 1) / num_chunks;
-  return std::max(kChunkFeatures, (step + 3) / 4 * 4);
+  return (step + kChunkFeatures - 1) / kChunkFeatures * kChunkFeatures;
 }
 
 // Features, and rows, that a thread takes at a time of a product of many rows: packed weights fit into
@@ -85,19 +86,47 @@ void write_product(Product product, const X* x, const W* weight, Out* out, int64
   }
 }
 
-// `many`: the product of more than `few_rows`; null: `product` takes them, too.
+// Integers' sums are exact in any order: of up to so many rows, vectors are as fast as tiles.
+template <typename X>
+constexpr int64_t kVectorRows = std::is_same_v<X, int8_t> ? 4 : 0;
+
+// A product of few rows by tiles, which are packed once for all threads.
+template <typename X, typename W, typename Out>
+void share_few(ffi::ThreadPool pool, const TileProduct<X, W, Out>& tiles, const X* x,
+               const W* weight, Out* out, int64_t rows, int64_t width, int64_t features) {
+  struct alignas(64) Line {
+    X numbers[64 / sizeof(X)];
+  };
+  const int64_t size = tiles.packed_size(rows, width) * static_cast<int64_t>(sizeof(X));
+  const std::unique_ptr<Line[]> lines(new Line[static_cast<size_t>(size) / sizeof(Line)]);
+  X* const packed = lines[0].numbers;
+  tiles.pack(x, rows, width, packed);
+  const auto product = tiles.packed;
+  const int64_t step = chunk_features(pool, features, width * static_cast<int64_t>(sizeof(W)));
+  share(pool, (features + step - 1) / step, [=](int64_t chunk) {
+    const int64_t begin = chunk * step;
+    product(packed, weight, out, rows, width, features, begin, std::min(begin + step, features));
+  }, true);
+}
+
+// `tiles`: the products of up to `few_rows`, and of more; null: `product` takes them.
 template <typename Product, typename X, typename W, typename Out>
-ffi::Error multiply(ffi::ThreadPool pool, Product product, mmjax::Product<X, W, Out> many,
+ffi::Error multiply(ffi::ThreadPool pool, Product product, const TileProduct<X, W, Out>* tiles,
                     int64_t few_rows, const X* x, const W* weight, Out* out,
                     ffi::Span<const int64_t> x_shape, ffi::Span<const int64_t> weight_shape) {
   if (x_shape.size() != 2 || weight_shape.size() != 2 || x_shape[1] != weight_shape[1]) {
     return ffi::Error::InvalidArgument("x must be [rows, width], weight [features, width]");
   }
   const int64_t rows = x_shape[0], width = x_shape[1], features = weight_shape[0];
-  if (rows > few_rows && many != nullptr) {
+  if (rows > few_rows && tiles != nullptr) {
+    const auto many = tiles->many;
     share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
       many(x + first * width, weight, out + first * features, count, width, features, begin, end);
     });
+    return ffi::Error::Success();
+  }
+  if (rows > kVectorRows<X> && tiles != nullptr) {
+    share_few(pool, *tiles, x, weight, out, rows, width, features);
     return ffi::Error::Success();
   }
   const int64_t step = chunk_features(pool, features, width * static_cast<int64_t>(sizeof(W)));
@@ -209,24 +238,34 @@ const Products& products() {
   return *found;
 }
 
-// The product of many rows that `kMany` names; null: this CPU has none, or no `kMany` is named.
-template <typename Product, auto kMany>
-Product find_many() {
-  if constexpr (std::is_null_pointer_v<decltype(kMany)>) {
+// What `kTiles` names that takes the place of `product`; null: this CPU has no tiles, or none is named.
+template <auto kTiles, typename X, typename W, typename Out>
+const TileProduct<X, W, Out>* find_tiles(Product<X, W, Out>) {
+  if constexpr (std::is_null_pointer_v<decltype(kTiles)>) {
     return nullptr;
   } else {
-    const ManyRows* const found = find_many_rows();
-    return found == nullptr ? nullptr : found->*kMany;
+    const TileProducts* const found = find_tile_products();
+    return found == nullptr ? nullptr : &(found->*kTiles);
   }
 }
 
-template <ffi::DataType X, ffi::DataType W, ffi::DataType Out, auto kProduct, auto kMany>
+// The same of many rows with weights in groups.
+template <auto kTiles, typename X>
+GroupProduct<X> find_tiles(GroupProduct<X>) {
+  if constexpr (std::is_null_pointer_v<decltype(kTiles)>) {
+    return nullptr;
+  } else {
+    const TileProducts* const found = find_tile_products();
+    return found == nullptr ? nullptr : found->*kTiles;
+  }
+}
+
+template <ffi::DataType X, ffi::DataType W, ffi::DataType Out, auto kProduct, auto kTiles>
 ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Buffer<W> weight,
                   ffi::ResultBuffer<Out> out, int64_t few_rows) {
   const auto product = products().*kProduct;
-  return multiply(pool, product, find_many<std::decay_t<decltype(product)>, kMany>(), few_rows,
-                  x.typed_data(), weight.typed_data(), out->typed_data(), x.dimensions(),
-                  weight.dimensions());
+  return multiply(pool, product, find_tiles<kTiles>(product), few_rows, x.typed_data(),
+                  weight.typed_data(), out->typed_data(), x.dimensions(), weight.dimensions());
 }
 
 // Of bfloat16 numbers: sums in float32, or rounded.
@@ -235,37 +274,39 @@ ffi::Error handle_bfloat16(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x,
                            int64_t few_rows) {
   const auto* from = reinterpret_cast<const bf16*>(x.untyped_data());
   const auto* weights = reinterpret_cast<const bf16*>(weight.untyped_data());
-  const ManyRows* const many = find_many_rows();
-  const auto into = [&](auto* to, auto product) {
-    return multiply(pool, products().bfloat16, product, few_rows, from, weights, to,
-                    x.dimensions(), weight.dimensions());
+  const TileProducts* const tiles = find_tile_products();
+  const auto into = [&](auto* to, const auto* by_tiles) {
+    return multiply(pool, products().bfloat16, by_tiles, few_rows, from, weights, to, x.dimensions(),
+                    weight.dimensions());
   };
   if (out->element_type() == ffi::BF16) {
-    return into(static_cast<bf16*>(out->untyped_data()), many ? many->rounded_bfloat16 : nullptr);
+    return into(static_cast<bf16*>(out->untyped_data()),
+                tiles == nullptr ? nullptr : &tiles->rounded_bfloat16);
   }
   if (out->element_type() == ffi::F32) {
-    return into(static_cast<float*>(out->untyped_data()), many ? many->bfloat16 : nullptr);
+    return into(static_cast<float*>(out->untyped_data()),
+                tiles == nullptr ? nullptr : &tiles->bfloat16);
   }
   return ffi::Error::InvalidArgument("the product must be of float32 or bfloat16");
 }
 
 // `few_rows`: of an expert, on average.
-template <ffi::DataType T, auto kProduct, auto kMany>
+template <ffi::DataType T, auto kProduct, auto kTiles>
 ffi::Error handle_experts(ffi::ThreadPool pool, ffi::Buffer<T> x, ffi::Buffer<T> weight,
                           ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out,
                           int64_t few_rows) {
   auto product = products().*kProduct;
-  const auto many = find_many<decltype(product), kMany>();
+  const auto* const tiles = find_tiles<kTiles>(product);
   const auto num_experts = static_cast<int64_t>(sizes.element_count());
-  const bool has_many =
-      many != nullptr && x.dimensions().size() == 2 && x.dimensions()[0] > few_rows * num_experts;
-  if (has_many) product = many;
+  const bool has_many = tiles != nullptr && x.dimensions().size() == 2 &&
+                        x.dimensions()[0] > few_rows * num_experts;
+  if (tiles != nullptr) product = has_many ? tiles->many : tiles->few;
   return multiply_experts(pool, product, has_many, x.typed_data(), weight.typed_data(),
                           {sizes.typed_data(), sizes.element_count()}, out->typed_data(),
                           x.dimensions(), weight.dimensions());
 }
 
-template <ffi::DataType X, auto kCodes, auto kProduct, auto kMany, int64_t kBits>
+template <ffi::DataType X, auto kCodes, auto kProduct, auto kTiles, int64_t kBits>
 ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer codes,
                          ffi::AnyBuffer scale, ffi::Buffer<ffi::U8> zero,
                          ffi::ResultBuffer<ffi::F32> out, int64_t group_size, int64_t few_rows) {
@@ -279,7 +320,7 @@ ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer 
   const auto product = products().*kCodes.*kProduct;
   const auto* from = x.typed_data();
   float* to = out->typed_data();
-  const auto many = find_many<std::decay_t<decltype(product)>, kMany>();
+  const auto many = find_tiles<kTiles>(product);
   if (rows > few_rows && many != nullptr) {
     share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
       many(from + first * width, weight, to + first * features, count, features, begin, end);
@@ -293,7 +334,7 @@ ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
-template <ffi::DataType X, auto kCodes, auto kProduct, auto kMany, int64_t kBits>
+template <ffi::DataType X, auto kCodes, auto kProduct, auto kTiles, int64_t kBits>
 ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer codes,
                                 ffi::AnyBuffer scale, ffi::Buffer<ffi::U8> zero,
                                 ffi::Buffer<ffi::S32> sizes, ffi::ResultBuffer<ffi::F32> out,
@@ -309,7 +350,7 @@ ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Any
     return ffi::Error::InvalidArgument("sizes must be [experts]");
   }
   auto product = products().*kCodes.*kProduct;
-  const auto many = find_many<decltype(product), kMany>();
+  const auto many = find_tiles<kTiles>(product);
   const bool has_many = many != nullptr && rows > few_rows * num_experts;
   if (has_many) product = many;
   multiply_by_expert(pool, x.typed_data(), {sizes.typed_data(), sizes.element_count()},
@@ -330,14 +371,14 @@ ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Any
 extern "C" const char* mmjax_instruction_set() {
   const mmjax::Products* found = mmjax::find_products();
   if (found == nullptr) return nullptr;
-  return mmjax::find_many_rows() == nullptr ? found->name : "amx";
+  return mmjax::find_tile_products() == nullptr ? found->name : "amx";
 }
 
-// MANY: of more rows, nullptr if there is none.
-#define MMJAX_PRODUCT(NAME, X, W, OUT, MANY)                                         \
+// TILES: products by tiles, nullptr if there are none.
+#define MMJAX_PRODUCT(NAME, X, W, OUT, TILES)                                         \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                     \
       mmjax_product_##NAME,                                                          \
-      (mmjax::handle<ffi::X, ffi::W, ffi::OUT, &mmjax::Products::NAME, MANY>),       \
+      (mmjax::handle<ffi::X, ffi::W, ffi::OUT, &mmjax::Products::NAME, TILES>),       \
       ffi::Ffi::Bind()                                                               \
           .Ctx<ffi::ThreadPool>()                                                    \
           .Arg<ffi::Buffer<ffi::X>>()                                                \
@@ -346,9 +387,9 @@ extern "C" const char* mmjax_instruction_set() {
           .Attr<int64_t>("few_rows"))
 
 MMJAX_PRODUCT(float32, F32, F32, F32, nullptr);
-MMJAX_PRODUCT(int8, S8, S8, S32, &mmjax::ManyRows::int8);
+MMJAX_PRODUCT(int8, S8, S8, S32, &mmjax::TileProducts::int8);
 MMJAX_PRODUCT(float32_int8, F32, S8, F32, nullptr);
-MMJAX_PRODUCT(bfloat16_int8, BF16, S8, F32, &mmjax::ManyRows::bfloat16_int8);
+MMJAX_PRODUCT(bfloat16_int8, BF16, S8, F32, &mmjax::TileProducts::bfloat16_int8);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_product_bfloat16, mmjax::handle_bfloat16,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -357,9 +398,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_product_bfloat16, mmjax::handle_bfloat16,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("few_rows"));
 
-#define MMJAX_GROUPS(NAME, T, MANY)                                                      \
+#define MMJAX_GROUPS(NAME, T, TILES)                                                      \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_groups_##NAME,                                     \
-                                (mmjax::handle_experts<ffi::T, &mmjax::Products::NAME, MANY>), \
+                                (mmjax::handle_experts<ffi::T, &mmjax::Products::NAME, TILES>), \
                                 ffi::Ffi::Bind()                                         \
                                     .Ctx<ffi::ThreadPool>()                              \
                                     .Arg<ffi::Buffer<ffi::T>>()                          \
@@ -369,13 +410,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_product_bfloat16, mmjax::handle_bfloat16,
                                     .Attr<int64_t>("few_rows"))
 
 MMJAX_GROUPS(float32, F32, nullptr);
-MMJAX_GROUPS(bfloat16, BF16, &mmjax::ManyRows::bfloat16);
+MMJAX_GROUPS(bfloat16, BF16, &mmjax::TileProducts::bfloat16);
 
 // Of inputs of one dtype with weights in groups of one kind of code; then the same by expert.
-#define MMJAX_GROUP_PRODUCTS(NAME, X, CODES, MANY, BITS)                                        \
+#define MMJAX_GROUP_PRODUCTS(NAME, X, CODES, TILES, BITS)                                        \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
       mmjax_product_##NAME##_##CODES,                                                           \
-      (mmjax::handle_groups<ffi::X, &mmjax::Products::CODES, &mmjax::GroupProducts::NAME, MANY, \
+      (mmjax::handle_groups<ffi::X, &mmjax::Products::CODES, &mmjax::GroupProducts::NAME, TILES, \
                             BITS>),                                                             \
       ffi::Ffi::Bind()                                                                          \
           .Ctx<ffi::ThreadPool>()                                                               \
@@ -389,7 +430,7 @@ MMJAX_GROUPS(bfloat16, BF16, &mmjax::ManyRows::bfloat16);
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
       mmjax_groups_##NAME##_##CODES,                                                            \
       (mmjax::handle_expert_groups<ffi::X, &mmjax::Products::CODES,                             \
-                                   &mmjax::GroupProducts::NAME, MANY, BITS>),                   \
+                                   &mmjax::GroupProducts::NAME, TILES, BITS>),                   \
       ffi::Ffi::Bind()                                                                          \
           .Ctx<ffi::ThreadPool>()                                                               \
           .Arg<ffi::Buffer<ffi::X>>()                                                           \
@@ -402,8 +443,8 @@ MMJAX_GROUPS(bfloat16, BF16, &mmjax::ManyRows::bfloat16);
           .Attr<int64_t>("few_rows"))
 
 MMJAX_GROUP_PRODUCTS(float32, F32, uint4, nullptr, 4);
-MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint4, &mmjax::ManyRows::uint4, 4);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint4, &mmjax::TileProducts::uint4, 4);
 MMJAX_GROUP_PRODUCTS(float32, F32, uint8, nullptr, 8);
-MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint8, &mmjax::ManyRows::uint8, 8);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, uint8, &mmjax::TileProducts::uint8, 8);
 MMJAX_GROUP_PRODUCTS(float32, F32, float8, nullptr, 8);
-MMJAX_GROUP_PRODUCTS(bfloat16, BF16, float8, &mmjax::ManyRows::float8, 8);
+MMJAX_GROUP_PRODUCTS(bfloat16, BF16, float8, &mmjax::TileProducts::float8, 8);

@@ -109,13 +109,23 @@ struct Products {
   const char* name;
 };
 
-// Products of many rows, which take more time than reading weights does.
-struct ManyRows {
-  Product<bf16, bf16, float> bfloat16;
-  Product<bf16, bf16, bf16> rounded_bfloat16;
-  Product<int8_t, int8_t, int32_t> int8;
-  Product<bf16, int8_t, float> bfloat16_int8;
-  GroupProduct<bf16> uint4, uint8, float8;  // numbers are rounded to bfloat16 first
+// A product by tiles of few rows, which takes as long as reading weights does, and of many. `packed` is
+// as `few`, of what `pack` has made of the rows: `packed_size` numbers, which begin with a line of the
+// cache.
+template <typename X, typename W, typename Out>
+struct TileProduct {
+  Product<X, W, Out> few, many;
+  int64_t (*packed_size)(int64_t rows, int64_t width);
+  void (*pack)(const X* x, int64_t rows, int64_t width, X* packed);
+  Product<X, W, Out> packed;
+};
+
+struct TileProducts {
+  TileProduct<bf16, bf16, float> bfloat16;
+  TileProduct<bf16, bf16, bf16> rounded_bfloat16;
+  TileProduct<int8_t, int8_t, int32_t> int8;
+  TileProduct<bf16, int8_t, float> bfloat16_int8;
+  GroupProduct<bf16> uint4, uint8, float8;  // of many rows: numbers are rounded to bfloat16 first
 };
 
 // A head of a whole sequence, whose rows are `stride` numbers apart: each query sees all keys.
@@ -134,12 +144,12 @@ using AttendWhole = void (*)(const WholeHead& head);
 extern const Products kAvx2;
 extern const Products kAvx512;
 extern const Products kAvx512Bf16;
-extern const ManyRows kAmx;
-extern const AttendWhole kAmxAttention;  // this and the next: where `find_many_rows` finds kAmx
+extern const TileProducts kAmx;
+extern const AttendWhole kAmxAttention;  // this and the next: where `find_tile_products` finds kAmx
 extern const AttendChunk<bf16> kAmxPagedAttention;
 
 // The best that this CPU has, and that the system lets this process use; null: none.
 const Products* find_products();
-const ManyRows* find_many_rows();
+const TileProducts* find_tile_products();
 
 }  // namespace mmjax

@@ -8,14 +8,28 @@
 namespace mmjax {
 namespace {
 
+// Ask for what will be read soon, into the second cache: the first has fewer places for what comes.
+inline void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// How far ahead to ask. The processor fetches ahead by itself, but not far enough for its memory.
+constexpr int64_t kAheadBytes = 4096;
+
+// The same for `kFeatures` side by side: in whole tiles of them.
+template <int kFeatures>
+inline int64_t find_ahead(int64_t row_bytes) {
+  if (kFeatures == 1) return kAheadBytes;
+  const int64_t tile_bytes = kFeatures * row_bytes;
+  return (kAheadBytes + tile_bytes - 1) / tile_bytes * tile_bytes;
+}
+
 // `Lanes` multiplies `Lanes::kWidth` numbers at a time: a `Sum` holds the sums of one row with one
 // feature, in lanes. Every output is summed in the same order whatever the tile, the rows beside it
-// and the thread are, so that a row has the same bits in any batch. `kFetches`: ask for the weights
-// of the next tile meanwhile. `stride`: from one row of `x` to the next.
-template <typename Lanes, int kRows, int kFeatures, bool kFetches>
+// and the thread are, so that a row has the same bits in any batch. `ahead`: how many bytes behind
+// this tile's weights are those to ask for meanwhile. `stride`: from one row of `x` to the next.
+template <typename Lanes, int kRows, int kFeatures>
 inline void multiply_tile(const typename Lanes::X* x, int64_t stride,
-                          const typename Lanes::W* weight, typename Lanes::Out* out, int64_t width,
-                          int64_t features) {
+                          const typename Lanes::W* weight, int64_t ahead,
+                          typename Lanes::Out* out, int64_t width, int64_t features) {
   typename Lanes::Sum sums[kRows][kFeatures];
   typename Lanes::Correction corrections[kFeatures];
   for (int f = 0; f < kFeatures; ++f) {
@@ -26,7 +40,7 @@ inline void multiply_tile(const typename Lanes::X* x, int64_t stride,
   for (; d + Lanes::kWidth <= width; d += Lanes::kWidth) {
     typename Lanes::Weights weights[kFeatures];
     for (int f = 0; f < kFeatures; ++f) {
-      if (kFetches) __builtin_prefetch(weight + (kFeatures + f) * width + d);
+      fetch(reinterpret_cast<const char*>(weight + f * width + d) + ahead);
       weights[f] = Lanes::load_weights(weight + f * width + d);
       Lanes::correct(corrections[f], weights[f]);
     }
@@ -57,44 +71,34 @@ inline void multiply_tile(const typename Lanes::X* x, int64_t stride,
   }
 }
 
-template <typename Lanes, int kFeatures, bool kFetches>
+template <typename Lanes, int kFeatures>
 inline void multiply_rows(const typename Lanes::X* x, const typename Lanes::W* weight,
                           typename Lanes::Out* out, int64_t rows, int64_t width,
                           int64_t features) {
+  const int64_t ahead = find_ahead<kFeatures>(width * static_cast<int64_t>(sizeof *weight));
   auto tile = [=](auto multiply_some, int64_t r) {
-    multiply_some(x + r * width, width, weight, out + r * features, width, features);
+    multiply_some(x + r * width, width, weight, ahead, out + r * features, width, features);
   };
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) tile(multiply_tile<Lanes, 4, kFeatures, kFetches>, r);
-  for (; r + 2 <= rows; r += 2) tile(multiply_tile<Lanes, 2, kFeatures, kFetches>, r);
-  if (r < rows) tile(multiply_tile<Lanes, 1, kFeatures, kFetches>, r);
+  for (; r + 4 <= rows; r += 4) tile(multiply_tile<Lanes, 4, kFeatures>, r);
+  for (; r + 2 <= rows; r += 2) tile(multiply_tile<Lanes, 2, kFeatures>, r);
+  if (r < rows) tile(multiply_tile<Lanes, 1, kFeatures>, r);
 }
 
-// Up to so many rows, a feature is read after the other: the processor then fetches ahead by itself.
-// Four features side by side, which are too many short streams for that, took up to twice as long.
+// Up to so many rows, a feature is read after the other. Four side by side took up to twice as long.
 constexpr int64_t kRowsInOrder = 4;
-// Rows of weights up to this length are such short streams.
-constexpr int64_t kShortBytes = 2048;
 
 // With more rows, four features stay in the first cache while all rows pass over them.
 template <typename Lanes>
 void multiply(const typename Lanes::X* x, const typename Lanes::W* weight,
               typename Lanes::Out* out, int64_t rows, int64_t width, int64_t features,
               int64_t begin, int64_t end) {
-  const int64_t row_bytes = width * static_cast<int64_t>(sizeof *weight);
   int64_t f = begin;
   for (; rows > kRowsInOrder && f + 4 <= end; f += 4) {
-    const typename Lanes::W* const four = weight + f * width;
-    if (row_bytes > kShortBytes) {
-      multiply_rows<Lanes, 4, true>(x, four, out + f, rows, width, features);
-      continue;
-    }
-    const char* const next = reinterpret_cast<const char*>(four + 4 * width);
-    for (int64_t byte = 0; byte < 4 * row_bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
-    multiply_rows<Lanes, 4, false>(x, four, out + f, rows, width, features);
+    multiply_rows<Lanes, 4>(x, weight + f * width, out + f, rows, width, features);
   }
   for (; f < end; ++f) {
-    multiply_rows<Lanes, 1, false>(x, weight + f * width, out + f, rows, width, features);
+    multiply_rows<Lanes, 1>(x, weight + f * width, out + f, rows, width, features);
   }
 }
 
@@ -121,13 +125,12 @@ inline int64_t multiply_short_groups(const typename Lanes::X* x, const Groups& w
                                      typename Lanes::Sum (&sums)[kRows][kFeatures]) {
   const uint8_t* codes = weight.codes + feature * weight.row_bytes;
   typename Lanes::Zero zero = Lanes::make_zero(Lanes::kMiddle);
+  const int64_t ahead = find_ahead<kFeatures>(weight.row_bytes);
   int64_t d = 0;
   for (int64_t group = 0; d + Lanes::kWidth <= weight.width; ++group, d += Lanes::kWidth) {
     for (int f = 0; f < kFeatures; ++f) {
       const int64_t at = (feature + f) * weight.num_groups + group;
-      if (kFeatures > 1) {
-        __builtin_prefetch(codes + (kFeatures + f) * weight.row_bytes + Lanes::byte_of(d));
-      }
+      fetch(codes + f * weight.row_bytes + Lanes::byte_of(d) + ahead);
       if (weight.zero != nullptr) zero = Lanes::make_zero(weight.zero[at]);
       const auto numbers = Lanes::decode(codes + f * weight.row_bytes, d, zero);
       const float scale = scale_of(weight, at);
@@ -151,6 +154,7 @@ inline void multiply_group_tile(const typename Lanes::X* x, const Groups& weight
     for (int r = 0; r < kRows; ++r) sums[r][f] = Lanes::zero();
   }
   const uint8_t* codes = weight.codes + feature * weight.row_bytes;
+  const int64_t ahead = find_ahead<kFeatures>(weight.row_bytes);
   int64_t d = 0;
   if (weight.group_size == Lanes::kWidth) {
     d = multiply_short_groups<Lanes, kRows, kFeatures>(x, weight, feature, sums);
@@ -168,9 +172,7 @@ inline void multiply_group_tile(const typename Lanes::X* x, const Groups& weight
     for (; d + Lanes::kWidth <= end; d += Lanes::kWidth) {
       typename Lanes::Weights weights[kFeatures];
       for (int f = 0; f < kFeatures; ++f) {
-        if (kFeatures > 1) {
-        __builtin_prefetch(codes + (kFeatures + f) * weight.row_bytes + Lanes::byte_of(d));
-      }
+        fetch(codes + f * weight.row_bytes + Lanes::byte_of(d) + ahead);
         weights[f] = Lanes::decode(codes + f * weight.row_bytes, d, zeros[f]);
       }
       for (int r = 0; r < kRows; ++r) {

@@ -73,7 +73,7 @@ ffi::Error handle_whole_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> q
     return ffi::Error::InvalidArgument(
         "query must be [batch, queries, heads, head_dim], key and value [batch, keys, heads, dim]");
   }
-  if (find_many_rows() == nullptr) return ffi::Error::Internal("this CPU has no AMX");
+  if (find_tile_products() == nullptr) return ffi::Error::Internal("this CPU has no AMX");
   const Sizes sizes = {q[1], k[1], q[2], k[2], q[3], v[3], scale, soft_cap};
   auto* const to = reinterpret_cast<bf16*>(out->untyped_data());
   std::vector<WholeHead> heads;
@@ -119,7 +119,7 @@ ffi::Error handle_segment_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16>
     return ffi::Error::InvalidArgument(
         "query, key and value must be [rows, heads, head_dim], segment_ids [rows]");
   }
-  if (find_many_rows() == nullptr) return ffi::Error::Internal("this CPU has no AMX");
+  if (find_tile_products() == nullptr) return ffi::Error::Internal("this CPU has no AMX");
   const int64_t width = shape[1] * shape[2];
   const bf16* const arrays[3] = {numbers_of(query), numbers_of(key), numbers_of(value)};
   auto* const to = reinterpret_cast<bf16*>(out->untyped_data());
