@@ -123,7 +123,7 @@ def _by_kernel(x: Array, weight: Array, dtype: Any) -> Array:
     is_rounded = x.dtype == weight.dtype == dtype == jnp.bfloat16
     shape = (x.shape[0], weight.shape[0])
     out = jax.ShapeDtypeStruct(shape, dtype if is_rounded else sums)
-    return jax.ffi.ffi_call(name, out)(x, weight, few_rows=np.int64(MAX_FEW_ROWS)).astype(dtype)
+    return jax.ffi.ffi_call(name, out)(x, weight).astype(dtype)
 
 
 def group_product(

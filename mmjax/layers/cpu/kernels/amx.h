@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "avx512.h"
+#include "pairs.h"
 
 namespace mmjax {
 namespace {

@@ -90,46 +90,62 @@ void write_product(Product product, const X* x, const W* weight, Out* out, int64
 template <typename X>
 constexpr int64_t kVectorRows = std::is_same_v<X, int8_t> ? 4 : 0;
 
-// A product of few rows by tiles, which are packed once for all threads.
-template <typename X, typename W, typename Out>
-void share_few(ffi::ThreadPool pool, const TileProduct<X, W, Out>& tiles, const X* x,
-               const W* weight, Out* out, int64_t rows, int64_t width, int64_t features) {
+// How tiles want rows: of floats there are none.
+template <typename X>
+PackRows<X> find_packing() {
+  if constexpr (std::is_same_v<X, bf16>) return find_tile_products()->pack_bfloat16;
+  if constexpr (std::is_same_v<X, int8_t>) return find_tile_products()->pack_int8;
+  return {};
+}
+
+// A product of few rows, which are packed once for all threads. `product(packed, begin, end)`.
+template <typename X, typename Product>
+void share_packed(ffi::ThreadPool pool, const X* x, int64_t rows, int64_t width, int64_t features,
+                  int64_t row_bytes, Product product) {
   struct alignas(64) Line {
     X numbers[64 / sizeof(X)];
   };
-  const int64_t size = tiles.packed_size(rows, width) * static_cast<int64_t>(sizeof(X));
+  const PackRows<X> pack_rows = find_packing<X>();
+  const int64_t size = pack_rows.size(rows, width) * static_cast<int64_t>(sizeof(X));
   const std::unique_ptr<Line[]> lines(new Line[static_cast<size_t>(size) / sizeof(Line)]);
   X* const packed = lines[0].numbers;
-  tiles.pack(x, rows, width, packed);
-  const auto product = tiles.packed;
-  const int64_t step = chunk_features(pool, features, width * static_cast<int64_t>(sizeof(W)));
+  pack_rows.pack(x, rows, width, packed);
+  const int64_t step = chunk_features(pool, features, row_bytes);
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
-    const int64_t begin = chunk * step;
-    product(packed, weight, out, rows, width, features, begin, std::min(begin + step, features));
+    product(packed, chunk * step, std::min(chunk * step + step, features));
   }, true);
 }
 
-// `tiles`: the products of up to `few_rows`, and of more; null: `product` takes them.
+// Up to so many rows, packing them takes less time than packing weights. Both forms add in one order.
+constexpr int64_t kPackedRows = 64;
+
+// `tiles`: null where `product` takes all rows.
 template <typename Product, typename X, typename W, typename Out>
-ffi::Error multiply(ffi::ThreadPool pool, Product product, const TileProduct<X, W, Out>* tiles,
-                    int64_t few_rows, const X* x, const W* weight, Out* out,
-                    ffi::Span<const int64_t> x_shape, ffi::Span<const int64_t> weight_shape) {
+ffi::Error multiply(ffi::ThreadPool pool, Product product,
+                    const TileProduct<mmjax::Product<X, W, Out>>* tiles, const X* x,
+                    const W* weight, Out* out, ffi::Span<const int64_t> x_shape,
+                    ffi::Span<const int64_t> weight_shape) {
   if (x_shape.size() != 2 || weight_shape.size() != 2 || x_shape[1] != weight_shape[1]) {
     return ffi::Error::InvalidArgument("x must be [rows, width], weight [features, width]");
   }
   const int64_t rows = x_shape[0], width = x_shape[1], features = weight_shape[0];
-  if (rows > few_rows && tiles != nullptr) {
+  if (rows > kPackedRows && tiles != nullptr) {
     const auto many = tiles->many;
     share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
       many(x + first * width, weight, out + first * features, count, width, features, begin, end);
     });
     return ffi::Error::Success();
   }
+  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(W));
   if (rows > kVectorRows<X> && tiles != nullptr) {
-    share_few(pool, *tiles, x, weight, out, rows, width, features);
+    const auto few = tiles->packed;
+    share_packed(pool, x, rows, width, features, row_bytes,
+                 [=](const X* packed, int64_t begin, int64_t end) {
+                   few(packed, weight, out, rows, width, features, begin, end);
+                 });
     return ffi::Error::Success();
   }
-  const int64_t step = chunk_features(pool, features, width * static_cast<int64_t>(sizeof(W)));
+  const int64_t step = chunk_features(pool, features, row_bytes);
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
     const int64_t begin = chunk * step;
     const int64_t end = std::min(begin + step, features);
@@ -239,8 +255,8 @@ const Products& products() {
 }
 
 // What `kTiles` names that takes the place of `product`; null: this CPU has no tiles, or none is named.
-template <auto kTiles, typename X, typename W, typename Out>
-const TileProduct<X, W, Out>* find_tiles(Product<X, W, Out>) {
+template <auto kTiles, typename P>
+const TileProduct<P>* find_tiles(P) {
   if constexpr (std::is_null_pointer_v<decltype(kTiles)>) {
     return nullptr;
   } else {
@@ -249,34 +265,22 @@ const TileProduct<X, W, Out>* find_tiles(Product<X, W, Out>) {
   }
 }
 
-// The same of many rows with weights in groups.
-template <auto kTiles, typename X>
-GroupProduct<X> find_tiles(GroupProduct<X>) {
-  if constexpr (std::is_null_pointer_v<decltype(kTiles)>) {
-    return nullptr;
-  } else {
-    const TileProducts* const found = find_tile_products();
-    return found == nullptr ? nullptr : found->*kTiles;
-  }
-}
-
 template <ffi::DataType X, ffi::DataType W, ffi::DataType Out, auto kProduct, auto kTiles>
 ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Buffer<W> weight,
-                  ffi::ResultBuffer<Out> out, int64_t few_rows) {
+                  ffi::ResultBuffer<Out> out) {
   const auto product = products().*kProduct;
-  return multiply(pool, product, find_tiles<kTiles>(product), few_rows, x.typed_data(),
-                  weight.typed_data(), out->typed_data(), x.dimensions(), weight.dimensions());
+  return multiply(pool, product, find_tiles<kTiles>(product), x.typed_data(), weight.typed_data(),
+                  out->typed_data(), x.dimensions(), weight.dimensions());
 }
 
 // Of bfloat16 numbers: sums in float32, or rounded.
 ffi::Error handle_bfloat16(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x,
-                           ffi::Buffer<ffi::BF16> weight, ffi::Result<ffi::AnyBuffer> out,
-                           int64_t few_rows) {
+                           ffi::Buffer<ffi::BF16> weight, ffi::Result<ffi::AnyBuffer> out) {
   const auto* from = reinterpret_cast<const bf16*>(x.untyped_data());
   const auto* weights = reinterpret_cast<const bf16*>(weight.untyped_data());
   const TileProducts* const tiles = find_tile_products();
   const auto into = [&](auto* to, const auto* by_tiles) {
-    return multiply(pool, products().bfloat16, by_tiles, few_rows, from, weights, to, x.dimensions(),
+    return multiply(pool, products().bfloat16, by_tiles, from, weights, to, x.dimensions(),
                     weight.dimensions());
   };
   if (out->element_type() == ffi::BF16) {
@@ -316,17 +320,26 @@ ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer 
   if (read.has_error()) return read.error();
   const Groups weight = *read;
   const int64_t features = codes.dimensions()[0];
-  const int64_t step = chunk_features(pool, features, weight.row_bytes);
   const auto product = products().*kCodes.*kProduct;
   const auto* from = x.typed_data();
   float* to = out->typed_data();
-  const auto many = find_tiles<kTiles>(product);
-  if (rows > few_rows && many != nullptr) {
+  const auto* const tiles = find_tiles<kTiles>(product);
+  if (rows > few_rows && tiles != nullptr) {
+    const auto many = tiles->many;
     share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
       many(from + first * width, weight, to + first * features, count, features, begin, end);
     });
     return ffi::Error::Success();
   }
+  if (tiles != nullptr && tiles->packed != nullptr) {
+    const auto few = tiles->packed;
+    share_packed(pool, from, rows, width, features, weight.row_bytes,
+                 [=](const auto* packed, int64_t begin, int64_t end) {
+                   few(packed, weight, to, rows, features, begin, end);
+                 });
+    return ffi::Error::Success();
+  }
+  const int64_t step = chunk_features(pool, features, weight.row_bytes);
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
     const int64_t begin = chunk * step;
     product(from, weight, to, rows, features, begin, std::min(begin + step, features));
@@ -350,9 +363,13 @@ ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Any
     return ffi::Error::InvalidArgument("sizes must be [experts]");
   }
   auto product = products().*kCodes.*kProduct;
-  const auto many = find_tiles<kTiles>(product);
-  const bool has_many = many != nullptr && rows > few_rows * num_experts;
-  if (has_many) product = many;
+  const auto* const tiles = find_tiles<kTiles>(product);
+  const bool has_many = tiles != nullptr && rows > few_rows * num_experts;
+  if (has_many) {
+    product = tiles->many;
+  } else if (tiles != nullptr && tiles->few != nullptr) {
+    product = tiles->few;
+  }
   multiply_by_expert(pool, x.typed_data(), {sizes.typed_data(), sizes.element_count()},
                      out->typed_data(), rows, width, features,
                      expert_features(pool, features, weight.row_bytes, has_many),
@@ -383,8 +400,7 @@ extern "C" const char* mmjax_instruction_set() {
           .Ctx<ffi::ThreadPool>()                                                    \
           .Arg<ffi::Buffer<ffi::X>>()                                                \
           .Arg<ffi::Buffer<ffi::W>>()                                                \
-          .Ret<ffi::Buffer<ffi::OUT>>()                                              \
-          .Attr<int64_t>("few_rows"))
+          .Ret<ffi::Buffer<ffi::OUT>>())
 
 MMJAX_PRODUCT(float32, F32, F32, F32, nullptr);
 MMJAX_PRODUCT(int8, S8, S8, S32, &mmjax::TileProducts::int8);
@@ -395,8 +411,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_product_bfloat16, mmjax::handle_bfloat16,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("few_rows"));
+                                  .Ret<ffi::AnyBuffer>());
 
 #define MMJAX_GROUPS(NAME, T, TILES)                                                      \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(mmjax_groups_##NAME,                                     \

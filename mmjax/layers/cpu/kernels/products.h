@@ -109,23 +109,28 @@ struct Products {
   const char* name;
 };
 
-// A product by tiles of few rows, which takes as long as reading weights does, and of many. `packed` is
-// as `few`, of what `pack` has made of the rows: `packed_size` numbers, which begin with a line of the
-// cache.
-template <typename X, typename W, typename Out>
-struct TileProduct {
-  Product<X, W, Out> few, many;
-  int64_t (*packed_size)(int64_t rows, int64_t width);
+// How rows are packed for products of few rows: into `size` numbers, which begin with a line of the cache.
+template <typename X>
+struct PackRows {
+  int64_t (*size)(int64_t rows, int64_t width);
   void (*pack)(const X* x, int64_t rows, int64_t width, X* packed);
-  Product<X, W, Out> packed;
+};
+
+// A product by tiles of few rows, which takes as long as reading weights does, and of many. `packed` is
+// as `few`, of packed rows. Null: vectors are faster.
+template <typename P>
+struct TileProduct {
+  P few, many, packed;
 };
 
 struct TileProducts {
-  TileProduct<bf16, bf16, float> bfloat16;
-  TileProduct<bf16, bf16, bf16> rounded_bfloat16;
-  TileProduct<int8_t, int8_t, int32_t> int8;
-  TileProduct<bf16, int8_t, float> bfloat16_int8;
-  GroupProduct<bf16> uint4, uint8, float8;  // of many rows: numbers are rounded to bfloat16 first
+  PackRows<bf16> pack_bfloat16;
+  PackRows<int8_t> pack_int8;
+  TileProduct<Product<bf16, bf16, float>> bfloat16;
+  TileProduct<Product<bf16, bf16, bf16>> rounded_bfloat16;
+  TileProduct<Product<int8_t, int8_t, int32_t>> int8;
+  TileProduct<Product<bf16, int8_t, float>> bfloat16_int8;
+  TileProduct<GroupProduct<bf16>> uint4, uint8, float8;  // of many: numbers are rounded to bfloat16
 };
 
 // A head of a whole sequence, whose rows are `stride` numbers apart: each query sees all keys.
