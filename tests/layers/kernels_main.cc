@@ -167,16 +167,13 @@ bool check_one_group(mmjax::GroupProduct<X> product, Code code, bool zeros, int6
   return true;
 }
 
-const Sizes kFewInGroups = {{1, 2, 3, 4, 7, 8}, {1, 31, 64, 65, 96, 100, 224}, {1, 4, 5}};
-const Sizes kTilesInGroups = {{1, 7, 16, 17, 40}, {1, 31, 65, 224, 290}, {1, 16, 37}};
-
 template <typename X>
-bool check_groups(mmjax::GroupProduct<X> product, Code code, const Sizes& sizes = kFewInGroups) {
+bool check_groups(mmjax::GroupProduct<X> product, Code code) {
   bool is_right = true;
-  for (int64_t rows : sizes.rows) {
-    for (int64_t width : sizes.widths) {
+  for (int64_t rows : {1, 2, 3, 4, 7, 8}) {
+    for (int64_t width : {1, 31, 64, 65, 96, 100, 224}) {
       for (int64_t group_size : {int64_t{32}, int64_t{64}, width}) {
-        for (int64_t features : sizes.features) {
+        for (int64_t features : {1, 4, 5}) {
           is_right &= check_one_group<X, float>(product, code, code != Code::kFloat8, rows, width,
                                                 features, group_size);
           is_right &= check_one_group<X, bf16>(product, code, false, rows, width, features,
@@ -354,8 +351,7 @@ bool check_tiles(const mmjax::TileProducts& tiles) {
   // Attention rounds weights to bfloat16.
   return check_attention("by tiles", mmjax::kAmxPagedAttention, 0x1p-8) & check_whole_attention() &
          check_both("bfloat16", tiles.bfloat16) & check_both("int8", tiles.int8) &
-         check_both("bfloat16_int8", tiles.bfloat16_int8) &
-         check_groups(tiles.uint4.few, Code::kUint4, kTilesInGroups);
+         check_both("bfloat16_int8", tiles.bfloat16_int8);
 }
 
 bool check_all(const mmjax::Products& products) {

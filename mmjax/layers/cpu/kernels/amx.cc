@@ -43,51 +43,6 @@ struct GroupWeights {
   }
 };
 
-// Codes of 4 bits as numbers without rounding, which are scaled when they are added. 32 inputs are of
-// one group.
-struct Uint4Weights {
-  static constexpr int64_t kBits = 4;
-  const Groups& weight;
-  int64_t width;
-  Uint4Pairs::Zero middle = Uint4Pairs::make_zero(Uint4Pairs::kMiddle);
-
-  explicit Uint4Weights(const Groups& groups) : weight(groups), width(groups.width) {}
-  const uint8_t* find_row(int64_t feature) const {
-    return weight.codes + feature * weight.row_bytes;
-  }
-  const uint8_t* find(int64_t feature, int64_t d) const { return find_row(feature) + code_byte(d); }
-  Uint4Pairs::Zero find_zero(int64_t feature, int64_t d) const {
-    if (weight.zero == nullptr) return middle;
-    return Uint4Pairs::make_zero(weight.zero[feature * weight.num_groups + d / weight.group_size]);
-  }
-  static void store(__m512bh numbers, bf16* to) {
-    _mm512_store_si512(to, reinterpret_cast<__m512i>(numbers));
-  }
-  void write(int64_t feature, int64_t d, int64_t, bf16* to) const {  // rows are padded
-    store(Uint4Pairs::decode32(find_row(feature), d, find_zero(feature, d)), to);
-  }
-};
-
-// Write a feature's inputs from `d` on into a row of so many whole tiles.
-template <typename X, typename Weights>
-void write_whole(const Weights& weights, int64_t feature, int64_t d, int64_t tiles, X* to) {
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    weights.write(feature, d + tile * kDepth<X>, kDepth<X>, to + tile * kTile * kDepth<X>);
-  }
-}
-inline void write_whole(const Uint4Weights& weights, int64_t feature, int64_t d, int64_t tiles,
-                        bf16* to) {
-  constexpr int64_t depth = kDepth<bf16>;
-  for (; tiles > 1; tiles -= 2, d += 2 * depth, to += 2 * kTile * depth) {
-    __m512bh numbers[2];
-    Uint4Pairs::decode64(weights.find_row(feature), d, weights.find_zero(feature, d),
-                         weights.find_zero(feature, d + depth), numbers);
-    weights.store(numbers[0], to);
-    weights.store(numbers[1], to + kTile * depth);
-  }
-  if (tiles > 0) weights.write(feature, d, depth, to);
-}
-
 // Up to 32 rows' inputs [from, to): where they stand, or padded in `copy`. Lines that are a multiple
 // of 2 KiB apart would share few places of the first cache.
 template <typename X>
@@ -202,7 +157,9 @@ FeatureTiles write_tiles(const Weights& weights, int64_t feature, int64_t count,
     for (int64_t byte = 0; byte < part_bytes; byte += 64) {
       fetch(reinterpret_cast<const char*>(next) + byte);
     }
-    write_whole(weights, feature + i, from, whole, numbers[0][i]);
+    for (int64_t tile = 0; tile < whole; ++tile) {
+      weights.write(feature + i, from + tile * depth, depth, numbers[tile][i]);
+    }
     if (left == 0) continue;
     weights.write(feature + i, to - left, left, numbers[whole][i]);
     for (int64_t rest = left; rest < depth; ++rest) numbers[whole][i][rest] = 0;
@@ -258,58 +215,6 @@ void sum_features(const Weights& weights, int64_t feature, int64_t count, const 
   }
   _tile_stored(0, sums, 64);
   if (kTwoRows) _tile_stored(1, sums + kTileSums, 64);
-}
-
-// The sums of groups that end in a part of the inputs: tiles [groups, 2 of rows].
-using GroupSums = float[kWrittenTiles][2 * kTileSums];
-
-// Add them, times the scales of their features, to `sums`. `scales`: of the groups, `stride` apart.
-template <bool kTwoRows>
-void add_scaled(const GroupSums& parts, int64_t num_groups, const float* scales, int64_t stride,
-                float* sums) {
-  for (int64_t i = 0; i < kTile; ++i) {
-    for (int64_t at = i * kTile; at < (kTwoRows ? 2 : 1) * kTileSums; at += kTileSums) {
-      __m512 sum = _mm512_load_ps(sums + at);
-      for (int64_t group = 0; group < num_groups; ++group) {
-        const __m512 scale = _mm512_set1_ps(scales[i * stride + group]);
-        sum = _mm512_fmadd_ps(_mm512_load_ps(parts[group] + at), scale, sum);
-      }
-      _mm512_store_ps(sums + at, sum);
-    }
-  }
-}
-
-// As `sum_features`. Groups' sums are stored and added apart, for both wait long for the other.
-template <bool kTwoRows>
-void sum_groups(const Uint4Weights& weights, int64_t feature, int64_t count, const bf16* packed,
-                const float* scales, int64_t stride, float* sums) {
-  constexpr int64_t depth = kDepth<bf16>, part = kWrittenTiles * depth;
-  constexpr int64_t step_size = (kTwoRows ? kBlock : kTile) * depth;
-  alignas(64) bf16 numbers[kWrittenTiles][kTile][depth];
-  alignas(64) GroupSums parts;
-  if (count < kTile) __builtin_memset(numbers, 0, sizeof numbers);
-  __builtin_memset(sums, 0, (kTwoRows ? 2 : 1) * kTileSums * sizeof *sums);
-  int64_t left = 0;  // tiles of the group that is added
-  for (int64_t from = 0; from < weights.width; from += part) {
-    const int64_t to = least(from + part, weights.width);
-    const auto tiles = write_tiles(weights, feature, count, from, to, numbers);
-    int64_t num_groups = 0;
-    for (int64_t d = from; d < to; d += depth, packed += step_size) {
-      if (left == 0) {
-        left = divide_up(least(weights.weight.group_size, weights.width - d), depth);
-        _tile_zero(0);
-        _tile_zero(1);
-      }
-      const FeatureTiles tile{numbers[(d - from) / depth], tiles.row_bytes, tiles.tile_bytes};
-      add_features<bf16, kTwoRows>(tile, 1, packed, [](int64_t) {});
-      if (--left > 0) continue;
-      _tile_stored(0, parts[num_groups], 64);
-      if (kTwoRows) _tile_stored(1, parts[num_groups] + kTileSums, 64);
-      ++num_groups;
-    }
-    add_scaled<kTwoRows>(parts, num_groups, scales, stride, sums);
-    scales += num_groups;
-  }
 }
 
 // Write up to 16 features of up to 32 rows, whose sums are tiles with a row for each feature.
@@ -391,49 +296,6 @@ void multiply_many_plain(const X* x, const W* weight, Out* out, int64_t rows, in
   multiply_many(x, Weights{weight, width}, out, rows, width, features, begin, end);
 }
 
-// The scales of the groups of `count` features, up to 16, as floats: [16, num_groups].
-void read_scales(const Groups& weight, int64_t feature, int64_t count, float* scales) {
-  const int64_t all = kTile * weight.num_groups, there = count * weight.num_groups;
-  const int64_t first = feature * weight.num_groups;
-  __builtin_memset(scales, 0, static_cast<size_t>(all) * sizeof *scales);
-  if (!weight.has_bf16_scale) {
-    const auto* const from = static_cast<const float*>(weight.scale) + first;
-    __builtin_memcpy(scales, from, static_cast<size_t>(there) * sizeof *scales);
-    return;
-  }
-  const auto* const from = static_cast<const bf16*>(weight.scale) + first;
-  for (int64_t i = 0; i < there; i += kTile) {
-    const __mmask16 is_there = first16(least(kTile, there - i));
-    const __m512 numbers = widen_bf16(_mm256_maskz_loadu_epi16(is_there, from + i));
-    _mm512_mask_storeu_ps(scales + i, is_there, numbers);
-  }
-}
-
-void multiply_packed_uint4(const bf16* packed, const Groups& weight, float* out, int64_t rows,
-                           int64_t features, int64_t begin, int64_t end) {
-  static thread_local Lines<float> lines;
-  float* const scales = lines.reserve(kTile * weight.num_groups);
-  const Uint4Weights codes(weight);
-  const Tiles tiles;
-  for (int64_t row = 0; row < rows; row += kBlock, packed += packed_block<bf16>(weight.width)) {
-    const int64_t num_rows = least(kBlock, rows - row);
-    const auto sum = num_rows > kTile ? sum_groups<true> : sum_groups<false>;
-    for (int64_t first = begin; first < end; first += kTile) {
-      alignas(64) float sums[2 * kTileSums];
-      const int64_t count = least(kTile, end - first);
-      read_scales(weight, first, count, scales);
-      sum(codes, first, count, packed, scales, weight.num_groups, sums);
-      write_columns(sums, num_rows, count, out + row * features + first, features);
-    }
-  }
-}
-
-void multiply_few_uint4(const bf16* x, const Groups& weight, float* out, int64_t rows,
-                        int64_t features, int64_t begin, int64_t end) {
-  const bf16* const packed = pack_for_thread(x, rows, weight.width);
-  multiply_packed_uint4(packed, weight, out, rows, features, begin, end);
-}
-
 template <typename Codes>
 void multiply_many_groups(const bf16* x, const Groups& weight, float* out, int64_t rows,
                           int64_t features, int64_t begin, int64_t end) {
@@ -441,7 +303,7 @@ void multiply_many_groups(const bf16* x, const Groups& weight, float* out, int64
 }
 
 template <typename X, typename Weights, typename W, typename Out>
-constexpr TileProduct<Product<X, W, Out>> kPlain = {multiply_few_plain<X, Weights, W, Out>,
+constexpr TileProduct<X, W, Out> kPlain = {multiply_few_plain<X, Weights, W, Out>,
                                                     multiply_many_plain<X, Weights, W, Out>,
                                                     multiply_packed_plain<X, Weights, W, Out>};
 
@@ -453,9 +315,8 @@ const TileProducts kAmx = {{find_packed_size<bf16>, pack_rows<bf16>},
                            kPlain<bf16, PlainWeights<bf16>, bf16, bf16>,
                            kPlain<int8_t, PlainWeights<int8_t>, int8_t, int32_t>,
                            kPlain<bf16, Int8Weights, int8_t, float>,
-                           {multiply_few_uint4, multiply_many_groups<Uint4Codes>,
-                            multiply_packed_uint4},
-                           {nullptr, multiply_many_groups<Uint8Codes>, nullptr},
-                           {nullptr, multiply_many_groups<Float8Codes>, nullptr}};
+                           multiply_many_groups<Uint4Codes>,
+                           multiply_many_groups<Uint8Codes>,
+                           multiply_many_groups<Float8Codes>};
 
 }  // namespace mmjax

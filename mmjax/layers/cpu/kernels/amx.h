@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "pairs.h"
+#include "avx512.h"
 
 namespace mmjax {
 namespace {

@@ -122,9 +122,8 @@ constexpr int64_t kPackedRows = 64;
 // `tiles`: null where `product` takes all rows.
 template <typename Product, typename X, typename W, typename Out>
 ffi::Error multiply(ffi::ThreadPool pool, Product product,
-                    const TileProduct<mmjax::Product<X, W, Out>>* tiles, const X* x,
-                    const W* weight, Out* out, ffi::Span<const int64_t> x_shape,
-                    ffi::Span<const int64_t> weight_shape) {
+                    const TileProduct<X, W, Out>* tiles, const X* x, const W* weight, Out* out,
+                    ffi::Span<const int64_t> x_shape, ffi::Span<const int64_t> weight_shape) {
   if (x_shape.size() != 2 || weight_shape.size() != 2 || x_shape[1] != weight_shape[1]) {
     return ffi::Error::InvalidArgument("x must be [rows, width], weight [features, width]");
   }
@@ -255,13 +254,24 @@ const Products& products() {
 }
 
 // What `kTiles` names that takes the place of `product`; null: this CPU has no tiles, or none is named.
-template <auto kTiles, typename P>
-const TileProduct<P>* find_tiles(P) {
+template <auto kTiles, typename X, typename W, typename Out>
+const TileProduct<X, W, Out>* find_tiles(Product<X, W, Out>) {
   if constexpr (std::is_null_pointer_v<decltype(kTiles)>) {
     return nullptr;
   } else {
     const TileProducts* const found = find_tile_products();
     return found == nullptr ? nullptr : &(found->*kTiles);
+  }
+}
+
+// The same of many rows with weights in groups.
+template <auto kTiles, typename X>
+GroupProduct<X> find_tiles(GroupProduct<X>) {
+  if constexpr (std::is_null_pointer_v<decltype(kTiles)>) {
+    return nullptr;
+  } else {
+    const TileProducts* const found = find_tile_products();
+    return found == nullptr ? nullptr : found->*kTiles;
   }
 }
 
@@ -323,20 +333,11 @@ ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer 
   const auto product = products().*kCodes.*kProduct;
   const auto* from = x.typed_data();
   float* to = out->typed_data();
-  const auto* const tiles = find_tiles<kTiles>(product);
-  if (rows > few_rows && tiles != nullptr) {
-    const auto many = tiles->many;
+  const auto many = find_tiles<kTiles>(product);
+  if (rows > few_rows && many != nullptr) {
     share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
       many(from + first * width, weight, to + first * features, count, features, begin, end);
     });
-    return ffi::Error::Success();
-  }
-  if (tiles != nullptr && tiles->packed != nullptr) {
-    const auto few = tiles->packed;
-    share_packed(pool, from, rows, width, features, weight.row_bytes,
-                 [=](const auto* packed, int64_t begin, int64_t end) {
-                   few(packed, weight, to, rows, features, begin, end);
-                 });
     return ffi::Error::Success();
   }
   const int64_t step = chunk_features(pool, features, weight.row_bytes);
@@ -363,13 +364,9 @@ ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Any
     return ffi::Error::InvalidArgument("sizes must be [experts]");
   }
   auto product = products().*kCodes.*kProduct;
-  const auto* const tiles = find_tiles<kTiles>(product);
-  const bool has_many = tiles != nullptr && rows > few_rows * num_experts;
-  if (has_many) {
-    product = tiles->many;
-  } else if (tiles != nullptr && tiles->few != nullptr) {
-    product = tiles->few;
-  }
+  const auto many = find_tiles<kTiles>(product);
+  const bool has_many = many != nullptr && rows > few_rows * num_experts;
+  if (has_many) product = many;
   multiply_by_expert(pool, x.typed_data(), {sizes.typed_data(), sizes.element_count()},
                      out->typed_data(), rows, width, features,
                      expert_features(pool, features, weight.row_bytes, has_many),

@@ -117,20 +117,20 @@ struct PackRows {
 };
 
 // A product by tiles of few rows, which takes as long as reading weights does, and of many. `packed` is
-// as `few`, of packed rows. Null: vectors are faster.
-template <typename P>
+// as `few`, of packed rows.
+template <typename X, typename W, typename Out>
 struct TileProduct {
-  P few, many, packed;
+  Product<X, W, Out> few, many, packed;
 };
 
 struct TileProducts {
   PackRows<bf16> pack_bfloat16;
   PackRows<int8_t> pack_int8;
-  TileProduct<Product<bf16, bf16, float>> bfloat16;
-  TileProduct<Product<bf16, bf16, bf16>> rounded_bfloat16;
-  TileProduct<Product<int8_t, int8_t, int32_t>> int8;
-  TileProduct<Product<bf16, int8_t, float>> bfloat16_int8;
-  TileProduct<GroupProduct<bf16>> uint4, uint8, float8;  // of many: numbers are rounded to bfloat16
+  TileProduct<bf16, bf16, float> bfloat16;
+  TileProduct<bf16, bf16, bf16> rounded_bfloat16;
+  TileProduct<int8_t, int8_t, int32_t> int8;
+  TileProduct<bf16, int8_t, float> bfloat16_int8;
+  GroupProduct<bf16> uint4, uint8, float8;  // of many rows: numbers are rounded to bfloat16 first
 };
 
 // A head of a whole sequence, whose rows are `stride` numbers apart: each query sees all keys.
