@@ -343,8 +343,8 @@ class Decoder(nnx.Module):
         self.lora: LoRA | None = None
         """The adapters of the head, tied or not."""
         self.kv_cache_spec = kv_cache_spec
-        self.num_fed_layers = 0
-        """Layers to whose outputs features are added: a model sets that of its `host_inputs`."""
+        self.fed_layers: Sequence[int] = ()
+        """Layers to whose inputs features are added: a model sets those of its `host_inputs`."""
 
     def tap(self, layers: Sequence[int]) -> None:
         """Return from now on the inputs of some layers, too; their number is the last's output."""
@@ -368,10 +368,11 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
         """Return the hidden states after the final norm, and the cache (None in, None out).
 
-        Features for the first layers stand behind each embedding, and are 0 for text.
+        Features for some layers stand behind each embedding, and are 0 for text.
         """
-        hidden, *fed = jnp.split(inputs_embeds, 1 + self.num_fed_layers, axis=-1)
+        hidden, *features = jnp.split(inputs_embeds, 1 + len(self.fed_layers), axis=-1)
         inputs = self.layer_inputs(positions)
+        fed = dict(zip(self.fed_layers, features, strict=True))
         return self.run_layers(hidden, inputs, kv_cache, metadata, fed=fed)
 
     def run_layers(
@@ -381,9 +382,9 @@ class Decoder(nnx.Module):
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
         *,
-        fed: Sequence[Float[Array, "T D"]] = (),
+        fed: Mapping[int, Float[Array, "T D"]] = MappingProxyType({}),
     ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
-        """Return the same, given what each block is; `fed[i]` is added to what block i gives."""
+        """Return the same, given what each block is; `fed[i]` is added to what block i is given."""
         spec, places = self.kv_cache_spec, range(len(self.layers))
         num_entries = len(spec.layers) + len(spec.states)
         caches: list[Any] = [None] * num_entries if kv_cache is None else list(kv_cache)
@@ -392,11 +393,13 @@ class Decoder(nnx.Module):
         if kv_cache is None and spec.shares_caches:
             caches = [DenseCache()] * len(caches)
         layers = zip(self.layers, inputs, places, strict=True)
-        streams = [hidden]
-        for number, (layer, layer_input, place) in enumerate(layers):
-            hidden, caches[place] = call_block(layer, hidden, layer_input, caches[place], metadata)
-            hidden = hidden + fed[number] if number < len(fed) else hidden
-            streams.append(hidden)
+        streams = [hidden + fed[0] if 0 in fed else hidden]
+        for behind, (layer, layer_input, place) in enumerate(layers, start=1):
+            hidden, caches[place] = call_block(
+                layer, streams[-1], layer_input, caches[place], metadata
+            )
+            streams.append(hidden + fed[behind] if behind in fed else hidden)
+        hidden = streams[-1]
         hidden = hidden if self.norm is None else self.norm(hidden)
         if self.tapped_layers:
             tapped = [streams[number] for number in self.tapped_layers]

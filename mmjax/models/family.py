@@ -261,7 +261,7 @@ class FamilyInfo(BaseProcessingInfo):
 
     def get_expected_hidden_size(self) -> int | None:
         width = super().get_expected_hidden_size()
-        return None if width is None else width * (1 + self._own_host_inputs.num_fed_layers)
+        return None if width is None else width * (1 + len(self._own_host_inputs.fed_layers))
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return self.limits

@@ -149,11 +149,11 @@ class HostInputs(ABC):
     (`find_seen_rows`). The model has a `max_encoder_len`, and each item a token for its place."""
     num_extra_rows: int = 0
     """Learned embeddings that stand among an item's: the model's `extra_embeds()` has as many."""
-    num_fed_layers: int = 0
-    """Layers of the decoder, from the first, to whose outputs features of an item are added
-    (DeepStack, arXiv 2406.04334). They stand behind each embedding, in the order of the layers, so
-    that the encoder's rows, and embeddings in place of an item, are `1 + num_fed_layers` times as
-    wide as the decoder."""
+    fed_layers: Sequence[int] = ()
+    """Layers of the decoder to whose inputs features of an item are added (DeepStack, arXiv
+    2406.04334); their number is the last one's output. They stand behind each embedding, in this
+    order, so that the encoder's rows, and embeddings in place of an item, are `1 + len(fed_layers)`
+    times as wide as the decoder."""
 
     def __init__(self, hf_config: Any) -> None:
         self.hf_config = hf_config

@@ -161,7 +161,7 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     def embed_multimodal(self, *args: Any, **inputs: Any) -> MultiModalEmbeddings:
         """Encode `U` units into `P` rows each, of the language model's width; a pack into rows.
 
-        `1 + num_fed_layers` times as wide where items have features for the decoder's first layers.
+        `1 + len(fed_layers)` times as wide where items have features for layers of the decoder.
         """
         raise NotImplementedError(f"{type(self).__name__} must encode its items")
 

@@ -204,7 +204,7 @@ def test_a_picture_and_a_step_have_their_shapes(checkpoint: Checkpoint):
     }
     rows = jax.eval_shape(lambda p, x: embed_units(bind(graphdef, p), x), params, inputs)
     assert (rows.shape, rows.dtype) == (expected, jnp.bfloat16)
-    hidden = jax.ShapeDtypeStruct((4, width // (1 + host_inputs.num_fed_layers)), jnp.bfloat16)
+    hidden = jax.ShapeDtypeStruct((4, width // (1 + len(host_inputs.fed_layers))), jnp.bfloat16)
     logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)
     assert (logits.shape, logits.dtype) == ((4, checkpoint.row["vocab"]), jnp.float32)
 

@@ -97,7 +97,7 @@ def test_embeddings_stand_where_their_picture_would(
     processor = family.make_processor(
         processor_cache=cache, enable_mm_embeds=True, mm_processor_kwargs=kwargs
     )
-    width = processor.info.get_hf_config().get_text_config().hidden_size
+    width = processor.info.get_expected_hidden_size()
     pictures = [draw(900, 300), draw(60, 60)][: family.max_images]
     mark = family.placeholder
     for prompt in both_kinds(processor, f"a {mark}\n b {mark * (len(pictures) - 1)}"):

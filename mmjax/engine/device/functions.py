@@ -63,7 +63,7 @@ class ModelShape(NamedTuple):
         embeds, logits = jax.eval_shape(probe, params)
         num_token_ids = max(logits.shape[1], getattr(model, "num_token_ids", 0))
         width, vocab_size = embeds.shape[1], logits.shape[1]
-        embed_width = width * (1 + getattr(text, "num_fed_layers", 0))
+        embed_width = width * (1 + len(getattr(text, "fed_layers", ())))
         hidden_size = width + extra_width
         return cls(graphdef, num_token_ids, vocab_size, hidden_size, embed_width, embeds.dtype)
 
@@ -397,7 +397,7 @@ def compute_states(
 ) -> tuple[Float[Array, "T _width"], KVCache | None]:
     """Return the states of tokens: text, and the rows of the pool that `src_index` names."""
     text = model.embed_input_ids(token_ids)
-    # Text has no features for the first layers.
+    # Text has no features for layers of the decoder.
     text = jnp.pad(text, ((0, 0), (0, pool.shape[-1] - text.shape[-1])))
     is_embed = (src_index >= 0)[:, None]
     merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(src_index, 0)]), text)

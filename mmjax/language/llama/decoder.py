@@ -1,8 +1,9 @@
 """Llama's decoder and its relatives, and those that guess tokens ahead by a layer of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +68,7 @@ class LlamaTextModel(Decoder):
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
         *,
-        fed: Sequence[Float[Array, "T D"]] = (),
+        fed: Mapping[int, Float[Array, "T D"]] = MappingProxyType({}),
     ) -> tuple[Float[Array, "T _wide"], KVCache | None]:
         """Return the same of embeddings that are multiplied first, where they are."""
         scaled = multiply(hidden, self.config.input_scale)

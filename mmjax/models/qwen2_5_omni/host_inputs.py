@@ -193,7 +193,8 @@ class Qwen3OmniHostInputs(OmniHostInputs):
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
-        self.num_fed_layers = len(hf_config.vision_config.deepstack_visual_indexes)
+        fed = hf_config.vision_config.deepstack_visual_indexes
+        self.fed_layers = tuple(range(1, 1 + len(fed)))
         self.windows = ClipWindows(hf_config.audio_config, pads_short=False)
         self.clip_spec = EncoderSpec(
             inputs=self.windows.inputs, tokens_per_unit=self.windows.num_rows

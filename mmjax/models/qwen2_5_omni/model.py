@@ -101,8 +101,7 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(OmniModel):
         audio = hf_config.audio_config
         config = Qwen3AudioConfig.from_hf(audio)
         super().__init__(hf_config, dtype=dtype)
-        self.num_fed_layers = self.host_inputs(hf_config).num_fed_layers
-        self.language_model.num_fed_layers = self.num_fed_layers
+        self.language_model.fed_layers = self.host_inputs(hf_config).fed_layers
         with self._mark_tower_model(hf_config, "audio"):
             self.audio_tower = Qwen3AudioEncoder(config, dtype=dtype)
             self.audio_proj = MLPProjector(
@@ -146,4 +145,5 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(OmniModel):
         with jax.named_scope("audio_tower"):
             states = self.audio_tower(input_features, num_frames, num_seen)
         embeds = self.audio_proj(states)
-        return jnp.pad(embeds, ((0, 0), (0, 0), (0, self.num_fed_layers * embeds.shape[-1])))
+        fed_width = len(self.language_model.fed_layers) * embeds.shape[-1]
+        return jnp.pad(embeds, ((0, 0), (0, 0), (0, fed_width)))

@@ -14,4 +14,5 @@ class Qwen3VLHostInputs(GridHostInputs):
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
         # Qwen3.5's tower feeds none.
-        self.num_fed_layers = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))
+        fed = getattr(hf_config.vision_config, "deepstack_visual_indexes", ())
+        self.fed_layers = tuple(range(1, 1 + len(fed)))

@@ -112,7 +112,7 @@ class Qwen3VLForConditionalGeneration(GridModel):
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         super().__init__(hf_config, dtype=dtype)
-        self.language_model.num_fed_layers = self.host_inputs(hf_config).num_fed_layers
+        self.language_model.fed_layers = self.host_inputs(hf_config).fed_layers
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
