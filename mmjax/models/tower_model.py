@@ -132,7 +132,7 @@ class FeatureLayersModel(TowerModel):
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the three layouts; blocks behind the last that is read are left out."""
         return (
-            *drop_unread_blocks(hf_config),
+            *drop_unread_blocks(hf_config, read_feature_layers(hf_config)),
             Rule(TOWER + r"post_layernorm\.", None),
             *TowerModel.rules(hf_config),
         )
@@ -145,10 +145,9 @@ class FeatureLayersModel(TowerModel):
         return jnp.concatenate([state[..., kept, :] for state in states], axis=-1)
 
 
-def drop_unread_blocks(hf_config: Any) -> list[Rule]:
+def drop_unread_blocks(hf_config: Any, feature_layers: Sequence[int]) -> list[Rule]:
     """Return rules that leave out the tower's blocks behind the last state that is read."""
-    read = max(read_feature_layers(hf_config))
-    unread = range(read, hf_config.vision_config.num_hidden_layers)
+    unread = range(max(feature_layers), hf_config.vision_config.num_hidden_layers)
     blocks = TOWER + r"(encoder|transformer)\.layers"
     return [Rule(rf"{blocks}\.{number}\.", None) for number in unread]
 
@@ -159,11 +158,16 @@ def read_feature_layers(hf_config: Any) -> tuple[int, ...]:
     `vision_feature_layer` is one or a list, and may count from the end; without the key: the last.
     """
     given = getattr(hf_config, "vision_feature_layer", -1)
+    return number_states(hf_config, "vision_feature_layer", given)
+
+
+def number_states(hf_config: Any, key: str, given: Any) -> tuple[int, ...]:
+    """Return the numbers of the tower's states that `given` says, the value of a key."""
     num_layers = hf_config.vision_config.num_hidden_layers
     layers = [given] if isinstance(given, int) else list(given)
     if not layers or any(not -num_layers - 1 <= layer <= num_layers for layer in layers):
         raise CheckpointError(
-            f"`vision_feature_layer` is {given}, and the tower has {num_layers} layers; give one "
-            f"or several of {-num_layers - 1} to {num_layers}"
+            f"`{key}` is {given}, and the tower has {num_layers} layers; give one or several of "
+            f"{-num_layers - 1} to {num_layers}"
         )
     return tuple(layer % (num_layers + 1) for layer in layers)

@@ -63,7 +63,7 @@ class PixtralForConditionalGeneration(FeatureLayersModel):
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the three layouts, and the tower's own names."""
         return (
-            *drop_unread_blocks(hf_config),
+            *drop_unread_blocks(hf_config, read_feature_layers(hf_config)),
             *(Rule(pattern, f"vision_tower.{name}") for pattern, name in _NAMES.items()),
             *text_rules(hf_config),
             *WRAPPER_RULES,
