@@ -118,6 +118,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "GotOcr2ForConditionalGeneration": ModelRow(
             "got_ocr2", "stepfun-ai/GOT-OCR-2.0-hf", has_one_unit_items=True
         ),
+        "Granite4VisionForConditionalGeneration": ModelRow(
+            "llava", "ibm-granite/granite-vision-4.1-4b", factories="GRANITE4_FACTORIES"
+        ),
         "HunYuanVLForConditionalGeneration": ModelRow("hunyuan_vl", "tencent/HunyuanOCR"),
         "Idefics3ForConditionalGeneration": ModelRow(
             "idefics3", "HuggingFaceTB/SmolVLM-256M-Instruct"

@@ -22,7 +22,7 @@ from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
     r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|(\w+_)?merger(_list\.\d+)?"
-    r"|connector|\w*projector|embed_vision|embed_audio|language_projection|norm)$"
+    r"|connector|\w*projectors?(\.\d+)?|embed_vision|embed_audio|language_projection|norm)$"
 )
 """Modules whose outputs are compared, by HF's names, which both models have."""
 

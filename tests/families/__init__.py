@@ -19,6 +19,7 @@ from tests.families.gemma3 import GEMMA3
 from tests.families.gemma4 import GEMMA4, GEMMA4_CLIPS, GEMMA4_UNIFIED, GEMMA4_UNIFIED_CLIPS
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.got_ocr2 import GOT_OCR2
+from tests.families.granite4_vision import GRANITE4_VISION
 from tests.families.hunyuan_vl import HUNYUAN_VL
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
@@ -72,6 +73,7 @@ _ROWS = (
     GLM46V,
     GLM_OCR,
     GOT_OCR2,
+    GRANITE4_VISION,
     HUNYUAN_VL,
     IDEFICS3,
     INTERNVL,

@@ -20,6 +20,7 @@ NEAR = {
     "deepseek_ocr": "unlimited_ocr",
     "glm46v": "glm4v",
     "glm4v_moe": "glm4v",
+    "granite4_vision": "llava",
     "internvl gpt_oss": "internvl",
     "lighton_ocr": "mistral3",
     "qianfan_ocr": "internvl",

@@ -1,6 +1,7 @@
 """Tiny LLaVA-NeXTs: pictures in tiles whose padding goes away, and Granite Vision's decoder."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,12 @@ def tiny_config(
 
 def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image."""
-    size, made = SIZES[media.seed % len(SIZES)], LlavaNextHostInputs(config)
+    return draw_tiles(LlavaNextHostInputs(config), media)
+
+
+def draw_tiles(made: LlavaNextHostInputs, media: Media) -> DrawnItem:
+    """Return the whole and the tiles of an image."""
+    size = SIZES[media.seed % len(SIZES)]
     rows, columns = made.count_tiles(size)
     pixels = draw_bytes(media.seed, (1 + rows * columns, 3, made.tile, made.tile))
     sizes = np.array([size.height, size.width])
@@ -115,6 +121,14 @@ TINY = TinyFamily(
 IMAGE = "<image>"
 SIDE = 56
 CANVASES = [[56, 112], [112, 56], [112, 112], [56, 168]]
+IMAGE_SETTINGS: dict[str, Any] = {
+    "image_processor_type": "LlavaNextImageProcessor",
+    "image_grid_pinpoints": CANVASES,
+    "crop_size": {"height": SIDE, "width": SIDE},
+    "size": {"height": SIDE, "width": SIDE},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 
 
 def write_files(path: Path) -> Path:
@@ -127,19 +141,11 @@ def write_files(path: Path) -> Path:
         image_grid_pinpoints=CANVASES,
     )
     config.image_token_index = tokenizer.convert_tokens_to_ids(IMAGE)
-    side = {"height": SIDE, "width": SIDE}
     return write_directory(
         path,
         config,
         tokenizer,
-        preprocessor_config={
-            "image_processor_type": "LlavaNextImageProcessor",
-            "image_grid_pinpoints": CANVASES,
-            "crop_size": side,
-            "size": side,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-        },
+        preprocessor_config=IMAGE_SETTINGS,
         processor_config={
             "patch_size": 14,
             "processor_class": "LlavaNextProcessor",
@@ -160,9 +166,11 @@ hf_processor = hf_of(
 )
 
 
-def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+def call_hf(
+    load: Callable[[], Any], prompt: str, images: list[Any], kwargs: Mapping[str, Any]
+) -> HFInputs:
     """Call HF's processor, and leave out the tiles of zeros that HF's model leaves out."""
-    found = call_processor(hf_processor, prompt, images, kwargs)
+    found = call_processor(load, prompt, images, kwargs)
     if not images:
         return found
     counts = [image_size_to_num_patches(s, CANVASES, SIDE) for s in found.tensors["image_sizes"]]
@@ -188,7 +196,7 @@ LLAVA_NEXT = Family(
     ),
     with_system=(SYSTEM, "be short"),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
-    call_hf=call_hf,
+    call_hf=partial(call_hf, hf_processor),
     placeholder=IMAGE,
     tensors={"pixel_values": 1e-6, "image_sizes": 0},
     words=(*Family.words, *("<s>", "<|end_of_text|>", "<pad>")),

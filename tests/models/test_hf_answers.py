@@ -82,11 +82,18 @@ def load(family: Family) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def embed(reference: Any, inputs: dict[str, Any]) -> np.ndarray:
-    """Return float32[rows, D]: what HF's tower and connector make of a prompt's picture."""
+    """Return float32[rows, D]: what HF's tower and connector make of a prompt's picture.
+
+    Of Granite 4 Vision an embedding of 0, and behind it what each layer of the decoder is fed.
+    """
     known = signature(reference.get_image_features).parameters.keys()
     with torch.no_grad():
         found = reference.get_image_features(**{name: inputs[name] for name in known & {*inputs}})
-    rows = torch.cat(list(found.pooler_output))
+    if found.pooler_output is None:
+        fed = [torch.cat(of_pictures) for _, of_pictures in found.deepstack_features]
+        rows = torch.cat([torch.zeros_like(fed[0]), *fed], dim=-1)
+    else:
+        rows = torch.cat(list(found.pooler_output))
     return rows.reshape(-1, rows.shape[-1]).numpy()
 
 

@@ -41,6 +41,23 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"vision": {"use_rel_pos": False}}, "`use_rel_pos` of SAM's config is false"),
         ({"vision": {"image_size": 34}}, "are 34 and 4; give one number each"),
     ],
+    "granite4_vision": [
+        ({"downsample_rate": "1:2"}, "`downsample_rate` of config.json is '1:2'; it must be the"),
+        ({"downsample_rate": "2/3"}, "is '2/3'; windows of 3 patches must divide the 4 along"),
+        ({"downsample_rate": "1/4"}, "is '1/4', but `spatial_target_layers` are fed corners"),
+        ({"deepstack_layer_map": [[-1, 5]]}, r"`deepstack_layer_map` of config.json is \[\(-1, 5"),
+        (
+            {"deepstack_layer_map": [], "spatial_target_layers": []},
+            r"`deepstack_layer_map` of config.json is \[\], .* give pairs",
+        ),
+        ({"deepstack_layer_map": [[-5, 3]]}, r"`deepstack_layer_map` is \[-5\], .* -4 to 3"),
+        ({"spatial_target_layers": [3]}, r"`spatial_target_layers` \[3\]; .* no layer twice"),
+        ({"spatial_target_layers": [0, 1, 2, 4, 4]}, "up to 4 layers, each from 0 to 4"),
+        ({"spatial_vision_layer": 4}, "`spatial_vision_layer` is 4, and the tower has 3 layers"),
+        ({"use_spatial_sampling": False}, "`use_spatial_sampling` of config.json is False"),
+        ({"vision_feature_select_strategy": "default"}, "leaves 15 features of a tile"),
+        ({"text": {"model_type": "granitemoehybrid"}}, "`granitemoehybrid`"),
+    ],
     "llama4": [
         ({"vision": {"pixel_shuffle_ratio": 0.3}}, "`vision_config.pixel_shuffle_ratio` is 0.3"),
         ({"vision": {"vision_output_dim": 39}}, "`vision_output_dim` of `vision_config` is 39"),

@@ -24,6 +24,7 @@ from mmjax.models.llava.anyres import (
     read_canvases,
     resample,
 )
+from mmjax.models.llava.granite4_config import read_fed_layers, read_window
 from mmjax.processing.image_processors.image import patchify
 from mmjax.processing.image_processors.tiling import choose_resolution
 from mmjax.processing.items.items import ImageSize
@@ -81,13 +82,20 @@ class LlavaNextHostInputs(LlavaHostInputs):
         self.tile = hf_config.vision_config.image_size
         """Pixels along its side."""
         self.tile_patches = self.tile // hf_config.vision_config.patch_size
-        (_, found), expected = self.read_unit(hf_config), self.tile_patches**2
+        self.tile_side = self.count_side(hf_config)
+        """Embeddings along its side."""
+        found, expected = count_image_tokens(hf_config), self.tile_patches**2
         if found != expected:
             strategy = hf_config.vision_feature_select_strategy
             raise CheckpointError(
                 f"`vision_feature_select_strategy` `{strategy}` leaves {found} features of a tile; "
                 f"rows of tiles are made of its {expected} patches, no more and no fewer"
             )
+
+    @staticmethod
+    def count_side(hf_config: Any) -> int:
+        """Return how many embeddings lie along a tile's side: here one for each patch."""
+        return hf_config.vision_config.image_size // hf_config.vision_config.patch_size
 
     def count_tiles(self, size: ImageSize) -> tuple[int, int]:
         """Return the rows and columns of tiles that a picture is cut into."""
@@ -96,12 +104,34 @@ class LlavaNextHostInputs(LlavaHostInputs):
 
     def arrange(self, size: ImageSize) -> np.ndarray:
         """Return int32[num_embeds] of a picture, as `embed_rows`."""
-        return arrange(size, self.count_tiles(size), self.tile_patches)
+        return arrange(size, self.count_tiles(size), self.tile_side)
 
     def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the patches of the whole, and those of the tiles that are no padding, by lines."""
         height, width = item["image_sizes"].tolist()
         return self.arrange(ImageSize(width=width, height=height))
+
+
+class Granite4VisionHostInputs(LlavaNextHostInputs):
+    """LLaVA-NeXT's tiles, whose windows of patches become fewer embeddings.
+
+    What an embedding is made of is fed to several layers of the decoder; the embedding itself is 0.
+    """
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        self.fed_layers = read_fed_layers(hf_config)
+
+    @staticmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
+        shape, _ = LlavaHostInputs.read_unit(hf_config)
+        return shape, Granite4VisionHostInputs.count_side(hf_config) ** 2
+
+    @staticmethod
+    def count_side(hf_config: Any) -> int:
+        """Return how many embeddings lie along a tile's side: queries of its windows."""
+        query_side, window_side = read_window(hf_config)
+        return LlavaNextHostInputs.count_side(hf_config) // window_side * query_side
 
 
 class Layout(NamedTuple):

@@ -2,7 +2,8 @@
 
 Before: `look <image> please`. After: `look <image>*576 please`; all of them take embeddings. Of
 LLaVA-NeXT also for each of those of the tiles, but for padding, and at the end of their rows. Of
-LLaVA-OneVision several pictures are not cut, and each `<video>` is repeated for its frames.
+LLaVA-OneVision several pictures are not cut, and each `<video>` is repeated for its frames. Of
+Granite 4 Vision windows of patches have fewer embeddings.
 """
 
 import math
@@ -16,6 +17,7 @@ import numpy as np
 from mmjax.errors import check_settings
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.llava.host_inputs import (
+    Granite4VisionHostInputs,
     LlavaHostInputs,
     LlavaNextHostInputs,
     LlavaOnevisionHostInputs,
@@ -56,8 +58,14 @@ GRANITE_TEMPLATE = write_turns(
     r"The assistant gives helpful, detailed, and polite answers to the user\'s questions.\n' -}}"
     "{%- endif -%}",
 )
+GRANITE4_TEMPLATE = write_turns(
+    start="'<|start_of_role|>' + message.role + '<|end_of_role|>'",
+    content=write_parts(image="<image>"),
+    end=r"'<|end_of_text|>\n'",
+    answer="'<|start_of_role|>assistant<|end_of_role|>'",
+)
 _TEMPLATES: Mapping[str, str] = {"granite": GRANITE_TEMPLATE, "mistral": MISTRAL_TEMPLATE}
-"""Of LLaVA-NeXT, by the decoder; that of others is Vicuna's."""
+"""Of LLaVA-NeXT; that of other decoders is Vicuna's."""
 _ARITHMETIC = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 _PART: Mapping[str, str] = {"where": "the image processor", "source": "the model takes"}
 
@@ -162,11 +170,13 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
 
     host_inputs = LlavaNextHostInputs
     image_processors: ClassVar = {"LlavaNext": "llava_next"}
+    templates: ClassVar[Mapping[str, str]] = _TEMPLATES
+    """By the decoder; that of others is `chat_template`."""
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
         decoder = self.get_hf_config().get_text_config().model_type
-        self.chat_template = _TEMPLATES.get(decoder, CHAT_TEMPLATE)
+        self.chat_template = self.templates.get(decoder, type(self).chat_template)
 
     @property
     def _canvases(self) -> LlavaNextHostInputs:
@@ -205,6 +215,19 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
         return len(self._canvases.embed_rows(tensors))
 
 
+class Granite4VisionProcessingInfo(LlavaNextProcessingInfo):
+    """Granite 4 Vision's."""
+
+    chat_template = GRANITE4_TEMPLATE
+    host_inputs = Granite4VisionHostInputs
+    templates: ClassVar = {}
+
+    def load_hf_processor(self) -> Any:
+        facts = {"downsample_rate": self.get_hf_config().downsample_rate}
+        check_settings(self.processor_settings, facts)
+        return super().load_hf_processor()
+
+
 class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
     """LLaVA-OneVision's: with videos, and several pictures."""
 
@@ -216,10 +239,7 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
     image_processors: ClassVar = {"LlavaOnevision": "llava_onevision"}
     limits: ClassVar = {"image": None, "video": None}
     placeholders: ClassVar = {"image": "<image>", "video": "<video>"}
-
-    def __init__(self, ctx: InputProcessingContext) -> None:
-        super().__init__(ctx)
-        self.chat_template = type(self).chat_template
+    templates: ClassVar = {}
 
     @property
     def _tiles(self) -> LlavaOnevisionHostInputs:
@@ -323,6 +343,7 @@ class LlavaOnevisionMultiModalProcessor(FewCutProcessor[LlavaOnevisionProcessing
 
 
 FACTORIES = make_factories(LlavaProcessingInfo)
+GRANITE4_FACTORIES = make_factories(Granite4VisionProcessingInfo)
 NEXT_FACTORIES = make_factories(LlavaNextProcessingInfo)
 ONEVISION_FACTORIES = make_factories(
     LlavaOnevisionProcessingInfo, LlavaOnevisionMultiModalProcessor
