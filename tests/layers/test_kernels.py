@@ -93,7 +93,7 @@ FORMS = {
 def many_rows(kernels: str, dtype: str) -> tuple[int, ...]:
     """Return numbers of rows beyond the few that tiles take, around multiples of theirs."""
     takes_many = kernels == "amx" and dtype != "float32"
-    return (MAX_FEW_ROWS + 1, 48, 63, 64, 1100) if takes_many else ()
+    return (MAX_FEW_ROWS + 1, 48, 63, 64, 65, 1100) if takes_many else ()
 
 
 def as_kernels_read(x: np.ndarray, kernels: str) -> np.ndarray:
