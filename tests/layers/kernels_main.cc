@@ -346,7 +346,8 @@ bool check_whole_attention() {
 bool check_tiles(const mmjax::TileProducts& tiles) {
   std::printf("tiles\n");
   const auto check_both = [](const char* name, auto products) {
-    return check(name, products.few) & check(name, products.many, kMany);
+    return check(name, products.few) & check(name, products.few, kMany) &
+           check(name, products.many, kMany);
   };
   // Attention rounds weights to bfloat16.
   return check_attention("by tiles", mmjax::kAmxPagedAttention, 0x1p-8) & check_whole_attention() &
