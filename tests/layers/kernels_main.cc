@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -111,10 +112,23 @@ double float8(uint8_t bits) {
 
 enum class Code { kUint4, kUint8, kFloat8 };
 
+// A prepared product, called as others are.
+struct Prepared {
+  const mmjax::PreparedProduct& product;
+  void operator()(const bf16* x, const mmjax::Groups& weight, float* out, int64_t rows,
+                  int64_t features, int64_t begin, int64_t end) const {
+    const auto size = static_cast<size_t>(product.size(weight, rows));
+    void* const prepared = std::aligned_alloc(64, (size + 63) / 64 * 64);
+    product.prepare(x, weight, rows, prepared);
+    product.multiply(prepared, weight, out, rows, features, begin, end);
+    std::free(prepared);
+  }
+};
+
 // One product with weights in groups: `zeros`: of their own; `Scale`: float or bf16.
-template <typename X, typename Scale>
-bool check_one_group(mmjax::GroupProduct<X> product, Code code, bool zeros, int64_t rows,
-                     int64_t width, int64_t features, int64_t group_size) {
+template <typename X, typename Scale, typename Product>
+bool check_one_group(Product product, Code code, bool zeros, int64_t rows, int64_t width,
+                     int64_t features, int64_t group_size) {
   std::mt19937 rng(7);
   const int64_t num_groups = (width + group_size - 1) / group_size;
   const int64_t row_bytes = code == Code::kUint4 ? (width + 63) / 64 * 32 : width;
@@ -167,15 +181,18 @@ bool check_one_group(mmjax::GroupProduct<X> product, Code code, bool zeros, int6
   return true;
 }
 
-template <typename X>
-bool check_groups(mmjax::GroupProduct<X> product, Code code) {
+template <typename X, typename Product>
+bool check_groups(Product product, Code code, std::vector<int64_t> many_rows = {}) {
   bool is_right = true;
-  for (int64_t rows : {1, 2, 3, 4, 7, 8}) {
-    for (int64_t width : {1, 31, 64, 65, 96, 100, 224}) {
+  std::vector<int64_t> all_rows = {1, 2, 3, 4, 7, 8};
+  all_rows.insert(all_rows.end(), many_rows.begin(), many_rows.end());
+  for (int64_t rows : all_rows) {
+    for (int64_t width : {1, 31, 64, 65, 96, 100, 224, 544, 675}) {
       for (int64_t group_size : {int64_t{32}, int64_t{64}, width}) {
         for (int64_t features : {1, 4, 5}) {
-          is_right &= check_one_group<X, float>(product, code, code != Code::kFloat8, rows, width,
-                                                features, group_size);
+          const bool zeros = code != Code::kFloat8;
+          is_right &= check_one_group<X, float>(product, code, zeros, rows, width, features,
+                                                group_size);
           is_right &= check_one_group<X, bf16>(product, code, false, rows, width, features,
                                                group_size);
         }
@@ -186,7 +203,14 @@ bool check_groups(mmjax::GroupProduct<X> product, Code code) {
 }
 
 bool check_all_groups(const mmjax::GroupProducts& products, Code code) {
-  return check_groups<float>(products.float32, code) & check_groups<bf16>(products.bfloat16, code);
+  const auto* const prepared = products.prepared_bfloat16;
+  return check_groups<float>(products.float32, code) &
+         check_groups<bf16>(products.bfloat16, code) &
+         (prepared == nullptr || check_groups<bf16>(Prepared{*prepared}, code));
+}
+
+bool check_group_tiles(const mmjax::TileProducts::Group& tiles, Code code) {
+  return check_groups<bf16>(Prepared{*tiles.few}, code, {9, 16, 23});
 }
 
 // Queries that share keys and see other parts of them each, over blocks in reverse order.
@@ -352,7 +376,8 @@ bool check_tiles(const mmjax::TileProducts& tiles) {
   // Attention rounds weights to bfloat16.
   return check_attention("by tiles", mmjax::kAmxPagedAttention, 0x1p-8) & check_whole_attention() &
          check_both("bfloat16", tiles.bfloat16) & check_both("int8", tiles.int8) &
-         check_both("bfloat16_int8", tiles.bfloat16_int8);
+         check_both("bfloat16_int8", tiles.bfloat16_int8) &
+         check_group_tiles(tiles.uint4, Code::kUint4) & check_group_tiles(tiles.uint8, Code::kUint8);
 }
 
 bool check_all(const mmjax::Products& products) {
@@ -377,7 +402,8 @@ int main() {
   const mmjax::Products* best = mmjax::find_products();
   bool is_right = true, is_known = false;
   // From the oldest on: each that this CPU has, up to the best.
-  for (const mmjax::Products* each : {&mmjax::kAvx2, &mmjax::kAvx512, &mmjax::kAvx512Bf16}) {
+  for (const mmjax::Products* each : {&mmjax::kAvx2, &mmjax::kAvx512, &mmjax::kAvx512Vnni,
+                                      &mmjax::kAvx512Bf16}) {
     if (best == nullptr || is_known) break;
     is_right &= check_all(*each);
     is_known = each == best;

@@ -96,18 +96,19 @@ def many_rows(kernels: str, dtype: str) -> tuple[int, ...]:
     return (MAX_FEW_ROWS + 1, 48, 63, 64, 65, 1100) if takes_many else ()
 
 
-def as_kernels_read(x: np.ndarray, kernels: str) -> np.ndarray:
-    """Return what kernels for AVX2 make of bfloat16 inputs of integer weights.
+def as_kernels_read(x: np.ndarray, bits: int | None) -> np.ndarray:
+    """Return what kernels that add integers make of bfloat16 inputs of integer weights.
 
-    Multiples of 2**-14 of the largest power of two that a number of each 32 has.
+    Multiples of 2**-bits of the largest power of two that a number of each 32 has.
     """
-    if kernels != "avx2" or x.dtype != jnp.bfloat16:
+    if bits is None or x.dtype != jnp.bfloat16:
         return x
     rows, width = x.shape
     blocks = np.pad(np.asarray(x, np.float64), ((0, 0), (0, -width % 32))).reshape(rows, -1, 32)
-    unit = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 14)
+    unit = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - bits)
     whole = (np.rint(blocks / unit) * unit).reshape(rows, -1)[:, :width]
-    assert np.abs(whole - np.asarray(x, np.float64)).max() <= 2**-15 * np.abs(blocks).max()
+    half = 2.0 ** -(bits + 1)
+    assert np.abs(whole - np.asarray(x, np.float64)).max() <= half * np.abs(blocks).max()
     return whole.astype(jnp.bfloat16)  # which has all of them
 
 
@@ -126,7 +127,7 @@ def test_a_kernel_equals_xla_up_to_the_order_of_sums(
         assert "mmjax_product" in lowered.as_text()
         got = np.asarray(lowered.compile()(x, weight))
         if dtypes == ("bfloat16", "int8"):
-            x = as_kernels_read(x, kernels)
+            x = as_kernels_read(x, 14 if kernels == "avx2" else None)
         with monkeypatch.context() as patch:
             patch.setattr(dispatch, "find_kernels", lambda: None)
             plain = lower(dtypes, x, weight)
@@ -212,7 +213,8 @@ def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
     x = drawn.astype(jnp.dtype(dtype))
     assert "mmjax_product" in jax.jit(grouped_product).lower(x, weight).as_text()
     whole = np.asarray(jax.jit(grouped_product)(x, weight))
-    read = x if layout.code == "float8" else as_kernels_read(x, kernels)
+    bits = {"avx2": 14, "avx512_vnni": 13, "avx512_bf16": 13, "amx": 13}.get(kernels)
+    read = x if layout.code == "float8" else as_kernels_read(x, bits)
     read = read if weight.order is None else read[:, np.asarray(weight.order)]
     numbers = np.asarray(dequantize(weight, shape[1], jnp.float32), np.float64)
     expected = np.asarray(read, np.float64) @ numbers.T
@@ -262,6 +264,21 @@ def test_numbers_of_any_size_are_multiplied(kernels: str, exponent: int) -> None
     got = jax.jit(widened_product)(x * jnp.bfloat16(2.0**exponent), weight)
     expected = np.asarray(jax.jit(widened_product)(x, weight), np.float64) * 2.0**exponent
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("layout", GROUPS[:3], ids=str)
+@pytest.mark.parametrize("rows", [2, 7, 12])
+def test_groups_of_numbers_of_any_size_are_multiplied(
+    kernels: str, rows: int, layout: Layout
+) -> None:
+    """A power of two changes no digit of a product."""
+    weight = draw_groups(layout, 515, 640)
+    x = np.random.default_rng(rows).standard_normal((rows, 640)).astype(jnp.bfloat16)
+    compute = jax.jit(grouped_product)
+    expected = np.asarray(compute(x, weight), np.float64)
+    for exponent in (-80, -50, 90):
+        got = compute(x * jnp.bfloat16(2.0**exponent), weight)
+        np.testing.assert_array_equal(got, expected * 2.0**exponent)
 
 
 def draw_experts(layout: Layout, dtype: Any) -> tuple[Experts, Experts]:

@@ -18,15 +18,18 @@ import jax
 from mmjax.layers.cpu.library import SOURCES, library_path
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
+_AVX512_VNNI = (*_AVX512, "-mavx512vnni")
+_AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16")
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _INSTRUCTIONS = {
     "amx.cc": _AMX,
     "amx_attention.cc": _AMX,
+    "amx_integers.cc": (*_AMX, "-mfma"),
     "amx_paged_attention.cc": _AMX,
     "avx2.cc": ("-mavx2", "-mfma"),
     "avx512.cc": _AVX512,
     "avx512_bf16.cc": _AVX512_BF16,
+    "avx512_vnni.cc": _AVX512_VNNI,
 }
 """Flags of the files that have an instruction set each; which one runs is chosen at run time."""
 _FLAGS = ("-std=c++17", "-O3", "-pthread")

@@ -315,8 +315,8 @@ const TileProducts kAmx = {{find_packed_size<bf16>, pack_rows<bf16>},
                            kPlain<bf16, PlainWeights<bf16>, bf16, bf16>,
                            kPlain<int8_t, PlainWeights<int8_t>, int8_t, int32_t>,
                            kPlain<bf16, Int8Weights, int8_t, float>,
-                           multiply_many_groups<Uint4Codes>,
-                           multiply_many_groups<Uint8Codes>,
-                           multiply_many_groups<Float8Codes>};
+                           {&kAmxUint4, multiply_many_groups<Uint4Codes>},
+                           {&kAmxUint8, multiply_many_groups<Uint8Codes>},
+                           {nullptr, multiply_many_groups<Float8Codes>}};
 
 }  // namespace mmjax

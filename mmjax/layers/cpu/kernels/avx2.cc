@@ -18,10 +18,15 @@ const Products kAvx2 = {multiply_few<Float32Lanes>,
                         norm_rows<bf16>,
                         rotate_rows<float>,
                         rotate_rows<bf16>,
-                        {multiply_few_groups<Uint4Codes, float>, multiply_integers<Uint4Integers>},
-                        {multiply_few_groups<Uint8Codes, float>, multiply_integers<Uint8Integers>},
+                        {multiply_few_groups<Uint4Codes, float>,
+                         multiply_integers<Uint4Integers>,
+                         nullptr},
+                        {multiply_few_groups<Uint8Codes, float>,
+                         multiply_integers<Uint8Integers>,
+                         nullptr},
                         {multiply_few_groups<Float8Codes, float>,
-                         multiply_few_groups<Float8Codes, bf16>},
+                         multiply_few_groups<Float8Codes, bf16>,
+                         nullptr},
                         "avx2"};
 
 }  // namespace mmjax

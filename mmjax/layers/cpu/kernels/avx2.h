@@ -19,23 +19,6 @@ struct Padded {
   }
 };
 
-// Room for inputs as the lanes want them.
-template <typename T>
-struct Prepared {
-  T* numbers;  // from the begin of a cache line on
-  explicit Prepared(int64_t count) {
-    bytes_ = static_cast<char*>(__builtin_malloc(static_cast<size_t>(count) * sizeof(T) + 64));
-    if (bytes_ == nullptr) __builtin_abort();
-    numbers = reinterpret_cast<T*>(bytes_ + (64 - reinterpret_cast<uintptr_t>(bytes_) % 64));
-  }
-  ~Prepared() { __builtin_free(bytes_); }
-  Prepared(const Prepared&) = delete;
-  Prepared& operator=(const Prepared&) = delete;
-
- private:
-  char* bytes_;
-};
-
 inline float sum_lanes(__m256 x) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));

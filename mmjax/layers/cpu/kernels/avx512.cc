@@ -27,7 +27,8 @@ struct Int8Lanes : Uncorrected, IntegerSums {
 
 template <typename Codes>
 constexpr GroupProducts kGroups = {multiply_groups<Float32GroupLanes<Codes>>,
-                                   multiply_groups<Bfloat16GroupLanes<Codes>>};
+                                   multiply_groups<Bfloat16GroupLanes<Codes>>,
+                                   nullptr};
 
 }  // namespace
 

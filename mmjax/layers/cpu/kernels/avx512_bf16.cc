@@ -1,6 +1,7 @@
 // AVX-512 with VNNI and bfloat16 instructions (Zen 4, Cooper Lake and Sapphire Rapids on).
 #include "attention.h"
 #include "avx512.h"
+#include "avx512_integers.h"
 #include "rows.h"
 
 namespace mmjax {
@@ -36,64 +37,7 @@ struct Int8PairLanes : PairLanes {
   }
 };
 
-// The instruction multiplies unsigned with signed bytes: 128 is added to the inputs, and 128 times
-// the sum of the weights is subtracted at last. Exact.
-struct Int8DotLanes : IntegerSums {
-  using X = int8_t;
-  using W = int8_t;
-  using Weights = __m512i;
-  using Correction = __m512i;
-  static constexpr int kWidth = 64;
-  static Correction no_correction() { return _mm512_setzero_si512(); }
-  static __m512i offset(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
-  static __m512i load_inputs(const X* x) { return offset(_mm512_loadu_si512(x)); }
-  static __m512i load_inputs(const X* x, int64_t n) {
-    return offset(_mm512_maskz_loadu_epi8(first64(n), x));
-  }
-  static Weights load_weights(const W* w) { return _mm512_loadu_si512(w); }
-  static Weights load_weights(const W* w, int64_t n) {
-    return _mm512_maskz_loadu_epi8(first64(n), w);
-  }
-  static void correct(Correction& sum, Weights w) {
-    sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), w);
-  }
-  static void add(Sum& sum, __m512i x, Weights w) { sum = _mm512_dpbusd_epi32(sum, x, w); }
-  static Sum corrected(Sum sum, Correction correction) {
-    return _mm512_sub_epi32(sum, correction);
-  }
-};
-
-// 32 weights as bfloat16 numbers, all of them without rounding.
-struct Uint4Pairs : Uint4Codes {
-  using Zero = __m512i;  // of each code, its number, twice: a lookup reads 5 bits of an index
-  static Zero make_zero(int zero) {
-    const __m512 numbers = Uint4Codes::make_zero(zero);
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(numbers, numbers));
-  }
-  static __m512bh decode32(const uint8_t* codes, int64_t d, Zero numbers) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + byte_of(d)));
-    const __m128i shift = _mm_cvtsi32_si128(code_shift(d));
-    const __m512i indices = _mm512_srl_epi16(_mm512_cvtepu8_epi16(bytes), shift);
-    return as_bf16(_mm512_permutexvar_epi16(indices, numbers));
-  }
-  static __m512bh decode32(const uint8_t* codes, int64_t d, Zero numbers, int64_t) {
-    return decode32(codes, d, numbers);  // rows are padded
-  }
-};
-
-struct Uint8Pairs : Uint8Codes {
-  static __m512bh narrow(__m256i bytes, Zero zero) {
-    return _mm512_cvtne2ps_pbh(widen(_mm256_extracti128_si256(bytes, 1), zero),
-                               widen(_mm256_castsi256_si128(bytes), zero));
-  }
-  static __m512bh decode32(const uint8_t* codes, int64_t d, Zero zero) {
-    return narrow(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + d)), zero);
-  }
-  static __m512bh decode32(const uint8_t* codes, int64_t d, Zero zero, int64_t count) {
-    return narrow(_mm256_maskz_loadu_epi8(first32(count), codes + d), zero);
-  }
-};
-
+// 32 weights as bfloat16 numbers, without rounding.
 struct Float8Pairs : Float8Codes {
   static __m512bh narrow(__m256i bytes) {
     const __m512i bits = _mm512_cvtepu8_epi16(bytes);
@@ -130,10 +74,6 @@ struct PairGroupLanes : Pairs, ScaledSums {
   static void add(Sum& sum, __m512bh x, Weights w) { PairLanes::add(sum, x, w); }
 };
 
-template <typename Codes, typename Pairs>
-constexpr GroupProducts kGroups = {multiply_groups<Float32GroupLanes<Codes>>,
-                                   multiply_groups<PairGroupLanes<Pairs>>};
-
 }  // namespace
 
 const Products kAvx512Bf16 = {multiply<Float32Lanes>,
@@ -147,9 +87,11 @@ const Products kAvx512Bf16 = {multiply<Float32Lanes>,
                               norm_rows<bf16>,
                               rotate_rows<float>,
                               rotate_rows<bf16>,
-                              kGroups<Uint4Codes, Uint4Pairs>,
-                              kGroups<Uint8Codes, Uint8Pairs>,
-                              kGroups<Float8Codes, Float8Pairs>,
+                              kIntegerGroups<Uint4Codes, Uint4Bytes>,
+                              kIntegerGroups<Uint8Codes, Uint8Bytes>,
+                              {multiply_groups<Float32GroupLanes<Float8Codes>>,
+                               multiply_groups<PairGroupLanes<Float8Pairs>>,
+                               nullptr},
                               "avx512_bf16"};
 
 }  // namespace mmjax

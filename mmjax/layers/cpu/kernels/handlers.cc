@@ -98,17 +98,27 @@ PackRows<X> find_packing() {
   return {};
 }
 
+// Memory that begins with a line of the cache.
+class LineMemory {
+ public:
+  explicit LineMemory(int64_t bytes)
+      : lines_(new Line[(static_cast<size_t>(bytes) + sizeof(Line) - 1) / sizeof(Line)]) {}
+  void* get() const { return lines_.get(); }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::unique_ptr<Line[]> lines_;
+};
+
 // A product of few rows, which are packed once for all threads. `product(packed, begin, end)`.
 template <typename X, typename Product>
 void share_packed(ffi::ThreadPool pool, const X* x, int64_t rows, int64_t width, int64_t features,
                   int64_t row_bytes, Product product) {
-  struct alignas(64) Line {
-    X numbers[64 / sizeof(X)];
-  };
   const PackRows<X> pack_rows = find_packing<X>();
-  const int64_t size = pack_rows.size(rows, width) * static_cast<int64_t>(sizeof(X));
-  const std::unique_ptr<Line[]> lines(new Line[static_cast<size_t>(size) / sizeof(Line)]);
-  X* const packed = lines[0].numbers;
+  const LineMemory memory(pack_rows.size(rows, width) * static_cast<int64_t>(sizeof(X)));
+  X* const packed = static_cast<X*>(memory.get());
   pack_rows.pack(x, rows, width, packed);
   const int64_t step = chunk_features(pool, features, row_bytes);
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
@@ -264,15 +274,11 @@ const TileProduct<X, W, Out>* find_tiles(Product<X, W, Out>) {
   }
 }
 
-// The same of many rows with weights in groups.
-template <auto kTiles, typename X>
-GroupProduct<X> find_tiles(GroupProduct<X>) {
-  if constexpr (std::is_null_pointer_v<decltype(kTiles)>) {
-    return nullptr;
-  } else {
-    const TileProducts* const found = find_tile_products();
-    return found == nullptr ? nullptr : found->*kTiles;
-  }
+// The same with weights in groups.
+template <auto kTiles>
+const TileProducts::Group* find_group_tiles() {
+  const TileProducts* const found = find_tile_products();
+  return found == nullptr ? nullptr : &(found->*kTiles);
 }
 
 template <ffi::DataType X, ffi::DataType W, ffi::DataType Out, auto kProduct, auto kTiles>
@@ -320,6 +326,23 @@ ffi::Error handle_experts(ffi::ThreadPool pool, ffi::Buffer<T> x, ffi::Buffer<T>
                           x.dimensions(), weight.dimensions());
 }
 
+// A product of few rows with weights in groups, prepared once for all threads.
+ffi::Error multiply_prepared(ffi::ThreadPool pool, const PreparedProduct& product, const bf16* x,
+                             const Groups& weight, float* out, int64_t rows, int64_t features) {
+  const LineMemory memory(product.size(weight, rows));
+  void* const prepared = memory.get();
+  product.prepare(x, weight, rows, prepared);
+  const int64_t step = chunk_features(pool, features, weight.row_bytes);
+  share(pool, (features + step - 1) / step, [=](int64_t chunk) {
+    const int64_t begin = chunk * step;
+    product.multiply(prepared, weight, out, rows, features, begin, std::min(begin + step, features));
+  }, true);
+  return ffi::Error::Success();
+}
+
+// Of weights in groups: up to so many rows, vectors are as fast as tiles. Both have the same bits.
+constexpr int64_t kVectorGroupRows = 3;
+
 template <ffi::DataType X, auto kCodes, auto kProduct, auto kTiles, int64_t kBits>
 ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer codes,
                          ffi::AnyBuffer scale, ffi::Buffer<ffi::U8> zero,
@@ -333,12 +356,21 @@ ffi::Error handle_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::AnyBuffer 
   const auto product = products().*kCodes.*kProduct;
   const auto* from = x.typed_data();
   float* to = out->typed_data();
-  const auto many = find_tiles<kTiles>(product);
-  if (rows > few_rows && many != nullptr) {
-    share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
-      many(from + first * width, weight, to + first * features, count, features, begin, end);
-    });
-    return ffi::Error::Success();
+  if constexpr (X == ffi::BF16) {
+    const auto* const tiles = find_group_tiles<kTiles>();
+    if (rows > few_rows && tiles != nullptr) {
+      const auto many = tiles->many;
+      share_many(pool, rows, features,
+                 [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
+        many(from + first * width, weight, to + first * features, count, features, begin, end);
+      });
+      return ffi::Error::Success();
+    }
+    const PreparedProduct* prepared = (products().*kCodes).prepared_bfloat16;
+    if (rows > kVectorGroupRows && tiles != nullptr && tiles->few != nullptr) prepared = tiles->few;
+    if (prepared != nullptr) {
+      return multiply_prepared(pool, *prepared, from, weight, to, rows, features);
+    }
   }
   const int64_t step = chunk_features(pool, features, weight.row_bytes);
   share(pool, (features + step - 1) / step, [=](int64_t chunk) {
@@ -364,9 +396,12 @@ ffi::Error handle_expert_groups(ffi::ThreadPool pool, ffi::Buffer<X> x, ffi::Any
     return ffi::Error::InvalidArgument("sizes must be [experts]");
   }
   auto product = products().*kCodes.*kProduct;
-  const auto many = find_tiles<kTiles>(product);
-  const bool has_many = many != nullptr && rows > few_rows * num_experts;
-  if (has_many) product = many;
+  bool has_many = false;
+  if constexpr (X == ffi::BF16) {
+    const auto* const tiles = find_group_tiles<kTiles>();
+    has_many = tiles != nullptr && rows > few_rows * num_experts;
+    if (has_many) product = tiles->many;
+  }
   multiply_by_expert(pool, x.typed_data(), {sizes.typed_data(), sizes.element_count()},
                      out->typed_data(), rows, width, features,
                      expert_features(pool, features, weight.row_bytes, has_many),

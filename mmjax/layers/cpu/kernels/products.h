@@ -61,10 +61,20 @@ template <typename X>
 using GroupProduct = void (*)(const X* x, const Groups& weight, float* out, int64_t rows,
                               int64_t features, int64_t begin, int64_t end);
 
+// The same where rows are prepared first, once for all threads: into `size` bytes, which begin with a
+// line of the cache.
+struct PreparedProduct {
+  int64_t (*size)(const Groups& weight, int64_t rows);
+  void (*prepare)(const bf16* x, const Groups& weight, int64_t rows, void* prepared);
+  void (*multiply)(const void* prepared, const Groups& weight, float* out, int64_t rows,
+                   int64_t features, int64_t begin, int64_t end);
+};
+
 // Of weights of one kind of code: for each dtype of inputs.
 struct GroupProducts {
   GroupProduct<float> float32;
   GroupProduct<bf16> bfloat16;
+  const PreparedProduct* prepared_bfloat16;  // null: none
 };
 
 // How a norm scales: `centres` takes off the mean first, `offset + weight` is what it multiplies by,
@@ -130,7 +140,13 @@ struct TileProducts {
   TileProduct<bf16, bf16, bf16> rounded_bfloat16;
   TileProduct<int8_t, int8_t, int32_t> int8;
   TileProduct<bf16, int8_t, float> bfloat16_int8;
-  GroupProduct<bf16> uint4, uint8, float8;  // of many rows: numbers are rounded to bfloat16 first
+  // With weights in groups: `few` has the bits of `Products`; for `many`, numbers are rounded to
+  // bfloat16 first.
+  struct Group {
+    const PreparedProduct* few;  // null: none
+    GroupProduct<bf16> many;
+  };
+  Group uint4, uint8, float8;
 };
 
 // A head of a whole sequence, whose rows are `stride` numbers apart: each query sees all keys.
@@ -148,8 +164,10 @@ using AttendWhole = void (*)(const WholeHead& head);
 // Each stands in a file of its own, compiled with the flags of its instruction set.
 extern const Products kAvx2;
 extern const Products kAvx512;
+extern const Products kAvx512Vnni;
 extern const Products kAvx512Bf16;
 extern const TileProducts kAmx;
+extern const PreparedProduct kAmxUint4, kAmxUint8;
 extern const AttendWhole kAmxAttention;  // this and the next: where `find_tile_products` finds kAmx
 extern const AttendChunk<bf16> kAmxPagedAttention;
 

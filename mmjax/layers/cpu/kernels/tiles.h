@@ -22,6 +22,23 @@ inline int64_t find_ahead(int64_t row_bytes) {
   return (kAheadBytes + tile_bytes - 1) / tile_bytes * tile_bytes;
 }
 
+// Room for inputs as the lanes want them, without a header of the library.
+template <typename T>
+struct Prepared {
+  T* numbers;  // from the begin of a cache line on
+  explicit Prepared(int64_t count) {
+    bytes_ = static_cast<char*>(__builtin_malloc(static_cast<size_t>(count) * sizeof(T) + 64));
+    if (bytes_ == nullptr) __builtin_abort();
+    numbers = reinterpret_cast<T*>(bytes_ + (64 - reinterpret_cast<uintptr_t>(bytes_) % 64));
+  }
+  ~Prepared() { __builtin_free(bytes_); }
+  Prepared(const Prepared&) = delete;
+  Prepared& operator=(const Prepared&) = delete;
+
+ private:
+  char* bytes_;
+};
+
 // `Lanes` multiplies `Lanes::kWidth` numbers at a time: a `Sum` holds the sums of one row with one
 // feature, in lanes. Every output is summed in the same order whatever the tile, the rows beside it
 // and the thread are, so that a row has the same bits in any batch. `ahead`: how many bytes behind
