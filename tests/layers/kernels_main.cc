@@ -68,8 +68,8 @@ const Sizes kFew = {{1, 2, 3, 4, 5, 7, 8, 16},
                     {1, 3, 4, 5, 9}};
 const Sizes kMany = {{17, 32, 63, 1057}, {1, 31, 33, 64, 1024, 2051}, {1, 32, 47, 97}};
 
-template <typename X, typename W, typename Out>
-bool check(const char* name, mmjax::Product<X, W, Out> product, const Sizes& sizes = kFew) {
+template <typename X, typename W, typename Out, typename Product>
+bool check(const char* name, Product product, const Sizes& sizes) {
   std::mt19937 rng(0);
   bool is_right = true;
   for (int64_t rows : sizes.rows) {
@@ -102,6 +102,28 @@ bool check(const char* name, mmjax::Product<X, W, Out> product, const Sizes& siz
   return is_right;
 }
 
+template <typename X, typename W, typename Out>
+bool check(const char* name, mmjax::Product<X, W, Out> product, const Sizes& sizes = kFew) {
+  return check<X, W, Out, mmjax::Product<X, W, Out>>(name, product, sizes);
+}
+
+// Memory that begins with a line of the cache and ends where it ends.
+std::unique_ptr<void, decltype(&std::free)> allocate_lines(int64_t bytes) {
+  return {std::aligned_alloc(64, (static_cast<size_t>(bytes) + 63) / 64 * 64), std::free};
+}
+
+// A product of rows that it packs first.
+struct Packed {
+  const mmjax::PackedProduct<bf16, int8_t, float>& product;
+  void operator()(const bf16* x, const int8_t* weight, float* out, int64_t rows, int64_t width,
+                  int64_t features, int64_t begin, int64_t end) const {
+    const auto memory = allocate_lines(2 * product.pack.size(rows, width));
+    auto* const packed = static_cast<bf16*>(memory.get());
+    product.pack.pack(x, rows, width, packed);
+    product.multiply(packed, weight, out, rows, width, features, begin, end);
+  }
+};
+
 // What a byte of e4m3 stands for.
 double float8(uint8_t bits) {
   const int exponent = bits >> 3 & 15, mantissa = bits & 7;
@@ -117,11 +139,9 @@ struct Prepared {
   const mmjax::PreparedProduct& product;
   void operator()(const bf16* x, const mmjax::Groups& weight, float* out, int64_t rows,
                   int64_t features, int64_t begin, int64_t end) const {
-    const auto size = static_cast<size_t>(product.size(weight, rows));
-    void* const prepared = std::aligned_alloc(64, (size + 63) / 64 * 64);
-    product.prepare(x, weight, rows, prepared);
-    product.multiply(prepared, weight, out, rows, features, begin, end);
-    std::free(prepared);
+    const auto prepared = allocate_lines(product.size(weight, rows));
+    product.prepare(x, weight, rows, prepared.get());
+    product.multiply(prepared.get(), weight, out, rows, features, begin, end);
   }
 };
 
@@ -373,10 +393,15 @@ bool check_tiles(const mmjax::TileProducts& tiles) {
     return check(name, products.few) & check(name, products.few, kMany) &
            check(name, products.many, kMany);
   };
+  const auto check_packed = [&](int i, const Sizes& sizes) {
+    const Packed packed{tiles.bfloat16_int8.packed[i]};
+    return check<bf16, int8_t, float>("bfloat16_int8", packed, sizes);
+  };
   // Attention rounds weights to bfloat16.
   return check_attention("by tiles", mmjax::kAmxPagedAttention, 0x1p-8) & check_whole_attention() &
          check_both("bfloat16", tiles.bfloat16) & check_both("int8", tiles.int8) &
-         check_both("bfloat16_int8", tiles.bfloat16_int8) &
+         check_packed(0, kFew) & check_packed(1, {{17, 32, 63}, kMany.widths, kMany.features}) &
+         check("bfloat16_int8", tiles.bfloat16_int8.many, kMany) &
          check_group_tiles(tiles.uint4, Code::kUint4) & check_group_tiles(tiles.uint8, Code::kUint8);
 }
 

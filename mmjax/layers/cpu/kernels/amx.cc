@@ -4,6 +4,7 @@
 // the second cache while all rows pass over them. Of few, the rows are packed, and weights are read as
 // they lie. A sum is made in the order of the inputs, whatever rows, tile and thread it has.
 #include "amx.h"
+#include "amx_fixed.h"
 
 namespace mmjax {
 namespace {
@@ -283,11 +284,11 @@ void multiply_packed_plain(const X* packed, const W* weight, Out* out, int64_t r
   multiply_packed(packed, Weights{weight, width}, out, rows, width, features, begin, end);
 }
 
-template <typename X, typename Weights, typename W, typename Out>
-void multiply_few_plain(const X* x, const W* weight, Out* out, int64_t rows, int64_t width,
+template <typename X, typename Out>
+void multiply_few_plain(const X* x, const X* weight, Out* out, int64_t rows, int64_t width,
                         int64_t features, int64_t begin, int64_t end) {
   const X* const packed = pack_for_thread(x, rows, width);
-  multiply_packed(packed, Weights{weight, width}, out, rows, width, features, begin, end);
+  multiply_packed(packed, PlainWeights<X>{weight, width}, out, rows, width, features, begin, end);
 }
 
 template <typename X, typename Weights, typename W, typename Out>
@@ -302,19 +303,33 @@ void multiply_many_groups(const bf16* x, const Groups& weight, float* out, int64
   multiply_many(x, GroupWeights<Codes>{weight}, out, rows, weight.width, features, begin, end);
 }
 
+// Up to 64 rows, packing them takes less time than packing weights, and sums are made in one order.
 template <typename X, typename Weights, typename W, typename Out>
-constexpr TileProduct<X, W, Out> kPlain = {multiply_few_plain<X, Weights, W, Out>,
-                                                    multiply_many_plain<X, Weights, W, Out>,
-                                                    multiply_packed_plain<X, Weights, W, Out>};
+constexpr PackedProduct<X, W, Out> kPacked = {{find_packed_size<X>, pack_rows<X>},
+                                              multiply_packed_plain<X, Weights, W, Out>,
+                                              64};
+
+template <typename X, typename Out>
+constexpr TileProduct<X, X, Out> kPlain = {
+    multiply_few_plain<X, Out>,
+    multiply_many_plain<X, PlainWeights<X>, X, Out>,
+    std::is_same_v<X, int8_t> ? 4 : 0,  // integers' sums are exact in any order
+    {kPacked<X, PlainWeights<X>, X, Out>}};
+
+// Rows of prompts, and only those, are multiplied as bfloat16 numbers.
+constexpr TileProduct<bf16, int8_t, float> kFixed = {
+    nullptr,
+    multiply_many_plain<bf16, Int8Weights, int8_t, float>,
+    2,
+    {{{find_fixed_size, pack_fixed}, multiply_packed_fixed, kTile},
+     kPacked<bf16, Int8Weights, int8_t, float>}};
 
 }  // namespace
 
-const TileProducts kAmx = {{find_packed_size<bf16>, pack_rows<bf16>},
-                           {find_packed_size<int8_t>, pack_rows<int8_t>},
-                           kPlain<bf16, PlainWeights<bf16>, bf16, float>,
-                           kPlain<bf16, PlainWeights<bf16>, bf16, bf16>,
-                           kPlain<int8_t, PlainWeights<int8_t>, int8_t, int32_t>,
-                           kPlain<bf16, Int8Weights, int8_t, float>,
+const TileProducts kAmx = {kPlain<bf16, float>,
+                           kPlain<bf16, bf16>,
+                           kPlain<int8_t, int32_t>,
+                           kFixed,
                            {&kAmxUint4, multiply_many_groups<Uint4Codes>},
                            {&kAmxUint8, multiply_many_groups<Uint8Codes>},
                            {nullptr, multiply_many_groups<Float8Codes>}};

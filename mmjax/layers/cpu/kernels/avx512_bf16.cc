@@ -1,6 +1,7 @@
 // AVX-512 with VNNI and bfloat16 instructions (Zen 4, Cooper Lake and Sapphire Rapids on).
 #include "attention.h"
 #include "avx512.h"
+#include "avx512_fixed.h"
 #include "avx512_integers.h"
 #include "rows.h"
 
@@ -25,16 +26,6 @@ struct Bfloat16PairLanes : PairLanes {
   using W = bf16;
   static Weights load_weights(const W* w) { return load_inputs(w); }
   static Weights load_weights(const W* w, int64_t n) { return load_inputs(w, n); }
-};
-
-// Integers of 8 bits are bfloat16 numbers without rounding.
-struct Int8PairLanes : PairLanes {
-  using W = int8_t;
-  static Weights narrow(Halves wide) { return _mm512_cvtne2ps_pbh(wide.high, wide.low); }
-  static Weights load_weights(const W* w) { return narrow(Bfloat16Int8Lanes::load_weights(w)); }
-  static Weights load_weights(const W* w, int64_t n) {
-    return narrow(Bfloat16Int8Lanes::load_weights(w, n));
-  }
 };
 
 // 32 weights as bfloat16 numbers, without rounding.
@@ -80,7 +71,7 @@ const Products kAvx512Bf16 = {multiply<Float32Lanes>,
                               multiply<Bfloat16PairLanes>,
                               multiply<Int8DotLanes>,
                               multiply<Float32Int8Lanes>,
-                              multiply<Int8PairLanes>,
+                              multiply_fixed,
                               attend_chunk<float>,
                               attend_chunk<bf16>,
                               norm_rows<float>,

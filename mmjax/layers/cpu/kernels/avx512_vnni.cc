@@ -1,6 +1,7 @@
 // AVX-512 with VNNI, without bfloat16 instructions (Cascade Lake, Ice Lake, Tiger Lake).
 #include "attention.h"
 #include "avx512.h"
+#include "avx512_fixed.h"
 #include "avx512_integers.h"
 #include "rows.h"
 
@@ -10,7 +11,7 @@ const Products kAvx512Vnni = {multiply<Float32Lanes>,
                               multiply<Bfloat16Lanes>,
                               multiply<Int8DotLanes>,
                               multiply<Float32Int8Lanes>,
-                              multiply<Bfloat16Int8Lanes>,
+                              multiply_fixed,
                               attend_chunk<float>,
                               attend_chunk<bf16>,
                               norm_rows<float>,

@@ -86,18 +86,6 @@ void write_product(Product product, const X* x, const W* weight, Out* out, int64
   }
 }
 
-// Integers' sums are exact in any order: of up to so many rows, vectors are as fast as tiles.
-template <typename X>
-constexpr int64_t kVectorRows = std::is_same_v<X, int8_t> ? 4 : 0;
-
-// How tiles want rows: of floats there are none.
-template <typename X>
-PackRows<X> find_packing() {
-  if constexpr (std::is_same_v<X, bf16>) return find_tile_products()->pack_bfloat16;
-  if constexpr (std::is_same_v<X, int8_t>) return find_tile_products()->pack_int8;
-  return {};
-}
-
 // Memory that begins with a line of the cache.
 class LineMemory {
  public:
@@ -114,9 +102,8 @@ class LineMemory {
 
 // A product of few rows, which are packed once for all threads. `product(packed, begin, end)`.
 template <typename X, typename Product>
-void share_packed(ffi::ThreadPool pool, const X* x, int64_t rows, int64_t width, int64_t features,
-                  int64_t row_bytes, Product product) {
-  const PackRows<X> pack_rows = find_packing<X>();
+void share_packed(ffi::ThreadPool pool, const PackRows<X>& pack_rows, const X* x, int64_t rows,
+                  int64_t width, int64_t features, int64_t row_bytes, Product product) {
   const LineMemory memory(pack_rows.size(rows, width) * static_cast<int64_t>(sizeof(X)));
   X* const packed = static_cast<X*>(memory.get());
   pack_rows.pack(x, rows, width, packed);
@@ -125,9 +112,6 @@ void share_packed(ffi::ThreadPool pool, const X* x, int64_t rows, int64_t width,
     product(packed, chunk * step, std::min(chunk * step + step, features));
   }, true);
 }
-
-// Up to so many rows, packing them takes less time than packing weights. Both forms add in one order.
-constexpr int64_t kPackedRows = 64;
 
 // `tiles`: null where `product` takes all rows.
 template <typename Product, typename X, typename W, typename Out>
@@ -138,20 +122,20 @@ ffi::Error multiply(ffi::ThreadPool pool, Product product,
     return ffi::Error::InvalidArgument("x must be [rows, width], weight [features, width]");
   }
   const int64_t rows = x_shape[0], width = x_shape[1], features = weight_shape[0];
-  if (rows > kPackedRows && tiles != nullptr) {
+  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(W));
+  if (tiles != nullptr && rows > tiles->vector_rows) {
+    for (const auto& packed : tiles->packed) {
+      if (rows > packed.most_rows) continue;
+      share_packed(pool, packed.pack, x, rows, width, features, row_bytes,
+                   [=, multiply_some = packed.multiply](const X* all, int64_t begin, int64_t end) {
+                     multiply_some(all, weight, out, rows, width, features, begin, end);
+                   });
+      return ffi::Error::Success();
+    }
     const auto many = tiles->many;
     share_many(pool, rows, features, [=](int64_t first, int64_t count, int64_t begin, int64_t end) {
       many(x + first * width, weight, out + first * features, count, width, features, begin, end);
     });
-    return ffi::Error::Success();
-  }
-  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(W));
-  if (rows > kVectorRows<X> && tiles != nullptr) {
-    const auto few = tiles->packed;
-    share_packed(pool, x, rows, width, features, row_bytes,
-                 [=](const X* packed, int64_t begin, int64_t end) {
-                   few(packed, weight, out, rows, width, features, begin, end);
-                 });
     return ffi::Error::Success();
   }
   const int64_t step = chunk_features(pool, features, row_bytes);

@@ -126,16 +126,24 @@ struct PackRows {
   void (*pack)(const X* x, int64_t rows, int64_t width, X* packed);
 };
 
-// A product by tiles of few rows, which takes as long as reading weights does, and of many. `packed` is
-// as `few`, of packed rows.
+// A product of up to `most_rows` packed rows, which takes about as long as reading weights does.
+template <typename X, typename W, typename Out>
+struct PackedProduct {
+  PackRows<X> pack;
+  Product<X, W, Out> multiply;  // of packed rows
+  int64_t most_rows;
+};
+
+// A product by tiles. Up to `vector_rows`, `Products` have the same bits as the first of `packed` and
+// are faster. `few` and `many` pack for themselves; `few` is null where no expert has such weights.
 template <typename X, typename W, typename Out>
 struct TileProduct {
-  Product<X, W, Out> few, many, packed;
+  Product<X, W, Out> few, many;
+  int64_t vector_rows;
+  PackedProduct<X, W, Out> packed[2];  // those of fewer rows first
 };
 
 struct TileProducts {
-  PackRows<bf16> pack_bfloat16;
-  PackRows<int8_t> pack_int8;
   TileProduct<bf16, bf16, float> bfloat16;
   TileProduct<bf16, bf16, bf16> rounded_bfloat16;
   TileProduct<int8_t, int8_t, int32_t> int8;
