@@ -39,6 +39,13 @@ def write_chatml(content: str, first: str = "") -> str:
     )
 
 
+GRANITE4_TURNS = write_turns(
+    start="'<|start_of_role|>' + message.role + '<|end_of_role|>'",
+    content=write_parts(image="<image>"),
+    end=r"'<|end_of_text|>\n'",
+    answer="'<|start_of_role|>assistant<|end_of_role|>'",
+)
+"""The template of Granite 4's turns, about images."""
 QWEN_SYSTEM = (
     "{%- if messages[0].role != 'system' -%}"
     r"{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}"

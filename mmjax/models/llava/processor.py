@@ -23,7 +23,13 @@ from mmjax.models.llava.host_inputs import (
     LlavaOnevisionHostInputs,
 )
 from mmjax.models.tiles import FewCutProcessor
-from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts, write_turns
+from mmjax.processing.chat_turns import (
+    GRANITE4_TURNS,
+    QWEN_SYSTEM,
+    write_chatml,
+    write_parts,
+    write_turns,
+)
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.image import (
     bad_kwarg,
@@ -57,12 +63,6 @@ GRANITE_TEMPLATE = write_turns(
     r"{{- '<|system|>\nA chat between a curious user and an artificial intelligence assistant. "
     r"The assistant gives helpful, detailed, and polite answers to the user\'s questions.\n' -}}"
     "{%- endif -%}",
-)
-GRANITE4_TEMPLATE = write_turns(
-    start="'<|start_of_role|>' + message.role + '<|end_of_role|>'",
-    content=write_parts(image="<image>"),
-    end=r"'<|end_of_text|>\n'",
-    answer="'<|start_of_role|>assistant<|end_of_role|>'",
 )
 _TEMPLATES: Mapping[str, str] = {"granite": GRANITE_TEMPLATE, "mistral": MISTRAL_TEMPLATE}
 """Of LLaVA-NeXT; that of other decoders is Vicuna's."""
@@ -218,7 +218,7 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
 class Granite4VisionProcessingInfo(LlavaNextProcessingInfo):
     """Granite 4 Vision's."""
 
-    chat_template = GRANITE4_TEMPLATE
+    chat_template = GRANITE4_TURNS
     host_inputs = Granite4VisionHostInputs
     templates: ClassVar = {}
 

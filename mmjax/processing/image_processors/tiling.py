@@ -306,7 +306,7 @@ class HFCutter:
     def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
         """Return `pixel_values` uint8[tiles, 3, S, S], and int64[images, ...]: how it divides."""
         self.get_limits(kwargs)
-        outputs = self.hf(list(images), **kwargs)
+        outputs = self.call_hf(list(images), kwargs)
         _check_tiles(outputs["pixel_values"], self.tile_size)
         theirs, ours = self.division
         return {
@@ -314,6 +314,12 @@ class HFCutter:
             ours: np.asarray(outputs[theirs], dtype=np.int64),
             "image_affine": outputs["image_affine"],
         }
+
+    def call_hf(
+        self, images: Sequence[Image.Image], kwargs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return what HF's class makes of images, and `image_affine`."""
+        return self.hf(images, **kwargs)
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """As `TileCutter`'s."""
