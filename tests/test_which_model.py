@@ -67,6 +67,7 @@ TASKS = {
     "OCR:": "PaddlePaddle/PaddleOCR-VL",
     "Table Recognition:": "PaddlePaddle/PaddleOCR-VL",
     "Formula Recognition:": "zai-org/GLM-OCR",
+    "<doclang>": "ibm-granite/granite-for-docling-500m",
     "OCR with format: ": "stepfun-ai/GOT-OCR-2.0-hf",
     "Parse this document to Markdown.": "baidu/Qianfan-OCR",
     "Parse the table in the image into HTML.": "tencent/HunyuanOCR",

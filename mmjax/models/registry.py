@@ -121,6 +121,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Granite4VisionForConditionalGeneration": ModelRow(
             "llava", "ibm-granite/granite-vision-4.1-4b", factories="GRANITE4_FACTORIES"
         ),
+        "GraniteDoclingForConditionalGeneration": ModelRow(
+            "granite_docling", "ibm-granite/granite-for-docling-500m"
+        ),
         "HunYuanVLForConditionalGeneration": ModelRow("hunyuan_vl", "tencent/HunyuanOCR"),
         "Idefics3ForConditionalGeneration": ModelRow(
             "idefics3", "HuggingFaceTB/SmolVLM-256M-Instruct"

@@ -35,9 +35,9 @@ from mmjax.weights.rules import (
 _LLAMAS = (
     *("chameleon", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text"),
     *("glm4v_moe_text", "glm4v_text", "glm_ocr_text", "gpt_oss", "granite"),
-    *("granite4_vision_text", "hunyuan_v1_dense", "hunyuan_vl_text", "internlm3", "llama"),
-    *("llama4_text", "ministral3", "mistral", "molmo", "molmo2_text", "paddleocr_vl_text"),
-    *("persimmon", "phi3", "qwen", "qwen2"),
+    *("granite4_vision_text", "granite_docling_text", "hunyuan_v1_dense", "hunyuan_vl_text"),
+    *("internlm3", "llama", "llama4_text", "ministral3", "mistral", "molmo", "molmo2_text"),
+    *("paddleocr_vl_text", "persimmon", "phi3", "qwen", "qwen2"),
     *("qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe"),
     *("qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
 )

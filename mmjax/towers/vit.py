@@ -39,6 +39,7 @@ _KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "has_final_norm": False,  # of the pooled feature, which is not computed
         },
         "siglip_vision_model": {},
+        "granite_docling_vision": {},
         "blip_2_vision_model": {"has_class_token": True, "num_channels": 3},
         # NOTE: HF finds a patch's position by its float32 place in the image, which of a whole tile
         # must be the patch's own (`models/idefics3/host_inputs.py`).

@@ -20,6 +20,7 @@ from tests.families.gemma4 import GEMMA4, GEMMA4_CLIPS, GEMMA4_UNIFIED, GEMMA4_U
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.got_ocr2 import GOT_OCR2
 from tests.families.granite4_vision import GRANITE4_VISION
+from tests.families.granite_docling import GRANITE_DOCLING
 from tests.families.hunyuan_vl import HUNYUAN_VL
 from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
@@ -74,6 +75,7 @@ _ROWS = (
     GLM_OCR,
     GOT_OCR2,
     GRANITE4_VISION,
+    GRANITE_DOCLING,
     HUNYUAN_VL,
     IDEFICS3,
     INTERNVL,

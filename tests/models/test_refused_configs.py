@@ -41,6 +41,15 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"vision": {"use_rel_pos": False}}, "`use_rel_pos` of SAM's config is false"),
         ({"vision": {"image_size": 34}}, "are 34 and 4; give one number each"),
     ],
+    "granite_docling": [
+        ({"vision": {"image_size": [16, 16]}}, r"`vision_config.image_size` is \[16, 16\]; a"),
+        ({"vision": {"scale_factor": 3}}, "`vision_config.scale_factor` is 3; it must divide"),
+        ({"vision": {"scale_factor": 1}}, "is 1; it must .*, and be even where there is a fine"),
+        ({"vision": {"deepstack_visual_indexes": [1, 0]}}, r"is \[1, 0\]; .* each behind the one"),
+        ({"vision": {"deepstack_visual_indexes": [2]}}, r"is \[2\]; give blocks .* from 0 to 1"),
+        ({"text": {"num_hidden_layers": 1}}, "no more than the decoder's 1 layers"),
+        ({"text": {"hidden_act": "mish"}}, "activation `mish` is unknown"),
+    ],
     "granite4_vision": [
         ({"downsample_rate": "1:2"}, "`downsample_rate` of config.json is '1:2'; it must be the"),
         ({"downsample_rate": "2/3"}, "is '2/3'; windows of 3 patches must divide the 4 along"),

@@ -507,7 +507,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "hunyuan_v1_dense": _read_hunyuan,
         "hunyuan_vl_text": _read_hunyuan,
         "llama4_text": _read_llama4,
-        **dict.fromkeys(("granite", "granite4_vision_text"), _read_granite),
+        **dict.fromkeys(("granite", "granite4_vision_text", "granite_docling_text"), _read_granite),
         "ministral3": _read_ministral3,
         "molmo": _read_molmo,
         "molmo2_text": _read_molmo2,
