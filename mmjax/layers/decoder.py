@@ -41,6 +41,7 @@ def attend_by_heads(
     head_dim: int,
     angles: Angles | None = None,
     is_interleaved: bool = False,
+    rotates_in_float32: bool = False,
     norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
     norms_are_last: bool = False,
     scale: float | None = None,
@@ -53,16 +54,20 @@ def attend_by_heads(
 
     `angles` None: nothing is rotated; positions are in the hidden states, or the layer has none.
     `is_interleaved`: whether neighbours are a pair that is rotated, and not the halves of a head.
-    `norms`: of each head's queries and keys, before they are rotated; behind that where they
-    `are_last`. `scale`: what scores are multiplied by; None: `head_dim ** -0.5`. `window`, `sinks`
-    and `keeps_reference` are as in `attention`.
+    `rotates_in_float32`: whether heads are, and not in their own dtype. `norms`: of each head's
+    queries and keys, before they are rotated; behind that where they `are_last`. `scale`: what
+    scores are multiplied by; None: `head_dim ** -0.5`. `window`, `sinks` and `keeps_reference` are
+    as in `attention`.
     """
     query, key, value = (x.reshape(x.shape[0], -1, head_dim) for x in (query, key, value))
     first, last = ((None, None), norms) if norms_are_last else (norms, (None, None))
     query, key = _apply_norms(first, query, key)
     if angles is not None:
         rotate = apply_interleaved_rotary if is_interleaved else apply_rotary
-        query, key = rotate(query, *angles), rotate(key, *angles)
+        dtype = jnp.float32 if rotates_in_float32 else query.dtype
+        query, key = (
+            rotate(part.astype(dtype), *angles).astype(part.dtype) for part in (query, key)
+        )
     query, key = _apply_norms(last, query, key)
     scale = head_dim**-0.5 if scale is None else scale
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
@@ -98,6 +103,7 @@ class GroupedQueryAttention(nnx.Module):
         norms_are_wide: bool = False,
         norms_are_last: bool = False,
         is_interleaved: bool = False,
+        rotates_in_float32: bool = False,
         scale: float | None = None,
         window: Window = None,
         soft_cap: float | None = None,
@@ -119,6 +125,7 @@ class GroupedQueryAttention(nnx.Module):
         self.norms_are_wide = norms_are_wide
         self.norms_are_last = norms_are_last
         self.is_interleaved = is_interleaved
+        self.rotates_in_float32 = rotates_in_float32
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
@@ -159,6 +166,7 @@ class GroupedQueryAttention(nnx.Module):
             head_dim=self.head_dim,
             angles=angles,
             is_interleaved=self.is_interleaved,
+            rotates_in_float32=self.rotates_in_float32,
             norms=norms,
             norms_are_last=self.norms_are_last,
             scale=self.scale,

@@ -58,6 +58,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
             ("gemma4_text", "gemma4_unified_text"), (Gemma4Config.from_hf, Gemma4TextModel)
         ),
         "lfm2": (Lfm2Config.from_hf, Lfm2TextModel),
+        "lfm3": (Lfm2Config.from_lfm3, Lfm2TextModel),
         "mllama_text_model": (MllamaConfig.from_hf, MllamaTextModel),
         **dict.fromkeys(
             ("qwen3_5_moe_text", "qwen3_5_text"), (Qwen35Config.from_hf, Qwen35TextModel)
@@ -146,9 +147,13 @@ def _list_hunyuan(text_config: Any) -> tuple[RuleTypes, ...]:
 
 
 def _list_lfm2(text_config: Any) -> tuple[RuleTypes, ...]:
+    """Read LFM2's names, and LFM3's, whose norms may be as many as Gemma's."""
+    both = getattr(text_config, "use_sandwich_norm", False)
     names = {
         "operator_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
+        "post_operator_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm" if both else "post_attention_layernorm",
+        "post_ffn_norm": "post_feedforward_layernorm",
         **{
             f"feed_forward.w{n}": f"mlp.{name}_proj"
             for n, name in ((1, "gate"), (2, "down"), (3, "up"))
@@ -156,6 +161,7 @@ def _list_lfm2(text_config: Any) -> tuple[RuleTypes, ...]:
         "self_attn.out_proj": "self_attn.o_proj",
         "self_attn.q_layernorm": "self_attn.q_norm",
         "self_attn.k_layernorm": "self_attn.k_norm",
+        "self_attn.gate_proj": "self_attn.g_proj",
     }
     last = r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embedding_norm\."
     return (
@@ -321,7 +327,7 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "gpt_oss": _list_gpt_oss,
         "hunyuan_v1_dense": _list_hunyuan,
         "hunyuan_vl_text": _list_hunyuan,
-        "lfm2": _list_lfm2,
+        **dict.fromkeys(("lfm2", "lfm3"), _list_lfm2),
         "llama4_text": _list_llama4,
         "mistral4": _list_deepseek,
         "molmo": _list_molmo,

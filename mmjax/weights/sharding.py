@@ -29,8 +29,8 @@ _Axes = tuple[str, ...] | None
 _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.(k_proj|v_proj)\.weight(_scale|_zero)?$", (_HEADS, None)),
     (r"\.(k_proj|v_proj)\.(bias|weight_scale)$", (_HEADS,)),
-    (r"\.(q_proj|q_b_proj|gate_proj|up_proj|fc1)\.weight(_scale|_zero)?$", (_ALL, None)),
-    (r"\.(q_proj|q_b_proj|gate_proj|up_proj|fc1)\.(bias|weight_scale)$", (_ALL,)),
+    (r"\.(q_proj|q_b_proj|g_proj|gate_proj|up_proj|fc1)\.weight(_scale|_zero)?$", (_ALL, None)),
+    (r"\.(q_proj|q_b_proj|g_proj|gate_proj|up_proj|fc1)\.(bias|weight_scale)$", (_ALL,)),
     (r"\.(o_proj|down_proj|out_proj|fc2)\.weight(_scale|_zero)?$", (None, _ALL)),
     (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
     (r"(^|\.)(embed_tokens|lm_head)\.weight_scale$", (_ALL,)),
