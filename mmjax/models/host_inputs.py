@@ -25,6 +25,8 @@ their own run of an item's embeddings; all embeddings of all items; all of the p
 AHEAD: frozenset[Sees] = frozenset({"items", "all_items", "prompt"})
 """Where tokens see what comes behind them, which then is computed in one step with them."""
 _NUM_COLOURS = 3
+_NOWHERE = 2**30
+"""How far away from a patch one stands that there is not: with any row's number an int32."""
 
 
 def byte_pixels(
@@ -308,6 +310,23 @@ def find_square_offsets(rows: int, columns: int, merge_size: int) -> np.ndarray:
     """
     order = find_places(rows, columns, merge_size) @ (columns, 1)
     return order - np.arange(rows * columns)
+
+
+def find_neighbours(rows: int, columns: int, merge_size: int, size: int) -> np.ndarray:
+    """Return int32[rows * columns, size ** 2]: how far from each patch those around it stand.
+
+    Patches are those of a frame, square by square, as of `find_places`: no place in a pack is in
+    it. Those around are `size` rows and columns, row by row; one beyond the frame's edge is so far
+    away that no pack has it.
+    """
+    places = find_places(rows, columns, merge_size)
+    numbers = np.full((rows + 2 * (size // 2), columns + 2 * (size // 2)), _NOWHERE)
+    first, second = places.T + size // 2
+    numbers[first, second] = np.arange(len(places))
+    steps = np.indices((size, size)).reshape(2, -1) - size // 2
+    around = numbers[first[:, None] + steps[0], second[:, None] + steps[1]]
+    is_seen = around != _NOWHERE
+    return np.where(is_seen, around - np.arange(len(places))[:, None], _NOWHERE).astype(np.int32)
 
 
 def find_position_taps(

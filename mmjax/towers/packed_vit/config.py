@@ -52,6 +52,10 @@ class PackedViTConfig:
     pairs_axes: bool = False
     """Whether neighbours in a head are a pair that is rotated, and each frequency turns one by the
     column and the next by the row."""
+    convolved_blocks: tuple[int, ...] = ()
+    """The blocks that convolve the patches of a frame, and do not attend."""
+    conv_size: int = 0
+    """How many rows and columns such a convolution reads: odd."""
     full_attention_blocks: tuple[int, ...] | None = None
     """The blocks that see whole pictures, and not a window; None: all."""
     merge_size: int = 1
@@ -140,13 +144,18 @@ def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
 
 
 def _read_exaone4_5(vision: Any) -> dict[str, Any]:
-    heads, kv_heads = vision.num_heads, vision.num_key_value_heads
+    return {**_read_qwen2_5_vl(vision), "num_kv_heads": _read_kv_heads(vision, "num_heads")}
+
+
+def _read_kv_heads(vision: Any, key: str) -> int:
+    """Return the heads of keys and values, which divide those of queries, `key` of the config."""
+    heads, kv_heads = getattr(vision, key), vision.num_key_value_heads
     if heads % kv_heads:
         raise CheckpointError(
-            f"`vision_config.num_heads` is {heads}; it must be a multiple of "
+            f"`vision_config.{key}` is {heads}; it must be a multiple of "
             f"`num_key_value_heads`, which is {kv_heads}"
         )
-    return {**_read_qwen2_5_vl(vision), "num_kv_heads": kv_heads}
+    return kv_heads
 
 
 def _read_qwen2_5_omni(vision: Any) -> dict[str, Any]:
@@ -276,6 +285,32 @@ def _read_glm(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_lfm3_vl(vision: Any) -> dict[str, Any]:
+    kinds, size = vision.layer_types, vision.conv_kernel_size
+    if unknown := sorted(set(kinds) - {"conv", "full_attention"}):
+        raise CheckpointError(
+            f"`vision_config.layer_types` holds {unknown}; known: conv, full_attention"
+        )
+    if size < 1 or size % 2 == 0:
+        raise CheckpointError(
+            f"`vision_config.conv_kernel_size` is {size}; it must be odd, so that frames keep "
+            "their size"
+        )
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "num_blocks": vision.num_hidden_layers,
+        "num_heads": vision.num_attention_heads,
+        "num_kv_heads": _read_kv_heads(vision, "num_attention_heads"),
+        "kernel": (pixels,),
+        "hidden_act": "silu",  # no key of the config
+        "merge_size": vision.spatial_merge_size,
+        "convolved_blocks": tuple(n for n, kind in enumerate(kinds) if kind == "conv"),
+        "conv_size": size,
+        **dict.fromkeys(("has_rms_norm", "is_gated", "has_first_norm", "has_qk_norm"), True),
+        "has_bias": False,
+    }
+
+
 def _read_qwen3_vl(vision: Any) -> dict[str, Any]:
     num_positions = vision.num_position_embeddings
     fed = tuple(getattr(vision, "deepstack_visual_indexes", ()))  # Qwen3.5's tower has none
@@ -308,6 +343,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "hunyuan_vl_vision": _read_hunyuan_vl,
         "minicpm_ocr_vision": _read_minicpmv4_6,
         "kimi_k25_vision": _read_kimi_k25,
+        "lfm3_vl_vision": _read_lfm3_vl,
         "minicpmv4_6_vision": _read_minicpmv4_6,
         "minicpmv4_7_vision": _read_minicpmv4_6,
         "paddleocr_vl_vision": _read_paddleocr_vl,

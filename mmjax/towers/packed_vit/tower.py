@@ -5,8 +5,9 @@ Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv
 GLM-V's (arXiv 2507.01006), Qwen3-VL's (arXiv 2511.21631), Qwen3.5's, ERNIE 4.5 VL's and MoonViT
 (arXiv 2504.07491), whose clips are pooled over their frames in Kimi K2.5's (arXiv 2602.02276);
 without rotary places, SigLIP 2's (arXiv 2502.14786), MiniCPM-V 4.6's and HunyuanOCR's (arXiv
-2511.19575). They differ by configuration alone: norms, MLPs, windows, learned positions, whether
-and how squares of patches merge, and after which blocks beside the last.
+2511.19575); LFM3-VL's (Liquid AI, 2026), most of whose blocks convolve a frame in place of
+attention. They differ by configuration alone: norms, MLPs, windows, learned positions, whether and
+how squares of patches merge, and after which blocks beside the last.
 """
 
 from collections.abc import Sequence
@@ -110,13 +111,53 @@ class PackedAttention(nnx.Module):
         return self.proj(out.reshape(x.shape))
 
 
-class PackedBlock(nnx.Module):
-    """A pre-norm transformer block."""
+class PackedConvolution(nnx.Module):
+    """`torch.nn.Conv2d(groups=D, padding=size // 2)` over frames: parameter `weight[D, 1, _, _]`.
+
+    Frames of any size lie in a pack, their patches in any order.
+    """
+
+    def __init__(self, width: int, size: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((width, 1, size, size), dtype))
+
+    def __call__(
+        self, x: Float[Array, "P D"], neighbours: Int[Array, "P _taps"]
+    ) -> Float[Array, "P D"]:
+        """Convolve; `neighbours` are of `find_neighbours`. Added in float32."""
+        weight = self.weight[...].astype(jnp.float32)
+        rows = jnp.arange(len(x), dtype=jnp.int32)
+        out = jnp.zeros(x.shape, jnp.float32)
+        for offset, tap in zip(neighbours.T, weight.reshape(len(weight), -1).T, strict=True):
+            seen = x.at[rows + offset].get(mode="fill", fill_value=0)
+            out = out + seen.astype(jnp.float32) * tap[None]
+        return out.astype(x.dtype)
+
+
+class PackedGatedConvolution(nnx.Module):
+    """A convolution of frames between two gates, of which patches make their own (LFM3-VL's)."""
 
     def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
+        width, options = config.hidden_size, {"use_bias": config.has_bias, "dtype": dtype}
+        self.in_proj = Linear(width, 3 * width, **options)
+        self.spatial_conv = PackedConvolution(width, config.conv_size, dtype=dtype)
+        self.out_proj = Linear(width, width, **options)
+
+    def __call__(
+        self, x: Float[Array, "P D"], neighbours: Int[Array, "P _taps"]
+    ) -> Float[Array, "P D"]:
+        """Convolve within each frame."""
+        before, behind, value = jnp.split(self.in_proj(x), 3, axis=-1)
+        return self.out_proj(behind * self.spatial_conv(before * value, neighbours))
+
+
+class PackedBlock(nnx.Module):
+    """A pre-norm transformer block, of attention or of a convolution."""
+
+    def __init__(self, config: PackedViTConfig, *, convolves: bool = False, dtype: Any) -> None:
         self.norm1 = config.make_norm(dtype=dtype)
         self.norm2 = config.make_norm(dtype=dtype)
-        self.attn = PackedAttention(config, dtype=dtype)
+        self.attn = None if convolves else PackedAttention(config, dtype=dtype)
+        self.conv = PackedGatedConvolution(config, dtype=dtype) if convolves else None
         self.mlp = (GatedMLP if config.is_gated else MLP)(
             config.hidden_size,
             config.intermediate_size,
@@ -126,11 +167,21 @@ class PackedBlock(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "P D"], angles: Angles | None, segment_ids: Int[Array, " P"]
+        self,
+        x: Float[Array, "P D"],
+        angles: Angles | None,
+        segment_ids: Int[Array, " P"],
+        neighbours: Int[Array, "P _taps"] | None = None,
     ) -> Float[Array, "P D"]:
-        """Return the residual stream after this block."""
-        with jax.named_scope("attn"):
-            x = x + self.attn(self.norm1(x), angles, segment_ids)
+        """Return the residual stream after this block; the last are of one that convolves."""
+        normed = self.norm1(x)
+        if self.conv is not None:
+            with jax.named_scope("conv"):
+                assert neighbours is not None, "a block that convolves is given no neighbours"
+                x = x + self.conv(normed, neighbours)
+        if self.attn is not None:
+            with jax.named_scope("attn"):
+                x = x + self.attn(normed, angles, segment_ids)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.norm2(x))
 
@@ -196,7 +247,12 @@ class PackedViT(nnx.Module):
             else PatchEmbed(config.hidden_size, config.kernel, **options)
         )
         self.first_norm = config.make_norm(dtype=dtype) if config.has_first_norm else None
-        self.blocks = nnx.List([PackedBlock(config, dtype=dtype) for _ in range(config.num_blocks)])
+        self.blocks = nnx.List(
+            [
+                PackedBlock(config, convolves=number in config.convolved_blocks, dtype=dtype)
+                for number in range(config.num_blocks)
+            ]
+        )
         num_positions = config.num_positions
         self.pos_embed = (
             None if num_positions is None else Embed(num_positions, config.hidden_size, dtype=dtype)
@@ -220,6 +276,7 @@ class PackedViT(nnx.Module):
         places: Int[Array, "P 2"] | None = None,
         segment_ids: Int[Array, " P"],
         window_ids: Int[Array, " P"] | None = None,
+        neighbours: Int[Array, "P _taps"] | None = None,
         positions: PositionTaps | None = None,
         axis_weights: AxisWeights | None = None,
         square_offsets: Int[Array, " P"] | None = None,
@@ -237,6 +294,8 @@ class PackedViT(nnx.Module):
             places: Row and column of each patch in its picture or frame, where they are rotary.
             segment_ids: Its picture or frame.
             window_ids: Its window, numbered over all pictures, where the config has windows.
+            neighbours: Where the patches around each stand from its row, where blocks convolve: of
+                `find_neighbours`.
             positions: Where they are learned: those around each patch, and their weights.
             axis_weights: In their place, where a patch may have any number of those around it.
             square_offsets: Patches come row by row; that of row i + offsets[i] is the i-th one
@@ -257,9 +316,8 @@ class PackedViT(nnx.Module):
         full = self.config.full_attention_blocks
         for number, block in enumerate(self.blocks):
             sees_all = full is None or window_ids is None or number in full
-            states.append(
-                call_block(block, states[-1], angles, segment_ids if sees_all else window_ids)
-            )
+            seen = segment_ids if sees_all else window_ids
+            states.append(call_block(block, states[-1], angles, seen, neighbours))
         last = states[-1] if self.post_layernorm is None else self.post_layernorm(states[-1])
         if square_offsets is not None:
             last = last[jnp.arange(len(last)) + square_offsets]
