@@ -31,13 +31,13 @@ from mmjax.processing.items.parse import ImageSize, MultiModalDataParser
 from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
-CHATML_TURNS = write_chatml(
-    write_parts(
-        image="<|vision_start|><|image_pad|><|vision_end|>",
-        video="<|vision_start|><|video_pad|><|vision_end|>",
-    )
+VISION_PARTS = write_parts(
+    image="<|vision_start|><|image_pad|><|vision_end|>",
+    video="<|vision_start|><|video_pad|><|vision_end|>",
 )
-"""Of a Qwen checkpoint without a chat template."""
+"""A message's content, of a checkpoint without a chat template."""
+CHATML_TURNS = write_chatml(VISION_PARTS)
+"""Of a Qwen checkpoint without one."""
 SECONDS_OF_STEPS: Mapping[str, MultiModalFieldConfig] = MappingProxyType(
     {"second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
 )
@@ -329,6 +329,13 @@ class StampedGridInfo(GridInfo):
 
     parser = StampedDataParser
     video_patcher = SampledVideoPatcher
+    video_defaults: ClassVar = {
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+        "patch_size": 16,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    """HF: `Qwen3VLVideoProcessor`."""
     marks: ClassVar[tuple[str, str]] = ("vision_start_token_id", "vision_end_token_id")
     """Keys of config.json: the tokens around the embeddings of a step."""
     has_time_behind: ClassVar[bool] = False

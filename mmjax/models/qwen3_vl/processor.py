@@ -27,12 +27,6 @@ class Qwen3VLProcessingInfo(StampedGridInfo):
     }
     host_inputs = Qwen3VLHostInputs
     box_unit = "thousandths"
-    video_defaults: ClassVar = {
-        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
-        "patch_size": 16,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
 
 
 class Qwen35ProcessingInfo(Qwen3VLProcessingInfo):
