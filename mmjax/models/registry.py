@@ -134,6 +134,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         ),
         "Kimi_K25ForConditionalGeneration": ModelRow("kimi_k25", "moonshotai/Kimi-K2.5"),
         "Lfm2VlForConditionalGeneration": ModelRow("lfm2_vl", "LiquidAI/LFM2-VL-450M"),
+        "Lfm3VlForConditionalGeneration": ModelRow("lfm3_vl", "LiquidAI/LFM3-VL-2B"),
         "LightOnOcrForConditionalGeneration": ModelRow(
             "pixtral", "lightonai/LightOnOCR-1B-1025", factories="LIGHTON_FACTORIES"
         ),

@@ -25,7 +25,7 @@ RECURRENT = [name for name, family in TINY_FAMILIES.items() if family.longest_ru
 
 
 def test_the_table_has_them() -> None:
-    names = ["lfm2_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"]
+    names = ["lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"]
     assert [*names, "qwen3_5", "qwen3_5_moe"] == RECURRENT
 
 

@@ -26,6 +26,7 @@ from tests.families.idefics3 import IDEFICS3, SMOLVLM
 from tests.families.internvl import INTERNVL, INTERNVL_GPT_OSS, INTERNVL_ORIGINAL
 from tests.families.kimi_k25 import KIMI_K25
 from tests.families.lfm2_vl import LFM2_VL
+from tests.families.lfm3_vl import LFM3_VL
 from tests.families.llama4 import LLAMA4
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.llava_next import LLAVA_NEXT
@@ -83,6 +84,7 @@ _ROWS = (
     INTERNVL_ORIGINAL,
     KIMI_K25,
     LFM2_VL,
+    LFM3_VL,
     LLAMA4,
     LLAVA,
     LLAVA_NEXT,

@@ -2,7 +2,7 @@
 
 DeepSeek-VL2's and Qwen-VL's are listed as the published code makes them; Molmo's are those of the
 tiny checkpoints, repeated to the published depth. Of Qwen3-VL's experts the published files have
-the transposed.
+the transposed, and some of LFM3-VL's modules have other names there.
 """
 
 import json
@@ -13,7 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, Qwen3VLMoeForConditionalGeneration
+from transformers import (
+    Lfm3VlForConditionalGeneration,
+    PreTrainedConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from mmjax.models.model_source import load_model_config
 from mmjax.weights.files.safetensors import open_safetensors
@@ -258,6 +262,26 @@ def list_qwen3_vl_moe(config: Any) -> dict[str, tuple[int, ...]]:
         name: tuple((tensor.swapaxes(1, 2) if ".experts." in name else tensor).shape)
         for name, tensor in tensors.items()
     }
+
+
+def list_lfm3_vl(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of files: of HF's module, but for a few modules' names.
+
+    HF: conversion_mapping.py, `lfm3` and `lfm3_vl_vision`.
+    """
+    with torch.device("meta"):
+        tensors = Lfm3VlForConditionalGeneration(config).state_dict()
+    found = {}
+    for name, tensor in tensors.items():
+        if "vision_tower" in name:
+            told = re.sub(r"\.([qk])_norm\.", r".\1_layernorm.", name)
+            told = told.replace(".patch_embed.", ".patchifier.")
+        else:
+            told = name.replace(".self_attn.g_proj.", ".self_attn.gate_proj.")
+        found[told] = tuple(tensor.shape)
+    if config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    return found
 
 
 def list_molmo2(config: Any) -> dict[str, tuple[int, ...]]:

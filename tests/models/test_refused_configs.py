@@ -67,6 +67,24 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"vision_feature_select_strategy": "default"}, "leaves 15 features of a tile"),
         ({"text": {"model_type": "granitemoehybrid"}}, "`granitemoehybrid`"),
     ],
+    "lfm3_vl": [
+        (
+            {"text": {"layer_types": ["conv"] * 3 + ["chunked_attention"]}},
+            r"\['chunked_attention'\]",
+        ),
+        ({"text": {"conv_L_cache": 1}}, "`conv_L_cache` is 1; a convolution reads 2 tokens or"),
+        ({"text": {"sliding_window": None}}, "`sliding_window` is None, and `layer_types` holds"),
+        (
+            {"vision": {"layer_types": ["conv", "sliding_attention", "conv"]}},
+            r"`vision_config.layer_types` holds \['sliding_attention'\]; known: conv, full_att",
+        ),
+        ({"vision": {"conv_kernel_size": 4}}, "`vision_config.conv_kernel_size` is 4; .* odd"),
+        (
+            {"vision": {"num_key_value_heads": 3}},
+            "`vision_config.num_attention_heads` is 4; .* multiple of `num_key_value_heads`",
+        ),
+        ({"projector_hidden_act": "mish"}, "activation `mish` is unknown"),
+    ],
     "llama4": [
         ({"vision": {"pixel_shuffle_ratio": 0.3}}, "`vision_config.pixel_shuffle_ratio` is 0.3"),
         ({"vision": {"vision_output_dim": 39}}, "`vision_output_dim` of `vision_config` is 39"),
