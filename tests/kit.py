@@ -6,12 +6,14 @@ All by formula. Knows nothing of mmjax: an oracle built from here is built apart
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 from PIL import Image
 
 Layout = Literal["hub", "save_pretrained"]
@@ -301,11 +303,35 @@ def _rename_tower(path: Path) -> None:
         index_file.write_text(json.dumps(index, indent=2))
 
 
-def num_examples(most: int) -> int:
-    """Return how many examples a property is tried with: `most` in the slow run, else fewer."""
+def is_slow_run() -> bool:
+    """Return whether this is `make test-slow`, which draws new examples."""
     from hypothesis import settings
 
-    return most if settings.get_current_profile_name() == "random" else max(1, most // 3)
+    return settings.get_current_profile_name() == "random"
+
+
+def each_once(*values: Iterable[Any]) -> list[Any]:
+    """Return rows of all combinations, of which the default run has some, and the slow one all.
+
+    By default each value is in a row: the n-th of each list together, of the shorter ones from the
+    beginning again.
+    """
+    lists = [list(one) for one in values]
+    by_default = {
+        tuple(number % len(one) for one in lists) for number in range(max(map(len, lists)))
+    }
+    return [
+        pytest.param(
+            *(one[place] for one, place in zip(lists, places, strict=True)),
+            marks=() if places in by_default else pytest.mark.slow,
+        )
+        for places in product(*(range(len(one)) for one in lists))
+    ]
+
+
+def num_examples(most: int) -> int:
+    """Return how many examples a property is tried with: `most` in the slow run, else fewer."""
+    return most if is_slow_run() else max(1, most // 3)
 
 
 def draw(width: int, height: int, seed: int = 0) -> Image.Image:

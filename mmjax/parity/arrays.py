@@ -48,7 +48,7 @@ TILE = 64
 class PagedModel:
     """A model with its parameters, for one request of at most `max_len` tokens at a time.
 
-    Programs: one for the encoder (one unit), one for decoding, one per 64 prompt tokens.
+    Programs: one for the encoder (one unit), one for decoding, one per `prompt_step` prompt tokens.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class PagedModel:
         max_len: int,
         dtype: Any = jnp.float32,
         quantization: Quantization | Layouts | None = None,
+        *,
+        prompt_step: int = TILE,
     ) -> None:
+        assert prompt_step % TILE == 0, f"{prompt_step=} {TILE=}"
         self._parts = (model_class, hf_config, None, quantization)
         self.graphdef, abstract = build_abstract(build_model, *self._parts, dtype=dtype)
         self.dtype = dtype
@@ -71,6 +74,7 @@ class PagedModel:
         self.max_len = round_up(max_len, BLOCK_SIZE)
         self.max_encoder_len = structure.max_encoder_len
         self.sees: Sees = structure.sees
+        self._prompt_step = prompt_step
         self._num_blocks = self.max_len // BLOCK_SIZE
         self._num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self._rows = EncoderRows(
@@ -121,6 +125,7 @@ class PagedModel:
         max_len: int,
         dtype: Any = jnp.float32,
         quantization: Quantization | None = None,
+        prompt_step: int = TILE,
     ) -> "PagedModel":
         """Load a checkpoint, to compute in `dtype`."""
         rules = model_class.rules(hf_config)
@@ -129,7 +134,7 @@ class PagedModel:
         _, abstract = build_abstract(build_model, *parts, dtype=dtype)
         method = read_method(hf_config)
         params = load_params(path, abstract, rules, method=method, use_tqdm=False)
-        return cls(model_class, hf_config, params, max_len, dtype, kept)
+        return cls(model_class, hf_config, params, max_len, dtype, kept, prompt_step=prompt_step)
 
     def load_adapter(self, path: Path) -> None:
         """Compute with an adapter from now on, wherever it has weights."""
@@ -215,7 +220,7 @@ class PagedModel:
             dtype=self.dtype,
             num_state_slots=1,
         )
-        num_rows = round_up(self.max_len, TILE)
+        num_rows = round_up(self.max_len, self._prompt_step)
         return StepState(kv_cache, jnp.zeros((num_rows, self.shape.hidden_size), self.dtype))
 
     def _run_encoder(
@@ -268,7 +273,7 @@ class PagedModel:
         start, end = request.num_computed_tokens, request.num_tokens
         is_prompt = start == 0
         bucket = StepBucket(
-            round_up(end, TILE) if is_prompt else 1,
+            round_up(end, self._prompt_step) if is_prompt else 1,
             1,
             TILE if is_prompt else 1,
             num_states=self.max_encoder_len if is_prompt else 0,

@@ -43,7 +43,8 @@ class GoldenModel:
     def model(self) -> PagedModel:
         config = load_model_config(str(self.path))
         model_class = load_model_class(config.architecture)
-        return PagedModel.from_directory(self.path, model_class, config.hf_config, max_len=1024)
+        parts: Any = (self.path, model_class, config.hf_config)
+        return PagedModel.from_directory(*parts, max_len=1024, prompt_step=512)
 
     def images(self, case: dict[str, Any]) -> dict[str, Any]:
         folder = GOLDEN_MODELS / self.name / "images"

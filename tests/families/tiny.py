@@ -12,11 +12,13 @@ import numpy as np
 
 from mmjax.layers.module import build_abstract
 from mmjax.models.host_inputs import PromptItem
-from mmjax.parity.arrays import PagedModel, Sample
+from mmjax.parity.arrays import TILE, PagedModel, Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.tensors.inputs import PlaceholderRange
+from mmjax.rounding import round_up
 from tests.families.sizes import resize_text
+from tests.kit import is_slow_run
 from tests.oracle import fill_with_unit_norms, params_of
 
 
@@ -248,7 +250,9 @@ class TinyModel:
 
     def make_paged(self, params: Any, max_len: int = 256) -> PagedModel:
         """Return our model with parameters of your own."""
-        return PagedModel(self.family.model_class, self.config, params, max_len)
+        parts = (self.family.model_class, self.config, params, max_len)
+        # Prompts of any length are one program, but in the slow run.
+        return PagedModel(*parts, prompt_step=TILE if is_slow_run() else round_up(max_len, TILE))
 
     def with_weights(self, params: Any) -> PagedModel:
         """Return our model with other numbers in a tree like its own, and `paged`'s programs."""

@@ -317,7 +317,7 @@ def test_logits_at_every_position_are_hfs(family: Family) -> None:
     config = load_model_config(str(family.checkpoint))
     processor, model_class = create_processor(config), load_model_class(config.architecture)
     parts: Any = (family.checkpoint, model_class, config.hf_config)
-    model = PagedModel.from_directory(*parts, max_len=1024)
+    model = PagedModel.from_directory(*parts, max_len=1024, prompt_step=512)
     reference, prompts = load(family)
     for (text, clips), inputs in zip(prompts_of(family), prompts, strict=True):
         expected = run_reference(reference, inputs, ())[LOGITS]

@@ -70,7 +70,8 @@ def processor(size: str, *, is_cached: bool = False) -> BaseMultiModalProcessor[
 @cache
 def model(size: str) -> PagedModel:
     path = directory(size)
-    return PagedModel.from_directory(path, DeepseekVLV2ForCausalLM, read_config(size), max_len=256)
+    parts: Any = (path, DeepseekVLV2ForCausalLM, read_config(size))
+    return PagedModel.from_directory(*parts, max_len=256, prompt_step=256)
 
 
 def process(size: str, case: dict[str, Any], **kwargs: Any) -> Any:

@@ -183,7 +183,7 @@ def test_positions_logits_and_tokens_of_videos_with_sound_are_hfs():
     config = load_model_config(str(QWEN2_5_OMNI.checkpoint))
     model_class = load_model_class(config.architecture)
     parts: Any = (QWEN2_5_OMNI.checkpoint, model_class, config.hf_config)
-    model = PagedModel.from_directory(*parts, max_len=1024)
+    model = PagedModel.from_directory(*parts, max_len=1024, prompt_step=512)
     reference = load_reference(QWEN2_5_OMNI.checkpoint, config.architecture)
     expected = []
     for name, prompt in PROMPTS.items():

@@ -140,7 +140,7 @@ def test_logits_and_tokens_of_videos_with_sound_are_hfs():
     config = load_model_config(str(QWEN3_OMNI.checkpoint))
     model_class = load_model_class(config.architecture)
     parts: Any = (QWEN3_OMNI.checkpoint, model_class, config.hf_config)
-    model = PagedModel.from_directory(*parts, max_len=1024)
+    model = PagedModel.from_directory(*parts, max_len=1024, prompt_step=512)
     reference = load_reference(QWEN3_OMNI.checkpoint, config.architecture)
     processor, expected = QWEN3_OMNI.make_processor(), []
     for text, media in PROMPTS.values():
