@@ -62,7 +62,7 @@ import pytest  # noqa: E402 (the environment comes first)
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests import shared_programs  # noqa: E402
-from tests.kit import tiny_gemma3_checkpoint  # noqa: E402
+from tests.kit import is_slow_run, tiny_gemma3_checkpoint  # noqa: E402
 
 # How long an example takes says more of the machine's load than of the code.
 PROFILE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -130,8 +130,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    own = {"monkeypatch", "own_programs"}
-    shared_programs.is_paused = not own.isdisjoint(getattr(item, "fixturenames", ()))
+    fixtures = set(getattr(item, "fixturenames", ()))
+    shared_programs.is_paused = not fixtures.isdisjoint({"monkeypatch", "own_programs"})
+    shared_programs.has_all_sizes = is_slow_run() or "all_sizes" in fixtures
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -147,6 +148,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture
 def own_programs() -> None:
     """For a test whose engines share no programs with others."""
+
+
+@pytest.fixture(scope="session")
+def all_sizes() -> None:
+    """For a test whose engines have programs of all sizes."""
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """Engines of one structure share, in a test process, what their programs were compiled to.
 
+And they have fewer of them: of the sizes of steps each fourth, since others differ by padding.
+
 Tests start hundreds of engines, most of them alike but for their weights and requests. A program is
 another's where all is equal that it is traced from: the function, the model's graph, the devices,
 and the shapes of its arguments. As of one that JAX fetches from its compile cache, an event tells
@@ -7,12 +9,16 @@ that it was compiled, so that an engine's `compilations` counts the same.
 """
 
 import gc
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 is_paused = False
 """Whether nothing is shared, since a test may replace a part of what programs are traced from."""
+has_all_sizes = False
+"""Whether engines have programs of all sizes, as a test is of them, and in the slow run."""
 _compiled: dict[Any, Any] = {}
 _read: dict[Any, frozenset[str]] = {}
 """Names of the parameters that a function reads, by what it is traced from."""
@@ -74,8 +80,50 @@ class _Shared:
         return getattr(self._jitted, name)
 
 
+def thin_out(sizes: Sequence[int]) -> set[int]:
+    """Return the smallest of sorted sizes, those four times as large as the last, and the largest.
+
+    1, 2, 4, 8, 16, 24: 1, 4, 16, 24.
+    """
+    kept = [sizes[0]]
+    for size in sizes:
+        if size >= 4 * kept[-1]:
+            kept.append(size)
+    return {*kept, sizes[-1]}
+
+
 def install() -> None:
-    """Let the engines of this process share their programs."""
+    """Let the engines of this process share their programs, and have fewer of them."""
+    _install_few_sizes()
+    _install_sharing()
+
+
+def _install_few_sizes() -> None:
+    from mmjax.engine import start
+    from mmjax.engine.scheduling.buckets import Buckets
+
+    class FewBuckets:
+        """What makes an engine's buckets."""
+
+        @staticmethod
+        def create(*, num_guessed: int = 0, **sizes: Any) -> Buckets:
+            buckets = Buckets.create(num_guessed=num_guessed, **sizes)
+            if has_all_sizes:
+                return buckets
+            tokens = thin_out([one.num_tokens for one in buckets.mixed])
+            # A request alone with all its guesses has a size of its own.
+            rows = thin_out([one.num_tokens for one in buckets.decode]) | {1 + num_guessed}
+            return replace(
+                buckets,
+                mixed=tuple(one for one in buckets.mixed if one.num_tokens in tokens),
+                decode=tuple(one for one in buckets.decode if one.num_tokens in rows),
+                sample=tuple(size for size in buckets.sample if size in rows),
+            )
+
+    start.Buckets = FewBuckets  # type: ignore[misc, assignment]
+
+
+def _install_sharing() -> None:
     # NOTE: not imported with this module: jaxtyping must see the package's first import.
     from mmjax.engine.device.programs import Programs
     from mmjax.models.host_inputs import PackedEncoderSpec

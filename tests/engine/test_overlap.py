@@ -223,6 +223,7 @@ def test_an_idle_engine_runs_each_program_once_on_padding(monkeypatch: pytest.Mo
     assert news[0].num_cached_tokens == 48
 
 
+@pytest.mark.usefixtures("all_sizes")
 def test_of_slow_programs_one_is_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(max_num_batched_tokens=16, precompile="all")
     monkeypatch.setattr(compilation, "_MAX_FIRST_RUN_S", 0.0)

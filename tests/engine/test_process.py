@@ -400,6 +400,7 @@ def test_a_failed_step_loses_its_requests_and_not_the_engine(
     assert frontend.answer_of("kept") == dense_greedy(request)
 
 
+@pytest.mark.usefixtures("all_sizes")
 def test_run_engine_serves_a_checkpoint(frontend: Frontend, tiny_gemma3: Path) -> None:
     logger = get_logger("mmjax")
     before = (logger.handlers, logger.level, logger.propagate)
