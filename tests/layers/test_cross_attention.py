@@ -106,7 +106,9 @@ def expected(query: np.ndarray, encoder: tuple[np.ndarray, np.ndarray]) -> np.nd
 
 
 @pytest.mark.parametrize("layout", ["transposed", "interleaved", "slots", "rows"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 3 else ()) for seed in range(12)]
+)
 def test_two_steps_are_dense_attention(seed: int, layout: str):
     """A first step writes the encoders' states, a later one brings none, and both see them all."""
     generator = np.random.default_rng(seed)
@@ -196,7 +198,7 @@ def test_neighbours_never_matter(seed: int):
     np.testing.assert_array_equal(*outputs)
 
 
-@pytest.mark.parametrize("is_shown_some", [False, True])
+@pytest.mark.parametrize("is_shown_some", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_it_is_the_kernel_for_cuda(is_shown_some: bool):
     """Lowered for CUDA both attentions are a kernel; interpreted, it answers as XLA does."""
     generator = np.random.default_rng(0)

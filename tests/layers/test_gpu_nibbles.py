@@ -18,6 +18,7 @@ from mmjax.layers.cpu.groups import (
     pack_nibbles,
 )
 from mmjax.layers.gpu.nibbles import nibble_product
+from tests.kit import each_once
 from tests.layers.on_gpu import as_on_gpu
 
 
@@ -44,9 +45,9 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("num_rows", "shape", "group_size", "has_zero"),
     [
-        # By default every shape with two rows, and every number of rows with one shape.
-        pytest.param(rows, *one, marks=() if rows == 2 or one is SHAPES[0] else pytest.mark.slow)
-        for rows in (1, 2, 16)
+        # By default every shape, and every number of rows.
+        pytest.param(rows, *one, marks=() if one in SHAPES[place::3] else pytest.mark.slow)
+        for place, rows in enumerate((1, 2, 16))
         for one in SHAPES
     ],
 )
@@ -72,8 +73,7 @@ def test_a_product_of_few_rows_is_lowered_to_it():
     assert "__gpu$xla.gpu.triton" in text.as_text()
 
 
-@pytest.mark.parametrize("code", ["uint8", "float8"])
-@pytest.mark.parametrize("group_size", [128, 0])
+@pytest.mark.parametrize(("group_size", "code"), each_once([128, 0], ["uint8", "float8"]))
 def test_a_gpu_scales_the_sums_of_codes_of_8_bits(code: Any, group_size: int):
     """And not the weights, which XLA would write in 16 bits before each product of few rows."""
     layout = Layout(code=code, group_size=group_size)

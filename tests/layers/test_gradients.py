@@ -23,7 +23,12 @@ def attend_densely(query: Any, key: Any, value: Any, ids: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "lengths", [[7, 5], [300, 41, 280], [1, 512]], ids=["one block", "three blocks", "whole blocks"]
+    "lengths",
+    [
+        pytest.param([7, 5], id="one block", marks=pytest.mark.slow),
+        pytest.param([300, 41, 280], id="three blocks"),
+        pytest.param([1, 512], id="whole blocks", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "is_shuffled",

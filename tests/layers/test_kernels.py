@@ -47,8 +47,16 @@ from mmjax.layers.rope import (
     rotary_angles,
 )
 from mmjax.layers.tpu.groups import tpu_group_product
+from tests.kit import each_once
 
 SHAPES = [(512, 1024), (1280, 640), (1281, 640), (262, 1031), (300, 1000)]
+ODD = (262, 1031)
+"""Neither of which is a multiple of a tile's or of a vector's."""
+
+
+def name_of(value: Any) -> str:
+    """Return a row's part of its name."""
+    return f"{value.code}-{value.group_size}" if isinstance(value, Layout) else str(value)
 
 
 def has_compiler() -> bool:
@@ -90,6 +98,14 @@ FORMS = {
 }
 
 
+PRODUCTS = [
+    # By default each form with odd sizes, and each shape with one of the forms.
+    pytest.param(shape, dtypes, marks=() if shape == ODD or place == number else pytest.mark.slow)
+    for place, shape in enumerate(SHAPES)
+    for number, dtypes in enumerate(FORMS)
+]
+
+
 def many_rows(kernels: str, dtype: str) -> tuple[int, ...]:
     """Return numbers of rows beyond the few that tiles take, around multiples of theirs."""
     takes_many = kernels == "amx" and dtype != "float32"
@@ -116,8 +132,7 @@ def lower(dtypes: tuple[str, str], x: np.ndarray, weight: np.ndarray):
     return jax.jit(lambda x, weight: FORMS[dtypes](x, weight)).lower(x, weight)
 
 
-@pytest.mark.parametrize("dtypes", FORMS, ids="-".join)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtypes"), PRODUCTS, ids=name_of)
 def test_a_kernel_equals_xla_up_to_the_order_of_sums(
     kernels: str, shape: tuple[int, int], dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,8 +156,7 @@ def test_a_kernel_equals_xla_up_to_the_order_of_sums(
             np.testing.assert_allclose(got, expected, atol=4e-4 * scale, rtol=0)
 
 
-@pytest.mark.parametrize("dtypes", FORMS, ids="-".join)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtypes"), PRODUCTS, ids=name_of)
 def test_a_row_has_the_same_bits_beside_any_others(
     kernels: str, shape: tuple[int, int], dtypes: tuple[str, str]
 ) -> None:
@@ -156,8 +170,9 @@ def test_a_row_has_the_same_bits_beside_any_others(
             np.testing.assert_array_equal(got, whole[first : first + rows])
 
 
-@pytest.mark.parametrize("dtypes", FORMS, ids="-".join)
-@pytest.mark.parametrize("shape", [*SHAPES, (300, 2100)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtypes"), [*PRODUCTS, *(((300, 2100), dtypes) for dtypes in FORMS)], ids=name_of
+)
 def test_a_row_has_the_same_bits_in_any_prompt_and_in_decoding(
     kernels: str, shape: tuple[int, int], dtypes: tuple[str, str]
 ) -> None:
@@ -204,9 +219,11 @@ def draw_groups(layout: Layout, *shape: int) -> Grouped:
     return Grouped(layout=layout, codes=codes, scale=scale, zero=zero, order=order)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
-@pytest.mark.parametrize("shape", [(515, 640), (300, 1000), (400, 352)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "layout", "dtype"),
+    each_once([(515, 640), (300, 1000), (400, 352)], GROUPS, ["bfloat16", "float32"]),
+    ids=name_of,
+)
 def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
     kernels: str, shape: tuple[int, int], layout: Layout, dtype: str
 ) -> None:
@@ -228,8 +245,11 @@ def test_groups_are_multiplied_as_the_numbers_that_they_stand_for(
             np.testing.assert_array_equal(got, whole[first : first + rows])
 
 
-@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
-@pytest.mark.parametrize("shape", [(515, 640), (300, 1000), (400, 352), (131, 2112)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    each_once([(515, 640), (300, 1000), (400, 352), (131, 2112)], GROUPS),
+    ids=name_of,
+)
 def test_prompts_of_groups_are_multiplied_as_xla_does(
     kernels: str, shape: tuple[int, int], layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +350,7 @@ def test_prompts_of_experts_are_multiplied_by_tiles(
     np.testing.assert_allclose(got[:297], expected[:297], atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
+@pytest.mark.parametrize("layout", GROUPS, ids=name_of)
 def test_experts_in_groups_are_the_numbers_that_they_stand_for(
     kernels: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,8 +373,7 @@ def test_experts_in_groups_are_the_numbers_that_they_stand_for(
     np.testing.assert_allclose(ragged, expected, **close)
 
 
-@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
-@pytest.mark.parametrize("width", [640, 1000])
+@pytest.mark.parametrize(("layout", "width"), each_once(GROUPS, [640, 1000]), ids=name_of)
 def test_on_tpus_inputs_move_and_numbers_stay_the_same(layout: Layout, width: int) -> None:
     weight = draw_groups(replace(layout, has_order=False), 48, width)
 
@@ -378,8 +397,7 @@ def test_no_product_on_tpus_moves_weights_in_groups() -> None:
         assert not [one for one in shapes if one.startswith("512x") and one.count("x") > 1]
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("layout", GROUPS, ids=lambda one: f"{one.code}-{one.group_size}")
+@pytest.mark.parametrize(("layout", "num_devices"), each_once(GROUPS, [1, 4]), ids=name_of)
 def test_on_tpus_the_experts_that_have_rows_are_made_wide(
     layout: Layout, num_devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,8 +488,7 @@ def angles_of(x: jax.Array, num_pairs: int) -> tuple[jax.Array, jax.Array]:
     return rotary_angles(positions, frequencies)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("name", "dtype"), each_once(ROWS, ["float32", "bfloat16"]))
 def test_rows_are_normed_and_rotated_as_by_xla(
     kernels: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from mmjax.layers.moe import (
     _ragged_product,
 )
 from mmjax.layers.tpu.groups import choose_tiles, tpu_group_product
+from tests.kit import each_once
 
 WIDTH, INNER, NUM_EXPERTS = 24, 20, 8
 
@@ -69,25 +70,24 @@ def one_expert(experts: Experts, number: int, x: np.ndarray) -> np.ndarray:
     return inner @ np.transpose(down) + biases[2]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [0, 0, 0, 1, 0, 0, 0, 0],
-        [3, 0, 2, 1, 0, 0, 5, 2],
-        [MAX_FEW_ROWS, MAX_FEW_ROWS + 1, 0, 0, 0, 2 * MAX_FEW_ROWS, 0, 1],
-        [0, 300, 0, 0, 0, 0, 0, 129],
-        [0] * 8,
-    ],
-    ids=["one", "few", "tiles", "many", "none"],
-)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"use_bias": True, "clamped_gate": ClampedGate(alpha=1.7, limit=0.8)}],
-    ids=["plain", "clamped, with biases"],
-)
-def test_each_row_meets_its_expert(sizes: list[int], options: dict[str, Any]):
+SIZES = {
+    "one": [0, 0, 0, 1, 0, 0, 0, 0],
+    "few": [3, 0, 2, 1, 0, 0, 5, 2],
+    "tiles": [MAX_FEW_ROWS, MAX_FEW_ROWS + 1, 0, 0, 0, 2 * MAX_FEW_ROWS, 0, 1],
+    "many": [0, 300, 0, 0, 0, 0, 0, 129],
+    "none": [0] * 8,
+}
+GATES: dict[str, dict[str, Any]] = {
+    "clamped, with biases": {"use_bias": True, "clamped_gate": ClampedGate(alpha=1.7, limit=0.8)},
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize(("rows_of", "gate"), each_once(SIZES, GATES))
+def test_each_row_meets_its_expert(rows_of: str, gate: str):
     """By a kernel or in tiles, on the CPU, and by `ragged_dot`, elsewhere; the last are of none."""
-    settings = {"activation": "silu", "dtype": jnp.float32, **options}
+    sizes = SIZES[rows_of]
+    settings = {"activation": "silu", "dtype": jnp.float32, **GATES[gate]}
     experts = fill(Experts(NUM_EXPERTS, WIDTH, INNER, **settings))
     x = draw_rows(sum(sizes) + 2)
     counts = jnp.asarray(sizes, jnp.int32)
@@ -101,10 +101,9 @@ def test_each_row_meets_its_expert(sizes: list[int], options: dict[str, Any]):
         np.testing.assert_allclose(ours, np.reshape(rows, ours.shape), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("width", [128, 200], ids=["rows of weights", "columns of weights"])
+@pytest.mark.parametrize(("width", "num_devices"), each_once([128, 200], [1, 4]))
 def test_the_kernel_for_tpus_multiplies_as_xla_does(width: int, num_devices: int):
-    """As the TPU keeps weights; of devices, each with its part of all experts."""
+    """By rows of weights, or by columns (of 200); each device has its part of all experts."""
     sizes = jnp.asarray([3, 0, 200, 1], jnp.int32)
     rng = np.random.default_rng(0)
     x, raise_, lower = (

@@ -183,7 +183,7 @@ def test_the_reference_over_numpy_is_the_reference(seed: int):
     np.testing.assert_allclose(reference(arguments, **options), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_xla_reads_both_layouts_alike(seed: int):
     batch, _, options = draw_case(seed)
     rows = np.concatenate(batch.rows)
@@ -230,7 +230,9 @@ def in_xla(
     return jnp.einsum("tns,tsnh->tnh", weights, value)
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    "shape", [*(pytest.param(one, marks=pytest.mark.slow) for one in ((4, 1), (1, 4))), (2, 2)]
+)
 def test_on_a_mesh_each_device_has_its_heads(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ):
