@@ -54,50 +54,55 @@ LEAST_ALIKE = {
 programs, or more, ask some of these in the default run, and all families in the slow one."""
 
 VARIANTS = {
-    "blip2": (
-        "cross-attention in every block, a text branch, another decoder",
-        "other tower",
-    ),
+    "blip2": ("cross-attention in every block, a text branch, another decoder",),
     "chameleon": ("norms behind, shared key heads",),
-    "florence2": (
-        "wide images, deeper stages, scaled embeddings, a head of its own",
-        "three stages, norms elsewhere, other heads and depths, relu",
-    ),
-    "internvl": (
-        "qwen3 with experts, one layer without",
-        "phi3",
-        "internlm3",
-        "first state, no squares",
-    ),
-    "qwen2_audio": ("one key head, another activation, an odd number of states",),
-    "voxtral": ("one key head, other activations, two states an embedding",),
-    "whisper": ("scaled embeddings that are not, a head of its own, other depths and heads, relu",),
+    "florence2": ("wide images, deeper stages, scaled embeddings, a head of its own",),
+    # Phi-3's and InternLM's fused layers are in `test_internvl_original.py`.
+    "internvl": ("qwen3 with experts, one layer without", "first state, no squares"),
 }
 """Whose arrays are compared with HF's by default beside the first, by family. What the others vary
 is compared by parts, too, in `tests/towers` and `tests/language`."""
 
 HELD_ELSEWHERE = {
-    # Other parts of another row's, which is in the default run.
-    *("cohere2_vision", "deepseek_ocr", "glm46v", "glm4v", "idefics3", "lighton_ocr"),
-    *("minicpm_ocr", "minicpmv4_6", "qianfan_ocr", "qwen3_5", "qwen3_vl_moe", "ultravox"),
-    # A directory's logits, or its greedy tokens, are compared with HF's by default:
-    "blip2_t5",  # test_blip2_t5.py
-    "deepseek_ocr2",  # test_deepseek_ocr2.py
-    "florence2",  # test_florence2_llm.py; other variants are above
-    "gemma3",  # tests/parity/test_parity.py
-    "paligemma",  # test_hf_answers.py
-    "pixtral",  # test_pixtral_directory.py
-    "qwen2_5_omni",  # test_qwen2_5_omni.py
-    "qwen2_5_vl",  # test_hf_answers.py
-    "qwen2_vl",  # test_qwen2_vl_checkpoint.py
-    "qwen2_audio",  # test_clip_laws.py; another variant is above
-    "qwen3_asr",  # test_qwen3_asr_transcripts.py
-    "qwen3_vl",  # test_video_laws.py
-    "voxtral",  # test_clip_laws.py; another variant is above
-    "whisper",  # test_whisper_transcripts.py; another variant is above
+    # A row of `test_array_laws.py` that has the same parts.
+    "cohere2_vision": "aya_vision",
+    "deepseek_ocr": "unlimited_ocr",
+    "glm46v": "glm4v_moe",
+    "glm4v": "glm4v_moe",
+    "idefics3": "smolvlm",
+    "lighton_ocr": "mistral3",
+    "minicpm_ocr": "minicpmv4_7",
+    "minicpmv4_6": "minicpmv4_7",
+    "qianfan_ocr": "internvl",
+    "qwen3_5": "qwen3_5_moe",
+    "qwen3_vl_moe": "qwen3_vl",
+    # A test that compares its logits or its greedy tokens with HF's, or with the authors' code's.
+    "blip2_t5": "models.test_blip2_t5::test_answers_of_a_directory_are_hfs",
+    "deepseek_ocr2": "models.test_deepseek_ocr2::"
+    "test_a_tiny_checkpoint_in_deepseeks_layout_says_what_hf_says",
+    "deepseek_vl2": "models.test_deepseek_vl2::"
+    "test_embeddings_logits_and_answers_are_the_published_ones",
+    "florence2": "models.test_florence2_llm::test_answers_of_a_directory_are_hfs",
+    "gemma3": "parity.test_parity::test_the_engine_says_what_hf_says",
+    "internvl original": "models.test_internvl_original::test_states_logits_and_tokens_are_hfs",
+    "molmo": "models.test_molmo::test_embeddings_logits_and_tokens_are_the_published_ones",
+    "paligemma": "models.test_hf_answers::test_the_engines_greedy_tokens_are_hfs[paligemma]",
+    "pixtral": "models.test_pixtral_directory::test_pixtrals_answers_are_hfs",
+    "qwen2_5_omni": "models.test_qwen2_5_omni::"
+    "test_positions_logits_and_tokens_of_videos_with_sound_are_hfs",
+    "qwen2_5_vl": "models.test_hf_answers::test_the_engines_greedy_tokens_are_hfs[qwen2_5_vl]",
+    "qwen2_audio": "models.test_clip_laws::test_the_engines_greedy_tokens_are_hfs[qwen2_audio]",
+    "qwen2_vl": "models.test_qwen2_vl_checkpoint::test_the_engine_says_of_a_video_what_hf_says",
+    "qwen3_asr": "models.test_qwen3_asr_transcripts::test_a_clip_of_several_windows",
+    "qwen3_vl": "models.test_video_laws::"
+    "test_states_logits_and_the_engines_tokens_are_hfs[qwen3_vl]",
+    "qwen_vl": "models.test_qwen_vl::test_embeddings_logits_and_tokens_are_the_published_ones",
+    "ultravox": "models.test_ultravox::test_ids_logits_and_tokens_are_the_published_ones",
+    "voxtral": "models.test_clip_laws::test_logits_at_every_position_are_hfs[voxtral]",
+    "whisper": "models.test_whisper_transcripts::test_a_short_clip_with_times",
 }
 """Whose first variant the slow run compares in `test_array_laws.py`, since another default test has
-its mechanisms.
+its mechanisms: `test_default_run.py` sees that it is in the default run.
 
 Of Qwen3.5 the row with experts, which has a shared one beside them, and MiniCPM-V 4.7, whose
 decoder it is and which differs from 4.6 by positions alone, are in the default run; of Qwen3-VL
@@ -164,12 +169,12 @@ ASKED: dict[str, Collection[str]] = {
     "8 bits": {"gemma4"},
     "4 bits": {"qwen2_vl"},
     # Of the decoder alone, tests/checkpoints/test_italian.py asks PEFT, and test_text_rules.py.
-    "PEFT's towers": {"gemma3", "qwen2_vl"},
+    "PEFT's towers": {"qwen2_vl"},
     "PEFT's rank 1": {"internvl"},
     # ---- training
     "gradients": {"llava"},
-    # Units, packs, spans within images, an encoder-decoder.
-    "scores": {"florence2", "gemma3", "qwen2_vl"},
+    # Packs, and an encoder-decoder.
+    "scores": {"florence2", "qwen2_vl"},
     # ---- processors, and sizes as published
     # Planned sizes are the law of dummies, which all families are under: here are squares that
     # follow a picture's form, grids of patches, and frames beside pictures.
