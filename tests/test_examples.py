@@ -74,14 +74,13 @@ def test_an_example_is_short(script: Path):
     assert len(script.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
-def test_chat_with_an_image():
-    assert run("chat_with_an_image.py") == "red"
-
-
-def test_two_pictures(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("name", "answer"), [("chat_with_an_image", "red"), ("two_pictures", "second")]
+)
+def test_an_example_answers(name: str, answer: str, capsys: pytest.CaptureFixture[str]):
     """In this process: JAX is loaded, and programs are those of other tests of the default."""
-    runpy.run_path(str(EXAMPLES / "two_pictures.py"), run_name="__main__")
-    assert capsys.readouterr().out.strip() == "second"
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out.strip() == answer
 
 
 def test_streaming_client():

@@ -134,6 +134,7 @@ def soaked(seconds: float, *, num_clients: int) -> None:
     assert all(check.is_passed for check in checks), report(record, checks, seconds)
 
 
+@pytest.mark.slow  # a minute of both cores; `tests/chaos` kills servers by default
 @pytest.mark.timeout(1800)
 def test_a_server_stays_as_it_is() -> None:
     soaked(12.0, num_clients=3)

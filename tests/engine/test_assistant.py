@@ -238,6 +238,7 @@ def silence(params: Params) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow  # as those of `test_draft.py` and `test_mtp.py`
 def test_right_guesses_are_all_accepted() -> None:
     """Of a model whose next token depends on the last one alone, which the assistant passes on."""
     width = gemma4.TEXT["hidden_size"]
@@ -324,6 +325,7 @@ def write_checkpoints(path: Path, **changes: Any) -> tuple[str, str]:
     return str(target), str(path / "assistant")
 
 
+@pytest.mark.slow  # its names are `params_of`'s; files of guesses: `test_mtp.py`
 def test_it_is_read_from_its_files(tmp_path: Path) -> None:
     """Again, too, after the engine has slept without weights."""
     target, assistant = write_checkpoints(tmp_path)

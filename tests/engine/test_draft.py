@@ -248,6 +248,7 @@ def test_mixed_requests_of_a_family_are_answered_as_alone(name: str) -> None:
     compare_mixed(served_model(name), 4)
 
 
+@pytest.mark.slow  # devices that share heads are in `test_parallel.py`, guesses above
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices; CPUs have virtual ones")
 def test_over_two_devices(plain: EngineCore) -> None:
     core = start(draft_config(size=2))
@@ -257,6 +258,7 @@ def test_over_two_devices(plain: EngineCore) -> None:
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 20
 
 
+@pytest.mark.slow  # 40 s of compiling; `test_mtp.py` has an LLM that guesses
 def test_the_embedded_default_guesses_for_itself() -> None:
     """From its directory, with real pictures and texts."""
     path = str(resolve_model(None))

@@ -386,7 +386,8 @@ OWN = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_resi
 """The keys of config.json that are not of the layer."""
 
 
-@pytest.mark.parametrize("is_speculator", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # its names are `params_of_head`'s; files of what guesses are in `test_mtp.py`
+@pytest.mark.parametrize("is_speculator", [True, False])
 def test_it_is_read_from_its_files(tmp_path: Path, *, is_speculator: bool) -> None:
     """Of either layout; answers are those of an engine that knows no head, again after sleep."""
     named = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6], "norm_before_residual": True}

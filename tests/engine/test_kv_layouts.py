@@ -37,7 +37,11 @@ def make_engine(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return tiny_engine(max_num_seqs=2, max_num_batched_tokens=16)
 
 
-@pytest.mark.parametrize("backend", LAYOUTS)
+@pytest.mark.parametrize(
+    # By default the TPU's, and of a block's rows; each layout is in `tests/layers`.
+    "backend",
+    ["ragged", pytest.param("triton", marks=pytest.mark.slow), "rows"],
+)
 def test_answers_are_the_oracles(backend: str, monkeypatch: pytest.MonkeyPatch):
     core = make_engine(backend, monkeypatch)
     assert isinstance(core._runner._state.kv_cache[0], LAYOUTS[backend])

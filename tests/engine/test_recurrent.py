@@ -102,21 +102,19 @@ def test_programs_that_run_ahead_change_no_state(cramped: EngineCore, alone: lis
 
 
 def dense_logprobs(token_ids: list[int]) -> np.ndarray:
-    graphdef, params = recurrent_params()
-    length = 192
-    ids = np.zeros(length, np.int32)
+    ids = np.zeros(192, np.int32)
     ids[: len(token_ids)] = token_ids
+    return np.asarray(_forward(recurrent_params()[1], ids))
 
-    @jax.jit
-    def forward(params: Any) -> Any:
-        model = bind(graphdef, params)
-        index = jnp.arange(length, dtype=jnp.int32)
-        metadata = DenseAttentionMetadata(index[None], (index[None] <= index[:, None])[None])
-        positions = jnp.broadcast_to(index[None], (3, length))
-        states, _ = model(model.embed_input_ids(jnp.asarray(ids)), positions, None, metadata)
-        return jax.nn.log_softmax(model.compute_logits(states))
 
-    return np.asarray(forward(params))
+@jax.jit
+def _forward(params: Any, ids: Any) -> Any:
+    model, length = bind(recurrent_params()[0], params), len(ids)
+    index = jnp.arange(length, dtype=jnp.int32)
+    metadata = DenseAttentionMetadata(index[None], (index[None] <= index[:, None])[None])
+    positions = jnp.broadcast_to(index[None], (3, length))
+    states, _ = model(model.embed_input_ids(ids), positions, None, metadata)
+    return jax.nn.log_softmax(model.compute_logits(states))
 
 
 def test_beside_others_and_in_chunks(

@@ -53,7 +53,7 @@ gc.set_threshold(20)
 sys.setswitchinterval(1e-5)
 for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
-end = time.monotonic() + 8
+end = time.monotonic() + 4
 while time.monotonic() < end:
     threads.look()
 os._exit(0)

@@ -164,7 +164,9 @@ class TestEmbeddings:
         joined = join_embeds((rows[:1], rows[1:5].reshape(2, 2, 4), rows[5:]))
         assert np.array_equal(joined, rows)
 
-    @pytest.mark.parametrize("wrong", [None, [None], "rows"])
+    @pytest.mark.parametrize(
+        "wrong", [*(pytest.param(one, marks=pytest.mark.slow) for one in (None, "rows")), [None]]
+    )
     def test_anything_else_is_refused(self, wrong: Any):
         class Wrong(Gemma3ForConditionalGeneration):
             def embed_multimodal(self, pixel_values: Any) -> Any:

@@ -52,12 +52,14 @@ NUM_IMAGES = [
         kwargs,
         number,
         id=f"{name}-{'-'.join(kwargs) or 'plain'}-{number}",
-        # Kwargs are of pictures: by default beside one, and beside the most.
-        marks=pytest.mark.slow if kwargs and number not in (1, min(3, family.max_images)) else (),
+        # By default each size by itself, and beside others; with kwargs, which are of pictures,
+        # beside others alone.
+        marks=slow_unless(number == top or (not kwargs and number != 2)),
     )
     for name, family in FAMILIES.items()
     for kwargs in family.extra_kwargs
-    for number in range(min(3, family.max_images) + 1)
+    for top in [min(3, family.max_images)]
+    for number in range(top + 1)
 ]
 
 

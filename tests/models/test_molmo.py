@@ -13,6 +13,7 @@ from mmjax.processing import MultiModalInputs
 from mmjax.training.samples import make_sample
 from tests.families.directories import GOLDEN_MODELS
 from tests.families.golden_models import NUM_STEPS, GoldenModel, to_ranges
+from tests.kit import each_once
 
 MODELS = {name: GoldenModel(name, GOLDEN_MODELS / name) for name in ("molmo_7b_d", "molmo_7b_o")}
 CASES = ("square", "wide", "tall", "tiny", "photo", "photo_raw", "text_only")
@@ -73,10 +74,11 @@ def test_some_pixels_were_compared():
     assert kept == {"case.wide.images", "case.tiny.images"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("model", "name"), each_once(MODELS, CASES))
 def test_embeddings_logits_and_tokens_are_the_published_ones(
-    golden: GoldenModel, name: str, record_property: Any
+    model: str, name: str, record_property: Any
 ):
+    golden = MODELS[model]
     sample = sample_of(golden, name)
     if sample.items:
         key = f"case.{'photo' if name == 'photo_raw' else name}.image_embeds"

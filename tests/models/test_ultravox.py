@@ -45,7 +45,7 @@ def path_of(case: dict[str, Any]) -> Path:
 def load(path: Path) -> tuple[Any, PagedModel]:
     config = load_model_config(str(path))
     parts: Any = (path, load_model_class(config.architecture), config.hf_config)
-    return create_processor(config), PagedModel.from_directory(*parts, max_len=256)
+    return create_processor(config), PagedModel.from_directory(*parts, max_len=256, prompt_step=256)
 
 
 def clips_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def check_answers(path: Path) -> None:
     assert found == [case["output_token_ids"] for case in (*cases, LONG)]
 
 
-@pytest.mark.parametrize("has_tower", [False, True])
+@pytest.mark.parametrize("has_tower", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_files_lack_is_read_of_the_checkpoints_that_config_json_names(
     has_tower: bool, tmp_path: Path
 ):
