@@ -220,7 +220,9 @@ class EncodeWorker:
                 num_patches = len(units[next(iter(spec.inputs))])
                 if num_patches > max(sizes, default=0):
                     raise RequestValueError(f"the item has {num_patches} patches; of {list(sizes)}")
-        if not 0 < num_outputs <= max(self._parts.budget, self._max_outputs):
+        # Of units an item may keep some of the rows alone, and the others have no place anywhere.
+        num_kept = num_outputs if rows is None else min(num_outputs, len(rows))
+        if not (num_outputs and num_kept <= max(self._parts.budget, self._max_outputs)):
             raise RequestValueError(
                 f"the item has {num_outputs} outputs; expected 1 to {self._parts.budget}"
             )
