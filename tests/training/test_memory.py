@@ -8,7 +8,7 @@ from mmjax import ScoredModel, score
 from tests.families import TINY_FAMILIES
 from tests.families.tiny import Words, draw_words
 
-NUM_LAYERS = 3
+NUM_LAYERS = 4
 OPTIONS: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's CPU backend orders for speed by itself: blocks are then computed again all at once."""
 
