@@ -58,8 +58,7 @@ def test_segments_do_not_outlive_the_next_start(start: Any) -> None:
         process.send_signal(signal.SIGKILL)
     killed.served.process.wait(PROMPTLY_S)
     assert not psutil.wait_procs(children, timeout=PROMPTLY_S)[1]
-    assert len(segments_of(killed)) == 1
-    # Of any type of cache.
+    # Of any type of cache. A server of another test that starts meanwhile tidies up as well.
     start()
     assert segments_of(killed) == []
     assert len(segments_of(living)) == 1
