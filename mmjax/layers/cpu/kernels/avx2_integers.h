@@ -23,13 +23,6 @@ struct IntegerRow {
   float total;       // of the sums
 };
 
-inline float power_of_two(int exponent) {
-  const int32_t bits = (exponent + 127) << 23;
-  float out;
-  __builtin_memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
 // The exponent of the largest of 32 numbers; 128 where one is infinite or no number.
 inline int largest_exponent(const __m256 (&x)[4]) {
   const __m256i size = _mm256_set1_epi32(0x7fffffff);

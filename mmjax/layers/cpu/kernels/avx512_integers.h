@@ -87,13 +87,6 @@ inline __mmask64 first_bytes(int64_t count) {
   return count >= 64 ? ~__mmask64{0} : count > 0 ? first64(count) : __mmask64{0};
 }
 
-inline float power_of_two(int exponent) {
-  const int32_t bits = (exponent + 127) << 23;
-  float out;
-  __builtin_memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
 // The exponent of the largest of 32 numbers; 128 where one is infinite or no number.
 inline int largest_exponent(__m512i numbers) {
   const __m512i sizes = _mm512_and_si512(numbers, _mm512_set1_epi16(0x7fff));

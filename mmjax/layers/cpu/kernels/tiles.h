@@ -22,6 +22,13 @@ inline int64_t find_ahead(int64_t row_bytes) {
   return (kAheadBytes + tile_bytes - 1) / tile_bytes * tile_bytes;
 }
 
+inline float power_of_two(int exponent) {
+  const int32_t bits = (exponent + 127) << 23;
+  float out;
+  __builtin_memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
 // Room for inputs as the lanes want them, without a header of the library.
 template <typename T>
 struct Prepared {
