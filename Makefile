@@ -27,10 +27,11 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11 python3.13 py
 PINS = constraints/$(shell $(BIN)/python -c \
   'import sys; print("py311.txt" if sys.version_info < (3, 12) else "py312.txt")')
 INPUTS := pyproject.toml $(wildcard constraints/*.txt mmjax/layers/cpu/kernels/*.cc mmjax/layers/cpu/kernels/*.h)
-# pip compiles modules one by one: they are compiled behind it, on all cores. Some packages have files
-# of other versions of Python, hence `true`.
+# pip compiles modules one by one: they are compiled behind it, on all cores, but for tests and for
+# models of transformers, a third of all, which whoever imports one compiles. Some packages have
+# files of other versions of Python, hence `true`.
 INSTALL = $(BIN)/python -m pip install -qq --no-compile --constraint $(PINS) --editable
-COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' $(VENV)/lib || true
 # Compiled with the JAX that was just installed; a machine without a compiler serves without them.
 BUILD_KERNELS = $(BIN)/python -m mmjax.layers.cpu.build || true
 

@@ -1,6 +1,7 @@
 """Engines of one structure share, in a test process, what their programs were compiled to.
 
-And they have fewer of them: of the sizes of steps each fourth, since others differ by padding.
+And they have fewer of them: of the sizes of steps each fourth, and of samples the largest, since
+others differ by padding (`tests/engine/test_sampler.py` has their rows alone).
 
 Tests start hundreds of engines, most of them alike but for their weights and requests. A program is
 another's where all is equal that it is traced from: the function, the model's graph, the devices,
@@ -94,11 +95,12 @@ def thin_out(sizes: Sequence[int]) -> set[int]:
 
 def install() -> None:
     """Let the engines of this process share their programs, and have fewer of them."""
-    _install_few_sizes()
+    install_few_sizes()
     _install_sharing()
 
 
-def _install_few_sizes() -> None:
+def install_few_sizes() -> None:
+    """Let the engines of this process have fewer programs."""
     from mmjax.engine import start
     from mmjax.engine.scheduling.buckets import Buckets
 
@@ -113,11 +115,15 @@ def _install_few_sizes() -> None:
             tokens = thin_out([one.num_tokens for one in buckets.mixed])
             # A request alone with all its guesses has a size of its own.
             rows = thin_out([one.num_tokens for one in buckets.decode]) | {1 + num_guessed}
+            # Of packed patches each size is a test's.
+            is_packed = bool(sizes.get("patches"))
+            encode = buckets.encode if is_packed else tuple(sorted(thin_out(buckets.encode)))
             return replace(
                 buckets,
                 mixed=tuple(one for one in buckets.mixed if one.num_tokens in tokens),
                 decode=tuple(one for one in buckets.decode if one.num_tokens in rows),
-                sample=tuple(size for size in buckets.sample if size in rows),
+                sample=buckets.sample[-1:],
+                encode=encode,
             )
 
     start.Buckets = FewBuckets  # type: ignore[misc, assignment]
@@ -125,18 +131,27 @@ def _install_few_sizes() -> None:
 
 def _install_sharing() -> None:
     # NOTE: not imported with this module: jaxtyping must see the package's first import.
-    from mmjax.engine.device.programs import Programs
+    from mmjax.engine.device.programs import Programs, _kind
     from mmjax.models.host_inputs import PackedEncoderSpec
 
-    jit, find_read_by = Programs._jit, Programs.find_read_by
+    jit, find_read, find_read_by = Programs._jit, Programs._find_read, Programs.find_read_by
 
     def find_read_by_shared(self: Programs, function: str) -> frozenset[str]:
         if is_paused:
             return find_read_by(self, function)
-        leaves, tree = jax.tree.flatten((self.params, self.describe_arrays(1)))
-        key = (function, self._functions[function]._key, tuple(self.buckets.keys), tree, *leaves)
+        # Whatever the sizes of the caches, and of the steps.
+        kinds = frozenset(_kind(key.size) for key in self.buckets.keys if key.function == function)
+        key = (self._functions[function]._key, kinds)
         if key not in _read:
             _read[key] = find_read_by(self, function)
+        return _read[key]
+
+    def find_read_shared(self: Programs, function: str, bucket: int) -> frozenset[str]:
+        if is_paused:
+            return find_read(self, function, bucket)
+        key = self._functions[function]._key
+        if key not in _read:
+            _read[key] = find_read(self, function, bucket)
         return _read[key]
 
     def jit_shared(self: Programs, model: Any, logprobs_mode: Any) -> None:
@@ -160,4 +175,5 @@ def _install_sharing() -> None:
         }
         self._functions = shared
 
-    Programs._jit, Programs.find_read_by = jit_shared, find_read_by_shared
+    Programs._jit = jit_shared
+    Programs._find_read, Programs.find_read_by = find_read_shared, find_read_by_shared

@@ -45,12 +45,12 @@ def expected(tiny_gemma3: Path) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.slow  # 12 s; a mesh of two that are not is in the default run
 def test_one_device_that_is_not_the_first(tiny_gemma3: Path, expected: list[list[int]]) -> None:
     device = jax.local_devices()[2]
     assert answer(tiny_gemma3, devices=[device]) == (expected, {device})
 
 
+@pytest.mark.slow  # 25 s; engines over devices are in `tests/engine/test_parallel.py`
 def test_the_devices_of_a_mesh(tiny_gemma3: Path, expected: list[list[int]]) -> None:
     mesh = Mesh(np.array(jax.local_devices()[1:3]).reshape(2, 1), ("fsdp", "tp"))
     assert answer(tiny_gemma3, mesh=mesh) == (expected, set(mesh.devices.flat))

@@ -105,6 +105,7 @@ def learner(lenient_promotion: None) -> AdapterLearner:
     return AdapterLearner(MODEL, num_steps=300, seed=0, products="float32")
 
 
+@pytest.mark.slow  # as `test_training.py` of all weights; the adapter's answers are PEFT's above
 def test_steps_lower_the_loss_and_leave_an_adapter(learner: AdapterLearner, tmp_path: Path) -> None:
     size = RowSize(tokens=192, targets=96)
     plan = BatchPlan(

@@ -23,12 +23,14 @@ from tests.engine.spread import (
     serve_embeds,
     spread_config,
 )
+from tests.shared_programs import install_few_sizes
 
 
 def main() -> None:
     """Start the engine, and serve or follow."""
     process_id, port = map(int, sys.argv[1:3])
     folder = Path(sys.argv[3]) if sys.argv[3:] else None
+    install_few_sizes()
     config = (spread_config if folder is None else adapted_config)(
         2,
         tensor_parallel_size=4,

@@ -224,7 +224,7 @@ def check(stage: Stage, num_examples: int, num_steps: int) -> None:
 
 
 def test_every_answer_is_its_own_adapters(stage: Stage) -> None:
-    check(stage, num_examples=12, num_steps=30)
+    check(stage, num_examples=6, num_steps=30)
 
 
 @pytest.mark.slow

@@ -480,6 +480,7 @@ def test_a_draft_model_is_read_as_the_model_is() -> None:
         load_engine_config({"speculative_config": speculative | {"model": "/nowhere"}})
 
 
+@pytest.mark.usefixtures("all_sizes")
 def test_a_model_that_does_not_fit_is_refused() -> None:
     def refuse(said: str, config: EngineConfig) -> None:
         with pytest.raises(ConfigError, match=said):

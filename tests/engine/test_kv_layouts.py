@@ -38,9 +38,9 @@ def make_engine(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    # By default the TPU's, and of a block's rows; each layout is in `tests/layers`.
+    # By default of a block's rows; each layout is in `tests/layers`.
     "backend",
-    ["ragged", pytest.param("triton", marks=pytest.mark.slow), "rows"],
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in ("ragged", "triton")), "rows"],
 )
 def test_answers_are_the_oracles(backend: str, monkeypatch: pytest.MonkeyPatch):
     core = make_engine(backend, monkeypatch)

@@ -324,7 +324,7 @@ REQUEST = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), REQUEST), min_size=1, max_size=5), st.booleans())
 def test_prompts_that_repeat_are_guessed_by_lookup(
     core: EngineCore, drawn: list[tuple[int, dict[str, Any]]], overlap: bool

@@ -129,7 +129,7 @@ READ_ELSEWHERE = {
 
 ASKED: dict[str, Collection[str]] = {
     # ---- an engine's answers
-    # Of one device, `schedules` has two more; of a decoder alone over four devices,
+    # Of one device, `schedules` has another; of a decoder alone over four devices,
     # tests/engine/test_parallel.py, and of a packed tower over two, test_packing.py there.
     "answers of one pass": {"florence2"},
     # Of units beside tokens alone, as LLaVA's, tests/parity/test_parity.py asks Gemma 3's engine.
@@ -139,10 +139,11 @@ ASKED: dict[str, Collection[str]] = {
     "HF's tokens": {"paligemma", "qwen2_5_vl"},
     # Of every family, test_array_laws.py compares logits of other weights.
     "HF's logits": {"paligemma"},
-    # Gemma 3's rows of an item, which see each other, and windows are in test_mixed_fields.py.
+    # Gemma 3's rows of an item, which see each other, and windows are in test_draft.py; Molmo 2's
+    # in `fields kept on the host`.
     # Encoder-decoders are in test_encoder_decoder.py, and Florence-2's answers, in chunks and
     # preempted, in `answers of one pass`; Qwen3-VL's in chunks are in `HF's tokens of videos`.
-    "schedules": {"gemma4", "molmo2"},
+    "schedules": {"gemma4"},
     # Time stamps among packed patches. test_array_laws.py has videos of SmolVLM, which are squares,
     # by default, and of every family in the slow run.
     "HF's tokens of videos": {"qwen3_vl"},

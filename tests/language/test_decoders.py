@@ -176,8 +176,20 @@ SLOW_CONFIGS = {
     ("gemma3", "only global"),
     ("gemma3", "silu"),  # llama, plain
     ("gemma3", "coarse eps"),  # llama, one key head, coarse eps
+    ("gemma3", "another scale"),  # granite's multipliers
+    ("gemma3", "one key head"),  # gemma's, and llama's
+    ("gemma3", "linear rope"),  # llama's
+    ("gemma3", "window of one"),  # mistral's
     ("gemma2", "no caps"),  # gemma3, plain
     ("gemma2", "biases"),  # gemma3, biases
+    ("llama", "gelu"),  # persimmon, tied, gelu
+    ("llama", "as many key heads"),  # persimmon's, and opt's
+    ("llama", "tied"),  # gemma's, and qwen2, tied
+    ("qwen2", "sliding layers"),  # gemma3, plain
+    ("qwen2", "yarn rope"),  # llama, yarn rope
+    ("persimmon", "heads that turn whole"),  # llama's
+    ("persimmon", "linear rope"),  # llama's
+    ("cohere2", "linear rope"),  # llama's
 }
 """By names of a decoder and of a configuration; a program is compiled for each."""
 

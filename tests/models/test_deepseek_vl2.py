@@ -206,10 +206,8 @@ def check_answers(core: EngineCore, size: str) -> None:
     assert core.compilations == 0
 
 
-@pytest.mark.parametrize(
-    "size",
-    [pytest.param(size, marks=() if size == "small" else pytest.mark.slow) for size in SIZES],
-)
+@pytest.mark.slow  # by default in chunks over devices, and the arrays of one pass
+@pytest.mark.parametrize("size", SIZES)
 def test_the_engine_answers_as_published(size: str):
     core = start(size)
     check_answers(core, size)

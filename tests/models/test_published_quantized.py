@@ -200,6 +200,7 @@ def test_a_server_answers_alike_from_files_a_snapshot_and_over_devices(
         ask(checkpoint, quantization="int4")
 
 
+@pytest.mark.slow  # 20 s, most of it the compiling of an engine
 def test_an_adapter_is_added_to_quantised_weights(checkpoint: Path, tmp_path: Path):
     layer = "model.language_model.layers.0.mlp.up_proj"
     config = load_model_config(str(checkpoint)).hf_config.get_text_config()

@@ -245,6 +245,7 @@ def test_the_repetition_rule_of_the_files_is_the_default(tmp_path: Path):
     assert load_generation_defaults(found).sampling == settings
 
 
+@pytest.mark.slow  # 37 s of compiling; windows behind prompts are in `tests/layers`
 def test_an_answer_within_a_later_prompt_is_computed_anew():
     """What follows a prompt sees less than the same tokens in one: no block of it is shared."""
     model = served_model("unlimited_ocr")
