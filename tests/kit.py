@@ -151,7 +151,7 @@ def tiny_gemma3_config(
     from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
     tokenizer = tokenizer or gemma_tokenizer()
-    text_settings = {
+    text_settings: dict[str, Any] = {
         "vocab_size": -(-len(tokenizer) // 64) * 64,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -166,7 +166,7 @@ def tiny_gemma3_config(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    vision_settings = {
+    vision_settings: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -269,7 +269,7 @@ def save_gemma3_processor(
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     side = config.vision_config.image_size
-    settings = {
+    settings: dict[str, Any] = {
         "size": {"height": side, "width": side},
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,

@@ -141,7 +141,7 @@ def test_the_notebook():
     from nbclient import NotebookClient
 
     assert find_spec("pandas"), "the notebook would install it; it is in [dev]: run `make test`"
-    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    notebook: Any = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     shown_text = stdout_of(notebook)
     client = NotebookClient(
         notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES.parent)}}

@@ -112,7 +112,7 @@ def test_the_notebook_runs():
 
     from tests.test_examples import example_environment
 
-    notebook = nbformat.read(EXAMPLES / "grpo_tiny_scenes.ipynb", as_version=4)
+    notebook: Any = nbformat.read(EXAMPLES / "grpo_tiny_scenes.ipynb", as_version=4)
     client = NotebookClient(
         notebook, timeout=280, resources={"metadata": {"path": str(EXAMPLES.parent)}}
     )

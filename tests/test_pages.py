@@ -204,9 +204,12 @@ class Reader:
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-        self.python.stdin.write(json.dumps(source) + "\n")
-        self.python.stdin.flush()
-        printed, error = json.loads(self.python.stdout.readline())
+        stdin, stdout = self.python.stdin, self.python.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(source) + "\n")
+        stdin.flush()
+        printed, error = json.loads(stdout.readline())
         assert not error, f"{source}\n{error}"
         return printed
 

@@ -125,11 +125,9 @@ def image_message(seed: int) -> Any:
 
 def ask(url: str, seed: int, **fields: Any) -> Any:
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    fields = {"model": "tiny", "temperature": 0, "max_tokens": 8, **fields}
     with client:
-        return client.chat.completions.create(
-            **{"model": "tiny", "temperature": 0, "max_tokens": 8, **fields},
-            messages=[image_message(seed)],
-        )
+        return client.chat.completions.create(**fields, messages=[image_message(seed)])
 
 
 def ask_about(url: str, picture: Image.Image) -> Any:

@@ -274,8 +274,9 @@ def test_none_stands_for_the_default(name: str) -> None:
     ],
 )
 def test_a_config_made_by_hand_is_checked_alike(values: dict[str, Any], match: str) -> None:
+    values = {"found": 1, **values}
     with pytest.raises(ConfigError, match=match):
-        Every(**{"found": 1, **values})
+        Every(**values)
 
 
 def test_a_required_field_stays_required() -> None:

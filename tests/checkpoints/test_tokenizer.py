@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from build_checkpoint import NEWLINES, SPACE, SPECIAL_TOKENS, build_tokenizer, write_checkpoint
@@ -67,7 +68,7 @@ def test_any_text_comes_back_in_lower_case(text: str):
 
 @pytest.mark.parametrize("text", ["a red circle, a blue star", "none", "47", "user\n\n\n\nhi ♥"])
 def test_transformers_reads_it_alike(text: str):
-    tokenizer = AutoTokenizer.from_pretrained(TINY_SCENES / "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_SCENES / "model")
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == tokenizer.bos_token_id == 2
     assert ids[1:] == TOKENIZER.encode(text, add_special_tokens=False).ids

@@ -65,7 +65,8 @@ def run(tmp_path: Path) -> Callable[..., list[int]]:
 
         lines = read_lines(source, max_line_bytes=MAX_LINE_BYTES, is_done=journal.is_done, url=url)
         try:
-            asyncio.run(run_lines(lines, journal, answer, **{"max_in_work": 2, **options}))
+            options = {"max_in_work": 2, **options}
+            asyncio.run(run_lines(lines, journal, answer, **options))
         finally:
             journal.close()
         assert fails_at or journal.num_done == summary.num_requests

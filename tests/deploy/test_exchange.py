@@ -380,6 +380,7 @@ Kind = Literal["stream", "whole", "not held", 400, 404, 429, 503]
 
 
 def script_of(kind: Kind, cut_at: int | None, replica: str) -> Sequence[Step]:
+    steps: list[Step]
     if isinstance(kind, int):
         steps = refusal(kind, replica)
     elif kind == "not held":

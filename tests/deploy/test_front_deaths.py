@@ -188,7 +188,8 @@ def test_a_stream_survives_its_replica_after_its_front(slow: Deployment) -> None
 def test_nobody_gets_an_answer_to_another_request(slow: Deployment, other: dict[str, Any]) -> None:
     mine = run(slow, Call(slow.front, CHAT, headers=KEYED))
     assert mine.status == 200
-    theirs = run(slow, Call(slow.other_front, **{"fields": CHAT, **other}))
+    other = {"fields": CHAT, **other}
+    theirs = run(slow, Call(slow.other_front, **other))
     assert theirs.body != mine.body
     if theirs.status == 200:
         assert json.loads(theirs.body)["id"] != json.loads(mine.body)["id"]

@@ -14,7 +14,7 @@ from mmjax.config.engine_config import ServerConfig
 from mmjax.deploy.plain_errors import ray_middlewares, replace_plain_errors
 from mmjax.deploy.replica import ResponseEnd, ResponseHead, ResponsePart
 from mmjax.deploy.router import create_router
-from tests.deploy.test_exchange import EAGER, Scripted
+from tests.deploy.test_exchange import EAGER, Scripted, Step
 
 TEXT = (b"content-type", b"text/plain; charset=utf-8")
 
@@ -89,7 +89,7 @@ def test_other_responses_pass_as_they_are(status: int, kind: bytes) -> None:
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
 def test_a_front_answers_a_replicas_plain_text_as_its_own(status: int) -> None:
-    script = [
+    script: list[Step] = [
         ResponseHead("a", status, [TEXT]),
         ResponsePart(b"Internal Server Error", None),
         ResponseEnd(True),

@@ -39,9 +39,9 @@ def make_engine(
     Unless told otherwise all have the same few programs.
     """
     _, params = tiny_params()
-    own = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **(lora or {})}
+    own: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **(lora or {})}
     config = replace(
-        engine_config(**{**SIZES, **settings}),
+        engine_config(**SIZES | settings),
         lora=LoRAConfig(**own),
         parallel=ParallelConfig(tensor_parallel_size=size),
     )
@@ -77,7 +77,7 @@ def lone_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, l
     return answers
 
 
-ENGINES = {
+ENGINES: dict[str, dict[str, Any]] = {
     "together": {"max_num_seqs": 5, "lora": {"max_loras": 4}, "max_num_batched_tokens": 64},
     "two slots": {"lora": {"max_cpu_loras": 2}},
     "chunked, preempted": {

@@ -55,7 +55,7 @@ def test_placeholder_ids_may_lie_outside_the_vocabulary() -> None:
 
 
 def test_only_a_run_of_embeddings_must_fit_a_step() -> None:
-    limits = AdmissionLimits(**{**LIMITS, "encoder_budget": 99})
+    limits = AdmissionLimits(**LIMITS | {"encoder_budget": 99})
     limits.check_prompt([3] * 20, [item(0, 19, 16)])
     with pytest.raises(RequestValueError, match=r"a run of 17 embeddings.*a step holds 16"):
         limits.check_prompt([3] * 20, [item(0, 19, 17)])
@@ -65,7 +65,7 @@ def test_only_a_run_of_embeddings_must_fit_a_step() -> None:
 
 
 def test_a_run_may_be_cut_where_the_model_allows_it() -> None:
-    limits = AdmissionLimits(**{**LIMITS, "encoder_budget": 99, "keeps_runs_whole": False})
+    limits = AdmissionLimits(**LIMITS | {"encoder_budget": 99, "keeps_runs_whole": False})
     limits.check_prompt([3] * 20, [item(0, 19, 17)])
 
 
@@ -101,7 +101,7 @@ def test_min_tokens_holds_back_at_most_as_many_ids_as_the_table_is_wide() -> Non
 
 
 def test_without_chunks_a_prompts_items_are_computed_in_one_step() -> None:
-    limits = AdmissionLimits(**{**LIMITS, "enable_chunked_prefill": False})
+    limits = AdmissionLimits(**LIMITS | {"enable_chunked_prefill": False})
     other = EncoderItem(identifier="y", mm_position=PlaceholderRange(12, 4, None))
     limits.check_prompt([3] * 20, [item(0, 6), item(6, 6)])  # one picture twice
     with pytest.raises(RequestValueError, match="10 embeddings") as caught:
@@ -110,7 +110,7 @@ def test_without_chunks_a_prompts_items_are_computed_in_one_step() -> None:
 
 
 def test_a_prompt_that_sees_itself_is_computed_in_one_step() -> None:
-    limits = AdmissionLimits(**{**LIMITS, "sees": "prompt", "max_model_len": 32})
+    limits = AdmissionLimits(**LIMITS | {"sees": "prompt", "max_model_len": 32})
     other = EncoderItem(identifier="y", mm_position=PlaceholderRange(12, 3, None))
     limits.check_prompt([3] * 16, [item(0, 6)])
     with pytest.raises(RequestValueError, match=r"17 tokens, which see .* holds 16") as caught:
@@ -121,7 +121,7 @@ def test_a_prompt_that_sees_itself_is_computed_in_one_step() -> None:
 
 
 def test_items_that_see_each_other_are_computed_in_one_step() -> None:
-    limits = AdmissionLimits(**{**LIMITS, "sees": "all_items", "encoder_budget": 9})
+    limits = AdmissionLimits(**LIMITS | {"sees": "all_items", "encoder_budget": 9})
     limits.check_prompt([3] * 30, [item(2, 6), item(12, 6)])  # one picture twice
     with pytest.raises(RequestValueError, match=r"has 17 tokens .* holds 16") as caught:
         limits.check_prompt([3] * 30, [item(2, 6), item(13, 6)])
@@ -132,7 +132,7 @@ def test_items_that_see_each_other_are_computed_in_one_step() -> None:
 
 
 def test_an_encoders_prompt_and_its_items_fit_one_step() -> None:
-    limits = AdmissionLimits(**{**LIMITS, "max_encoder_len": 64, "encoder_budget": 50})
+    limits = AdmissionLimits(**LIMITS | {"max_encoder_len": 64, "encoder_budget": 50})
     image = item(0, 10)
     limits.check_encoder_prompt([3] * 40, [image])
     limits.check_encoder_prompt([3] * 40, [image, image])  # encoded once

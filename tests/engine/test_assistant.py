@@ -155,7 +155,7 @@ def start(
 ) -> EngineCore:
     one, row = model(kind), TINY_FAMILIES["gemma4"]
     assistant = assistant or assistant_of(kind)
-    own = {"speculative_config": DRAFT, "max_model_len": 96, "precompile": "none"}
+    own: dict[str, Any] = {"speculative_config": DRAFT, "max_model_len": 96, "precompile": "none"}
     config = make_config(
         row.model_class,
         one.config,
@@ -262,7 +262,7 @@ def test_right_guesses_are_all_accepted() -> None:
 def test_mixed_requests_are_answered_as_alone(kind: str) -> None:
     """With penalties, bad words, log-probabilities, priorities, preemption and grammars."""
     assistant = assistant_of(kind)
-    draft = {"hf_config": assistant.config, "architecture": ARCHITECTURE}
+    draft: dict[str, Any] = {"hf_config": assistant.config, "architecture": ARCHITECTURE}
     draft |= {"least_accepted": -1, "num_caches": 1.0}
     compare_mixed(model(kind), 1, DRAFT, params_of(assistant), **draft)
 

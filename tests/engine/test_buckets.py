@@ -121,7 +121,7 @@ def test_where_requests_of_an_encoder_decoder_begin_there_is_room_for_their_stat
     # A prompt of one token is no decoding step: it writes its encoder's states.
     assert buckets.step_bucket(3, 3, num_states=1) == StepBucket(16, 4, 16, num_states=40)
     assert buckets.step_bucket(8, 8, num_states=40) == StepBucket(64, 8, TILE_SIZE, num_states=40)
-    assert Buckets.create(**{**sizes, "max_num_seqs": 2}, max_encoder_len=10).num_states == 20
+    assert Buckets.create(**sizes | {"max_num_seqs": 2}, max_encoder_len=10).num_states == 20
 
 
 # ---- buckets to begin with -----------------------------------------------------------------------

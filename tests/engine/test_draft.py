@@ -79,7 +79,8 @@ class Eager(Speculation):
 
 def draft_config(*, size: int = 1, **settings: Any) -> EngineConfig:
     """Return an engine's configuration with a draft model of the same config.json."""
-    config = engine_config(**{"speculative_config": DRAFT, "precompile": "none", **settings})
+    settings = {"speculative_config": DRAFT, "precompile": "none", **settings}
+    config = engine_config(**settings)
     parallel = ParallelConfig(tensor_parallel_size=size)
     return replace(config, draft=replace(config.model, model="small"), parallel=parallel)
 

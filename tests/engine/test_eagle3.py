@@ -68,19 +68,18 @@ def model(kind: str) -> TinyModel:
 
 def head_config(text_config: Any, **changes: Any) -> LlamaConfig:
     """Return a head's configuration for a decoder."""
-    config = LlamaConfig(
-        **{
-            "vocab_size": text_config.vocab_size,
-            "hidden_size": text_config.hidden_size,
-            "intermediate_size": 40,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 12,
-            "draft_vocab_size": NUM_DRAFTED,
-            **changes,
-        }
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": text_config.vocab_size,
+        "hidden_size": text_config.hidden_size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "draft_vocab_size": NUM_DRAFTED,
+        **changes,
+    }
+    config = LlamaConfig(**settings)
     config.architectures = [ARCHITECTURE]
     return config
 
@@ -251,7 +250,7 @@ def start(
         config_of(kind),
         params_of_head(config_of(kind), tensors_of(kind)),
     )
-    own = {"speculative_config": EAGLE3, "max_model_len": 96, "precompile": "none"}
+    own: dict[str, Any] = {"speculative_config": EAGLE3, "max_model_len": 96, "precompile": "none"}
     config = make_config(
         row.model_class,
         one.config,
@@ -270,8 +269,9 @@ def start(
 def requests_of(kind: str, fields: dict[str, Any]) -> list[Any]:
     """Return requests whose answers are of words: HF's models look for pictures in them, too."""
     samples = [model(kind).draw_sample(parts) for parts in PROMPTS]
-    given = {"max_tokens": 12, "allowed_token_ids": [*TINY_FAMILIES[kind].word_ids], **fields}
-    return [make_request(f"{n}", one, **given) for n, one in enumerate(samples)]
+    words = [*TINY_FAMILIES[kind].word_ids]
+    fields = {"max_tokens": 12, "allowed_token_ids": words, **fields}
+    return [make_request(f"{n}", one, **fields) for n, one in enumerate(samples)]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_right_guesses_are_all_accepted(kind: str) -> None:
 def test_mixed_requests_are_answered_as_alone(kind: str) -> None:
     """With penalties, bad words, log-probabilities, priorities, preemption and grammars."""
     params = params_of_head(config_of(kind), tensors_of(kind))
-    draft = {"hf_config": config_of(kind), "architecture": ARCHITECTURE}
+    draft: dict[str, Any] = {"hf_config": config_of(kind), "architecture": ARCHITECTURE}
     draft |= {"least_accepted": -1, "num_caches": 1.3}
     compare_mixed(model(kind), 1, EAGLE3, params, **draft)
 

@@ -21,11 +21,12 @@ BLOCK_SIZE, MAX_MODEL_LEN, MAX_ENCODER_LEN = 4, 32, 12
 
 
 def make_scheduler(*, num_blocks: int = 64, pool: int = 64, **settings: Any) -> Scheduler:
-    defaults = {
+    settings = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_num_encoder_input_tokens": 32,
         "max_num_encoder_states": 24,
+        **settings,
     }
     return Scheduler(
         kv_cache=KVCacheManager(
@@ -35,7 +36,7 @@ def make_scheduler(*, num_blocks: int = 64, pool: int = 64, **settings: Any) -> 
             max_encoder_len=MAX_ENCODER_LEN,
         ),
         encoder_cache=EncoderCacheManager(pool),
-        **{**defaults, **settings},
+        **settings,
     )
 
 

@@ -104,7 +104,8 @@ def start(addresses: Sequence[str], *, params: Any = None, **settings: Any) -> E
 
 def ask(number: int, picture: tuple[int, int], **sampling: Any) -> EngineCoreRequest:
     parts = [[2, 10 + number % 7], picture, [40]]
-    return message(f"{number}", parts, **{"logprobs": 1, "max_tokens": 3, **sampling})
+    sampling = {"logprobs": 1, "max_tokens": 3, **sampling}
+    return message(f"{number}", parts, **sampling)
 
 
 @pytest.fixture(scope="module")

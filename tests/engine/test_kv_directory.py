@@ -58,9 +58,10 @@ def test_blocks_are_there_before_the_engine_ends(tmp_path: Path) -> None:
     expected = serve(core, "a", 1)[0]
     for _ in range(2):
         core.step()
-    store = core._runner.host_pool and core._runner.host_pool.store
-    assert store is not None
-    store.flush()
+    pool = core._runner.host_pool
+    assert pool is not None
+    assert pool.store is not None
+    pool.store.flush()
     other = start(tmp_path)
     assert serve(other, "a", 1) == (expected, 88)
 

@@ -62,9 +62,10 @@ def make_programs(
     Of each kind of step the smallest and the largest, which is all by which steps differ.
     """
     if config is None:
-        config = copy.deepcopy(tiny_config())
-        config.text_config.hidden_size = width
-        config.vision_config.hidden_size = 32  # heads of 16: cuDNN takes multiples of 8
+        tiny: Any = copy.deepcopy(tiny_config())
+        tiny.text_config.hidden_size = width
+        tiny.vision_config.hidden_size = 32  # heads of 16: cuDNN takes multiples of 8
+        config = tiny
     graphdef, params = build_abstract(model_class, config, dtype=jnp.dtype(dtype))
     model = bind(graphdef, params)
     cache_type = choose_cache_type(platform, model.kv_cache_spec, dtype)

@@ -257,13 +257,11 @@ class Guesser:
 def start(kind: str, params: Any = None, draft_params: Any = None, **settings: Any) -> EngineCore:
     """Start an engine whose layer guesses; None: the weights of `model` and `make_layer`."""
     one, row = model(kind), TINY_FAMILIES[kind]
-    config = make_config(
-        row.model_class,
-        one.config,
-        max_embeds=row.max_embeds,
-        **{"speculative_config": MTP, "max_model_len": 96, "precompile": "none"}
-        | {"num_blocks": KINDS[kind].num_blocks, **settings},
-    )
+    settings = {
+        **{"speculative_config": MTP, "max_model_len": 96, "precompile": "none"},
+        **{"num_blocks": KINDS[kind].num_blocks, **settings},
+    }
+    config = make_config(row.model_class, one.config, max_embeds=row.max_embeds, **settings)
     return EngineCore(
         config,
         model_class=row.model_class,

@@ -43,23 +43,25 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def make_scheduler(*, num_blocks: int = 32, **settings: Any) -> Scheduler:
+    settings = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_num_encoder_input_tokens": 16,
+        **settings,
+    }
     return Scheduler(
         kv_cache=KVCacheManager(num_blocks=num_blocks, block_size=4, max_model_len=64),
         encoder_cache=EncoderCacheManager(64),
-        **{
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 16,
-            "max_num_encoder_input_tokens": 16,
-            **settings,
-        },
+        **settings,
     )
 
 
 def make_request(name: str, token_ids: list[int], **sampling: Any) -> Request:
+    sampling = {"max_tokens": 4, **sampling}
     return Request(
         request_id=name,
         prompt_token_ids=token_ids,
-        sampling_params=SamplingParams(**{"max_tokens": 4, **sampling}),
+        sampling_params=SamplingParams(**sampling),
         max_model_len=64,
         eos_token_ids=[1],
         block_hasher=BlockHasher(block_size=4, none_hash=b"start"),

@@ -27,15 +27,16 @@ BLOCK_SIZE = 4
 
 
 def make_scheduler(*, num_blocks: int = 32, **settings: Any) -> Scheduler:
+    settings = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_num_encoder_input_tokens": 64,
+        **settings,
+    }
     return Scheduler(
         kv_cache=KVCacheManager(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=64),
         encoder_cache=EncoderCacheManager(64),
-        **{
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 64,
-            "max_num_encoder_input_tokens": 64,
-            **settings,
-        },
+        **settings,
     )
 
 

@@ -37,7 +37,8 @@ def words(seed: int, number: int) -> list[int]:
 
 
 def ask(request_id: str, parts: Sequence[Any], **sampling: Any) -> EngineCoreRequest:
-    return message(request_id, parts, **{"max_tokens": 6, "logprobs": 3, **sampling})
+    sampling = {"max_tokens": 6, "logprobs": 3, **sampling}
+    return message(request_id, parts, **sampling)
 
 
 PROMPTS: list[list[Any]] = [

@@ -24,17 +24,18 @@ MAX_MODEL_LEN = 64
 def make_scheduler(
     *, num_blocks: int = 64, encoder_cache_size: int = 64, **settings: Any
 ) -> Scheduler:
-    defaults = {
+    settings = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_num_encoder_input_tokens": 16,
+        **settings,
     }
     return Scheduler(
         kv_cache=KVCacheManager(
             num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
         ),
         encoder_cache=EncoderCacheManager(encoder_cache_size),
-        **{**defaults, **settings},
+        **settings,
     )
 
 

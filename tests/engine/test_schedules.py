@@ -6,6 +6,7 @@ tie.
 """
 
 import random
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_a_wide_model_differs_only_where_two_tokens_are_equal(name: str) -> None
 def test_each_of_500_mixed_requests_is_answered_as_alone(name: str) -> None:
     model, rng = served_model(name), random.Random(500)
     max_model_len = choose_max_model_len(model)
-    sizes = {"max_model_len": max_model_len, "encoder_cache_size": 192}
+    sizes: dict[str, Any] = {"max_model_len": max_model_len, "encoder_cache_size": 192}
     sizes |= {"max_num_encoder_input_tokens": 192}
     roomy = start_engine(model, **sizes, max_num_seqs=4)
     least = count_least_blocks(model, max_model_len)
@@ -93,7 +94,7 @@ def test_each_of_500_mixed_requests_is_answered_as_alone(name: str) -> None:
     batch = []
     for number in range(500):
         sample = model.draw_sample(random_parts(rng, model.family))
-        sampling = rng.choice(SAMPLING) if number % 3 == 0 else {}
+        sampling: dict[str, Any] = rng.choice(SAMPLING) if number % 3 == 0 else {}
         max_tokens = rng.randint(1, 10)
         batch.append(make_request(f"{number}", sample, max_tokens=max_tokens, **sampling))
     alone = [answer_all(roomy, [request])[0] for request in batch]

@@ -123,7 +123,7 @@ def ask(request_id: str, key: tuple[Any, ...]) -> EngineCoreRequest:
     beginning, picture, is_sampled = key
     words = [2, *range(10 + beginning, 24 + beginning)]
     parts: list[Any] = [words] if picture is None else [words, (picture, 1), [40, 41, 42 + picture]]
-    sampling = {"temperature": 1.0, "seed": 7} if is_sampled else {}
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 7} if is_sampled else {}
     return message(request_id, parts, max_tokens=6, logprobs=2, **sampling)
 
 
@@ -150,7 +150,7 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.core = start()
-        self.state = START
+        self.state: tuple[int, ...] = START
         self.news: dict[str, list[RequestOutputDelta]] = {}
         self.asked: dict[str, tuple[Any, ...]] = {}
         self.states: dict[int, tuple[int, ...]] = {0: START}

@@ -142,12 +142,12 @@ def message(
             token_ids += [BOI, *[IMAGE_TOKEN] * TOKENS_PER_IMAGE, EOI] * units
         else:
             token_ids += part
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
+    sampling = {"temperature": 0.0, "max_tokens": 8, **sampling}
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
         mm_features=features,
-        sampling_params=params,
+        sampling_params=SamplingParams(**sampling),
         eos_token_ids=list(eos),
     )
 

@@ -249,13 +249,13 @@ def message(
     **sampling: Any,
 ) -> EngineCoreRequest:
     """Build a greedy request; `picture`: its seed. Its places in the prompt hold any ids."""
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
+    sampling = {"temperature": 0.0, "max_tokens": 8, **sampling}
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(decoder_ids),
         encoder_prompt_token_ids=None if encoder_ids is None else list(encoder_ids),
         mm_features=[] if picture is None else [picture_feature(picture)],
-        sampling_params=params,
+        sampling_params=SamplingParams(**sampling),
     )
 
 

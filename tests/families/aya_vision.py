@@ -58,11 +58,12 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any
 ) -> AyaVisionConfig:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each."""
+    settings = {"alignment_intermediate_size": 56, **settings}
     return AyaVisionConfig(
         text_config={**TEXT, **text},
         vision_config={**VISION, **vision},
         image_token_index=PATCH_TOKEN,
-        **{"alignment_intermediate_size": 56, **settings},
+        **settings,
         architectures=["AyaVisionForConditionalGeneration"],
     )
 
@@ -190,11 +191,12 @@ def tiny_cohere2_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any
 ) -> Cohere2VisionConfig:
     """Return HF's config, with four embeddings a tile."""
+    settings = {"alignment_intermediate_size": 56, **settings}
     config = Cohere2VisionConfig(
         text_config={**TEXT, **text},
         vision_config={**VISION, **vision},
         image_token_id=PATCH_TOKEN,
-        **{"alignment_intermediate_size": 56, **settings},
+        **settings,
     )
     config.architectures = ["Cohere2VisionForConditionalGeneration"]
     return config

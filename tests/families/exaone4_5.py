@@ -49,11 +49,12 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = False, **ids: Any
 ) -> Any:
     """Return HF's config."""
+    ids = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, **ids}
     return Exaone4_5_Config(
         text_config={**TEXT, **text},
         vision_config={**TOWER, **vision},
         tie_word_embeddings=is_tied,
-        **{"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, **ids},
+        **ids,
         architectures=["Exaone4_5_ForConditionalGeneration"],
     )
 
@@ -156,5 +157,5 @@ EXAONE4_5 = Family(
     video=VIDEO,
     load_hf_videos=partial(load_hf_videos, hf_processor, path),
     video_kwargs=({}, {"max_pixels": 30_000}),
-    **{**GRID_FIELDS, "extra_kwargs": ({}, {"images_kwargs": SMALLER})},
+    **GRID_FIELDS | {"extra_kwargs": ({}, {"images_kwargs": SMALLER})},
 )

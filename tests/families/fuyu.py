@@ -41,13 +41,14 @@ def tiny_config(**changes: Any) -> Any:
             "partial_rotary_factor": 0.5,
         },
     }
-    own = {name: changes.pop(name) for name in ("num_channels", "patch_size") if name in changes}
+    own: dict[str, Any] = {"patch_size": 5}
+    own |= {name: changes.pop(name) for name in ("num_channels", "patch_size") if name in changes}
     is_tied = changes.pop("tie_word_embeddings", False)
     return FuyuConfig(
         text_config=text | changes | {"tie_word_embeddings": is_tied},
         image_token_id=IMAGE,
         tie_word_embeddings=is_tied,
-        **{"patch_size": 5, **own},
+        **own,
     )
 
 

@@ -311,8 +311,8 @@ GLM4V = Family(
     placeholder=IMAGE,
     video=VIDEO,
     video_kwargs=({}, {"videos_kwargs": {"max_pixels": 90_000}}),
-    **{
-        **GRID_FIELDS,
+    **GRID_FIELDS
+    | {
         "extra_kwargs": ({}, SMALLER),
         "operator_kwargs": (SMALLER, {"max_pixels": 60_000}),
         "lowering_kwargs": {"max_pixels": 60_000},

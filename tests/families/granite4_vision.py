@@ -51,22 +51,23 @@ def tiny_config(
     **settings: Any,
 ) -> Granite4VisionConfig:
     """Return HF's config: tiles are a window of 4 x 4 patches, and all layers are fed."""
-    own = {**GRANITE, "logits_scaling": 3.0, "num_hidden_layers": 5}
-    wide = {"hidden_size": 128, "patch_size": 7}
+    own = GRANITE | {"logits_scaling": 3.0, "num_hidden_layers": 5}
+    wide = VISION | {"hidden_size": 128, "patch_size": 7}
+    settings = {
+        "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        "vision_feature_select_strategy": "full",
+        "downsample_rate": RATE,
+        "deepstack_layer_map": [[-2, 3]],
+        "spatial_vision_layer": -1,
+        "spatial_target_layers": [2, 0, 1, 4],
+        **settings,
+    }
     return Granite4VisionConfig(
         text_config=Granite4VisionTextConfig(**{**TEXT, **own, **text}),
-        vision_config=VISION_CONFIGS[tower](**{**VISION, **wide, **vision}),
+        vision_config=VISION_CONFIGS[tower](**{**wide, **vision}),
         qformer_config={**QFORMER, **qformer},
         image_token_index=IMAGE_TOKEN,
-        **{
-            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
-            "vision_feature_select_strategy": "full",
-            "downsample_rate": RATE,
-            "deepstack_layer_map": [[-2, 3]],
-            "spatial_vision_layer": -1,
-            "spatial_target_layers": [2, 0, 1, 4],
-            **settings,
-        },
+        **settings,
         architectures=["Granite4VisionForConditionalGeneration"],
     )
 

@@ -43,13 +43,14 @@ def take_functions(folder: str, *names: str, **imported: Any) -> Any:
 
 def read_metadata(video: np.ndarray, known: Mapping[str, Any] | None) -> VideoMetadata:
     """Return what HF knows of a video."""
-    return VideoMetadata(**{"total_num_frames": len(video), **(known or {})})
+    fields: dict[str, Any] = {"total_num_frames": len(video), **(known or {})}
+    return VideoMetadata(**fields)
 
 
 class HFVideos(VideoProcessorMixin):
     """Stands for torchvision's video processors: frames and what is known of them, alike in all."""
 
-    model_input_names = ("pixel_values_videos",)
+    model_input_names: Any = ("pixel_values_videos",)
 
     def __init__(
         self,

@@ -79,11 +79,12 @@ NAMES = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any) -> Any:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each, before Qwen2's decoder."""
+    settings = {"image_seq_length": 4, "tie_word_embeddings": False, **settings}
     return InternVLConfig(
         text_config={"model_type": "qwen2", **TEXT, **text},
         vision_config={**VISION, **vision},
         image_token_id=CONTEXT,
-        **{"image_seq_length": 4, "tie_word_embeddings": False, **settings},
+        **settings,
     )
 
 
@@ -303,7 +304,7 @@ def original(**overrides: Any) -> Path:
 
 
 def write_original_files(overrides: Mapping[str, Any], path: Path) -> Path:
-    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    tokenizer: Any = AutoTokenizer.from_pretrained(PATH)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
     tokenizer.save_pretrained(path)
     (path / "config.json").write_text(json.dumps({**CONFIG, **overrides}))
@@ -372,7 +373,7 @@ def write_original(folder: Path) -> Path:
     """The weights of `write` in the original layout, without a chat template."""
     source = write(folder / "source")
     path = folder / "original"
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
     tokenizer.chat_template = None
     tokenizer.save_pretrained(path)

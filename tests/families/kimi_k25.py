@@ -342,7 +342,7 @@ PUBLISHED_NAMES = {
 
 
 KIMI_K25 = Family(
-    **{**written(TINY, write_files), "write": write},
+    **written(TINY, write_files) | {"write": write},
     needless_files=frozenset(
         {"tokenizer_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
     ),

@@ -48,12 +48,13 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = True, **settings: Any
 ) -> Lfm2VlConfig:
     """Return HF's config."""
+    settings = {"projector_hidden_size": 40, **settings}
     return Lfm2VlConfig(
         text_config={"model_type": "lfm2", **TEXT, **text},
         vision_config={**VISION, **vision},
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=is_tied,
-        **{"projector_hidden_size": 40, **settings},
+        **settings,
         architectures=["Lfm2VlForConditionalGeneration"],
     )
 

@@ -48,6 +48,7 @@ def tiny_config(
     *, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, is_tied: bool = True, **settings: Any
 ) -> Lfm3VlConfig:
     """Return HF's config."""
+    settings = {"projector_hidden_size": 40, **settings}
     return Lfm3VlConfig(
         text_config={"model_type": "lfm3", **TEXT, **text},
         vision_config={**VISION, **vision},
@@ -56,7 +57,7 @@ def tiny_config(
         vision_start_token_id=qwen2_vl.VISION_START,
         vision_end_token_id=qwen2_vl.VISION_END,
         tie_word_embeddings=is_tied,
-        **{"projector_hidden_size": 40, **settings},
+        **settings,
         architectures=["Lfm3VlForConditionalGeneration"],
     )
 
@@ -177,8 +178,8 @@ LFM3_VL = Family(
     video=qwen2_vl.VIDEO,
     load_hf_videos=load_hf_videos,
     video_kwargs=qwen2_vl.QWEN2_VL.video_kwargs,
-    **{
-        **qwen2_vl.GRID_FIELDS,
+    **qwen2_vl.GRID_FIELDS
+    | {
         "extra_kwargs": ({}, {"images_kwargs": SMALLER}),
         "operator_kwargs": qwen3_vl.QWEN3_VL.operator_kwargs,
     },

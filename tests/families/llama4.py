@@ -56,10 +56,11 @@ GRIDS = ((1, 2), (1, 1), (2, 1))
 
 def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any) -> Llama4Config:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each."""
+    settings = {"image_token_index": PATCH_ID, **settings}
     return Llama4Config(
         text_config={**TEXT, **text},
         vision_config={**VISION, **vision},
-        **{"image_token_index": PATCH_ID, **settings},
+        **settings,
         architectures=["Llama4ForConditionalGeneration"],
     )
 

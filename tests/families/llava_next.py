@@ -52,16 +52,17 @@ def tiny_config(
     """Return HF's config: tiles of 2 x 2 patches, and two states of the tower side by side."""
     own = GRANITE if decoder == "granite" else {}
     make_text = {**TEXT_CONFIGS, "granite": GraniteConfig}[decoder]
+    settings = {
+        "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        "vision_feature_layer": [-3, -1],
+        "vision_feature_select_strategy": "full",
+        **settings,
+    }
     return LlavaNextConfig(
         text_config=make_text(**{**TEXT, **own, **text}),
-        vision_config=VISION_CONFIGS[tower](**{**VISION, "patch_size": 14, **vision}),
+        vision_config=VISION_CONFIGS[tower](**VISION | {"patch_size": 14, **vision}),
         image_token_index=IMAGE_TOKEN,
-        **{
-            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
-            "vision_feature_layer": [-3, -1],
-            "vision_feature_select_strategy": "full",
-            **settings,
-        },
+        **settings,
         architectures=["LlavaNextForConditionalGeneration"],
     )
 

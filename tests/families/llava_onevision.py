@@ -44,16 +44,17 @@ def tiny_config(
     **settings: Any,
 ) -> LlavaOnevisionConfig:
     """Return HF's config: tiles of 3 x 3 patches; more than 2 tiles of them are mixed."""
+    settings = {
+        "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        "vision_aspect_ratio": "anyres_max_2",
+        **settings,
+    }
     return LlavaOnevisionConfig(
         text_config=TEXT_CONFIGS[decoder](**{**TEXT, **text}),
-        vision_config=VISION_CONFIGS[tower](**{**VISION, "patch_size": 9, **vision}),
+        vision_config=VISION_CONFIGS[tower](**VISION | {"patch_size": 9, **vision}),
         image_token_index=IMAGE_TOKEN,
         video_token_index=VIDEO_TOKEN,
-        **{
-            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
-            "vision_aspect_ratio": "anyres_max_2",
-            **settings,
-        },
+        **settings,
         architectures=["LlavaOnevisionForConditionalGeneration"],
     )
 

@@ -52,13 +52,20 @@ LATENT: dict[str, Any] = {
 def make_mistral4(**text: Any) -> Mistral4Config:
     """Return the text config of a Mistral 4, whose heads have a width by its own keys."""
     own = {name: value for name, value in text.items() if name != "head_dim"}
-    return Mistral4Config(**{"rope_parameters": {**YARN}, **own, **LATENT})
+    text = {"rope_parameters": {**YARN}, **own, **LATENT}
+    return Mistral4Config(**text)
+
+
+def make_ministral3(**text: Any) -> Ministral3Config:
+    """Return the text config of a Ministral 3, whose positions are scaled."""
+    text = {"rope_parameters": {**YARN}, **text}
+    return Ministral3Config(**text)
 
 
 DECODERS: dict[str, Any] = {
     "mistral": MistralConfig,
     "mistral4": make_mistral4,
-    "ministral3": lambda **text: Ministral3Config(**{"rope_parameters": {**YARN}, **text}),
+    "ministral3": make_ministral3,
     "qwen3": Qwen3Config,
 }
 
@@ -67,7 +74,7 @@ def tiny_config(
     *, decoder: str = "mistral", text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any
 ) -> Any:
     """Return a Mistral 3 of two decoder blocks and three of the tower; LightOnOCR with Qwen3."""
-    options = {
+    options: dict[str, Any] = {
         "text_config": DECODERS[decoder](**{"head_dim": 8, **TEXT, **text}),
         "vision_config": PixtralVisionConfig(**{**VISION, **vision}),
         "spatial_merge_size": MERGE,

@@ -34,12 +34,12 @@ def tiny_config(
 ) -> PaliGemmaConfig:
     """Return a config of width 32, whose sliding layers see fewer tokens than a prompt has."""
     own = {"query_pre_attn_scalar": 12, "sliding_window": 9} if decoder == "gemma2" else {}
-    settings = {
+    settings: dict[str, Any] = {
         **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
         **{"max_position_embeddings": 1024, "pad_token_id": 0, **own, **text},
     }
-    tower = {
+    tower: dict[str, Any] = {
         **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
         **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
         **{"vision_use_head": False, **vision},

@@ -18,8 +18,8 @@ from tests.families.sizes import resize_text
 from tests.families.tiny import TinyFamily, Variant
 
 TINY = TinyFamily(
-    **{
-        **ROW,
+    **ROW
+    | {
         "model_class": PixtralForConditionalGeneration,
         "resize": lambda *sizes: {**PIXTRAL_SETTINGS, **resize_text(*sizes)},
     },
@@ -53,7 +53,7 @@ def write_pixtral(folder: Path, **config: Any) -> Path:
         "vision_feature_select_strategy": "full",
     }
     path = edit_golden("llava", folder, config={**settings, **config})
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]}
     )

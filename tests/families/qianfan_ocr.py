@@ -23,11 +23,12 @@ QWEN3: dict[str, Any] = {"model_type": "qwen3", "head_dim": 16}
 
 def tiny_config(*, text: Keys = NO_KEYS, vision: Keys = NO_KEYS, **settings: Any) -> Any:
     """Return HF's config: tiles of 4 x 4 patches, 4 embeddings each, before Qwen3's decoder."""
+    settings = {"image_seq_length": 4, **settings}
     return QianfanOCRConfig(
         text_config={**internvl.TEXT, **QWEN3, **text},
         vision_config={**internvl.VISION, **vision},
         image_token_id=internvl.CONTEXT,
-        **{"image_seq_length": 4, **settings},
+        **settings,
     )
 
 

@@ -53,17 +53,18 @@ def tiny_config(
     """Return HF's config of a thinker of width 32; `are_heard`: whether drawn videos are."""
     own = {k: v for k, v in VISION["qwen2_5_vl"].items() if k != "tokens_per_second"}
     settings = {name: value for name, value in text.items() if name != "head_dim"}
+    ids = {
+        **{"image_token_index": IMAGE_TOKEN, "video_token_index": VIDEO_TOKEN},
+        **{"audio_token_index": AUDIO_TOKEN, "audio_start_token_id": AUDIO_START},
+        "audio_end_token_id": AUDIO_END,
+        **{"vision_start_token_id": VISION_START, "position_id_per_seconds": 3},
+        **ids,
+    }
     config = Qwen2_5OmniThinkerConfig(
         text_config={**TEXT, **settings},
         vision_config={**own, **vision},
         audio_config={**AUDIO, **audio},
-        **{
-            **{"image_token_index": IMAGE_TOKEN, "video_token_index": VIDEO_TOKEN},
-            **{"audio_token_index": AUDIO_TOKEN, "audio_start_token_id": AUDIO_START},
-            "audio_end_token_id": AUDIO_END,
-            **{"vision_start_token_id": VISION_START, "position_id_per_seconds": 3},
-            **ids,
-        },
+        **ids,
     )
     config.architectures = ["Qwen2_5OmniThinkerForConditionalGeneration"]
     config.are_videos_heard = are_heard

@@ -231,7 +231,7 @@ PATH = GOLDEN / "qwen2_vl"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 20_000}}
-GRID_FIELDS: Mapping[str, Any] = {
+GRID_FIELDS: dict[str, Any] = {
     "takes_embeds": False,  # grids beside them: tests/models/test_qwen2_vl_embeds.py
     "has_pixel_counts": True,
     "extra_kwargs": ({}, SMALLER),
@@ -305,7 +305,7 @@ QWEN2_VL = Family(
         {"videos_kwargs": {"size": {"longest_edge": 23 * 784}}},
         {"images_kwargs": {"max_pixels": 7 * 784}},
     ),
-    **{**GRID_FIELDS, "extra_kwargs": ({}, {"images_kwargs": SMALLER})},
+    **GRID_FIELDS | {"extra_kwargs": ({}, {"images_kwargs": SMALLER})},
 )
 
 

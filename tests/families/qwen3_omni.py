@@ -60,16 +60,17 @@ def tiny_config(
     **ids: Any,
 ) -> Any:
     """Return HF's config of a thinker of width 32; `are_heard`: whether drawn videos are."""
+    ids = {
+        **{"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN},
+        **{"audio_token_id": AUDIO_TOKEN, "audio_start_token_id": AUDIO_START},
+        **{"vision_start_token_id": VISION_START, "position_id_per_seconds": 4},
+        **ids,
+    }
     config = Qwen3OmniMoeThinkerConfig(
         text_config={**qwen3_vl.TEXT, **qwen3_vl.EXPERTS, **text},
         vision_config={**qwen3_vl.VISION, **vision},
         audio_config={**AUDIO, **audio},
-        **{
-            **{"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN},
-            **{"audio_token_id": AUDIO_TOKEN, "audio_start_token_id": AUDIO_START},
-            **{"vision_start_token_id": VISION_START, "position_id_per_seconds": 4},
-            **ids,
-        },
+        **ids,
     )
     config.architectures = ["Qwen3OmniMoeThinkerForConditionalGeneration"]
     config.are_videos_heard = are_heard

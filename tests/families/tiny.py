@@ -144,7 +144,7 @@ class TinyFamily:
     """Gives HF's model random values, loud enough that every input changes the answer."""
     publish_names: Callable[[Path], None] = lambda folder: None
     """Renames tensors of a folder that HF's `save_pretrained` gives names that nobody publishes."""
-    mend: Callable[[Any], None] = lambda model: None
+    mend: Callable[[Any], object] = lambda model: None
     """Lets HF's model take a prompt that it refuses."""
 
     def make_reference(self, *, config: Any = None, **settings: Any) -> Any:

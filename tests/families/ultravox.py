@@ -332,7 +332,7 @@ def call_published(prompt: str, clips: list[Any], kwargs: Mapping[str, Any]) -> 
 
 TURN = "<|start_header_id|>{}<|end_header_id|>\n\n"
 ULTRAVOX = Family(
-    **{**written(TINY, write_files), "write": write},
+    **written(TINY, write_files) | {"write": write},
     has_reference=False,
     published=Published(make_config=make_config, list_shapes=list_shapes),
     question="what is said",

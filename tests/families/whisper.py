@@ -221,7 +221,7 @@ def fill_loud(model: Any) -> None:
 
 
 WHISPER = Family(
-    **{**written(TINY, write_files), "write": with_weights(write_files, fill_loud)},
+    **written(TINY, write_files) | {"write": with_weights(write_files, fill_loud)},
     llm_settings={"max_num_seqs": 2, "max_num_batched_tokens": 64},
     published=Published(left_out=("proj_out.weight",)),
     rendered="",

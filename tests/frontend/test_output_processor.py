@@ -22,8 +22,9 @@ def run(
     input_processor: InputProcessor, prompt: Any, *, stream: bool = False, **params: Any
 ) -> tuple[list[RequestOutput], EchoEngine]:
     """Return all outputs of one request against the echo."""
+    params = {"max_tokens": 64, **params}
     request = input_processor.process(
-        GenerateRequest("r", prompt, SamplingParams(**{"max_tokens": 64, **params}), stream=stream)
+        GenerateRequest("r", prompt, SamplingParams(**params), stream=stream)
     )
     processor, engine = OutputProcessor(input_processor.tokenizer), EchoEngine()
     processor.add_request(request)
@@ -185,7 +186,7 @@ def test_a_structured_answer_keeps_a_space_at_its_beginning(
     input_processor: InputProcessor, is_structured: bool
 ) -> None:
     """Which decoding drops there, and a chat's answer has no use for."""
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "golden/llava")
+    tokenizer: Any = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "golden/llava")
     end, word = tokenizer.convert_tokens_to_ids(["</s>", "▁a"])
     structure = StructuredOutputsParams(regex=" a") if is_structured else None
     prompt: Any = {"prompt_token_ids": [word, end]}

@@ -30,12 +30,12 @@ def make_hf(seed: int, shapes: dict[str, tuple[int, ...]]) -> Names:
 
 def attention(heads: dict[str, int]) -> dict[str, tuple[int, ...]]:
     shapes = {f"self_attn.{name}_proj.weight": (n * HEAD, WIDTH) for name, n in heads.items()}
-    return shapes | {"self_attn.o_proj.weight": (WIDTH, heads["q"] * HEAD)}
+    return {**shapes, "self_attn.o_proj.weight": (WIDTH, heads["q"] * HEAD)}
 
 
 def mlp() -> dict[str, tuple[int, ...]]:
     shapes = {f"mlp.{name}_proj.weight": (INNER, WIDTH) for name in ("gate", "up")}
-    return shapes | {"mlp.down_proj.weight": (WIDTH, INNER)}
+    return {**shapes, "mlp.down_proj.weight": (WIDTH, INNER)}
 
 
 def norms(*names: str) -> dict[str, tuple[int, ...]]:

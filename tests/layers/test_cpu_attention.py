@@ -179,7 +179,7 @@ def answer(tokens: Tokens, row: int, *, window: Window, soft_cap: float | None) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("shape", "name"), PAIRS)
 def test_a_token_attends_as_the_formula_says(shape: str, name: str, dtype: str) -> None:
-    options = {"window": None, "soft_cap": None, **OPTIONS[name]}
+    options: dict[str, Any] = {"window": None, "soft_cap": None, **OPTIONS[name]}
     tokens = draw(SHAPES[shape], LENGTHS, dtype, has_sinks=options.pop("has_sinks", False))
     out = attend(tokens, **options)
     atol = 2e-6 if dtype == "float32" else 1e-2

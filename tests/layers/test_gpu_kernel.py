@@ -219,7 +219,7 @@ def test_on_a_mesh_each_device_has_its_heads(shape: tuple[int, int], has_sinks: 
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("kv", "group"))
     cut = HeadSharding(mesh=mesh, query_axes=("kv", "group"), kv_axes=("kv",))
     arguments = (metadata, metadata.block_tables, visible_range(metadata, None))
-    options = {"scale": 0.25, "soft_cap": None}
+    options: dict[str, Any] = {"scale": 0.25, "soft_cap": None}
     options["sinks"] = jnp.linspace(-2.0, 3.0, 8) if has_sinks else None
     whole = walk(query, cache, *arguments, **options)
     parts = kernel(query, replace(cache, sharding=cut), *arguments, **options)

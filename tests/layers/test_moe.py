@@ -40,8 +40,8 @@ def fill(module: nnx.Module, seed: int = 0) -> Any:
 
 
 def router_config(**changes: Any) -> RouterConfig:
-    values = {"num_experts": NUM_EXPERTS, "top_k": 3, "has_sigmoid": False}
-    return RouterConfig(**{**values, "has_correction_bias": False, **changes})
+    values: dict[str, Any] = {"num_experts": NUM_EXPERTS, "top_k": 3, "has_sigmoid": False}
+    return RouterConfig(**values | {"has_correction_bias": False, **changes})
 
 
 def draw_rows(num_rows: int, seed: int = 1) -> Any:
@@ -87,7 +87,7 @@ GATES: dict[str, dict[str, Any]] = {
 def test_each_row_meets_its_expert(rows_of: str, gate: str):
     """By a kernel or in tiles, on the CPU, and by `ragged_dot`, elsewhere; the last are of none."""
     sizes = SIZES[rows_of]
-    settings = {"activation": "silu", "dtype": jnp.float32, **GATES[gate]}
+    settings: dict[str, Any] = {"activation": "silu", "dtype": jnp.float32, **GATES[gate]}
     experts = fill(Experts(NUM_EXPERTS, WIDTH, INNER, **settings))
     x = draw_rows(sum(sizes) + 2)
     counts = jnp.asarray(sizes, jnp.int32)

@@ -262,7 +262,8 @@ def test_a_step_of_nothing_gives_the_kernel_one_row():
     """It starts a copy that it would otherwise never wait for."""
     batch, _, _ = draw_case(0)
     tokens, requests = batch.query.shape[0], len(batch.metadata.block_tables)
-    empty = batch.metadata._replace(tile_rows=np.full_like(batch.metadata.tile_rows, tokens))
+    ends: Any = np.full_like(batch.metadata.tile_rows, tokens)
+    empty = batch.metadata._replace(tile_rows=ends)
     arguments = arguments_of(batch.query, interleave(batch.cache), empty)
     assert arguments.num_seqs.tolist() == [1]
     assert arguments.cu_q_lens.tolist() == [0, *[1] * requests]
@@ -274,10 +275,9 @@ def test_what_the_kernel_takes():
     takes = partial(ragged_takes, batch.query, interleave(batch.cache))
     assert takes(batch.metadata)
     assert not takes(batch.metadata._replace(span_end=batch.metadata.token_index + 1))
-    tables = np.zeros((64, 2049), np.int32)
-    assert not takes(batch.metadata._replace(block_tables=tables)), "1 MiB of scalars"
-    tables = np.zeros((2048, 16), np.int32)
-    assert not takes(batch.metadata._replace(block_tables=tables)), "as wide as one of 128 blocks"
+    long, wide = jnp.zeros((64, 2049), jnp.int32), jnp.zeros((2048, 16), jnp.int32)
+    assert not takes(batch.metadata._replace(block_tables=long)), "1 MiB of scalars"
+    assert not takes(batch.metadata._replace(block_tables=wide)), "as wide as one of 128 blocks"
 
 
 @pytest.mark.parametrize(("size", "is_kernels"), [(40, False), (MAX_BLOCKS * BLOCK_SIZE, True)])

@@ -67,10 +67,11 @@ def make_adapter(
 
     `parts`: those that it adapts; `settings`: PEFT's, of `LoraConfig`.
     """
-    own = {"r": 8, "lora_alpha": 16, "target_modules": find_layers(model, parts), **settings}
+    own = {"r": 8, "lora_alpha": 16, "target_modules": find_layers(model, parts)}
+    settings = {**own, **settings}
     copied = copy.deepcopy(model.reference)
     model.family.mend(copied)  # what mends the other calls the other's modules
-    adapted = peft.get_peft_model(copied, LoraConfig(**own))
+    adapted = peft.get_peft_model(copied, LoraConfig(**settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

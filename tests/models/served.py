@@ -147,12 +147,13 @@ def make_request(
             )
         )
     encoder_ids = sample.encoder_token_ids
+    sampling = {"temperature": 0.0, "max_tokens": 8, **sampling}
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=sample.token_ids.tolist(),
         encoder_prompt_token_ids=None if encoder_ids is None else encoder_ids.tolist(),
         mm_features=features,
-        sampling_params=SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
+        sampling_params=SamplingParams(**sampling),
         eos_token_ids=list(eos),
     )
 

@@ -12,12 +12,12 @@ REFERENCE = {"layers.0": np.full((2, 3), 1000.0), "logits": np.zeros((2, 4))}
 
 def report(changes: dict[str, Any] | None = None, **kwargs: Any) -> CaseReport:
     ours = {**{name: value.copy() for name, value in REFERENCE.items()}, **(changes or {})}
-    settings = {
+    kwargs = {
         **{"name": "case", "num_prompt_tokens": 2, "num_images": 0},
         **{"token_ids": (1, 2), "reference_token_ids": (1, 2)},
         **kwargs,
     }
-    return CaseReport(differences=compare(ours, REFERENCE), **settings)
+    return CaseReport(differences=compare(ours, REFERENCE), **kwargs)
 
 
 def test_equal_is_within():

@@ -38,7 +38,9 @@ def test_a_prompt_of_no_tokens_gets_a_separator(processor: Any):
 @pytest.mark.parametrize("prompt", ["what", f"a {IMAGE} b"])
 def test_a_completion_has_no_separator(prompt: str, kwargs: dict[str, Any]):
     images = {"image": [draw(9, 9)] * prompt.count(IMAGE)}
-    for config, request_kwargs in [({}, kwargs), ({"mm_processor_kwargs": kwargs}, {})]:
+    given: list[tuple[dict[str, Any], dict[str, Any]]]
+    given = [({}, kwargs), ({"mm_processor_kwargs": kwargs}, {})]
+    for config, request_kwargs in given:
         processor = golden_processor("chameleon", **config)
         for kind in both_kinds(processor, prompt):
             inputs = processor.apply(kind, images, hf_processor_mm_kwargs=request_kwargs)

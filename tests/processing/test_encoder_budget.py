@@ -13,7 +13,8 @@ from tests.processing.test_processor import make
 
 
 def scheduler(**changes: Any) -> SchedulerConfig:
-    return SchedulerConfig(**{"max_num_batched_tokens": 100, "max_num_seqs": 4, **changes})
+    changes = {"max_num_batched_tokens": 100, "max_num_seqs": 4, **changes}
+    return SchedulerConfig(**changes)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,9 @@ def test_newlines_in_the_users_text_are_words(processor: Any):
 
 def test_the_operators_size_sets_the_maximum():
     kwargs = {"size": {"height": 40, "width": 50}}
-    for config, request_kwargs in [({"mm_processor_kwargs": kwargs}, {}), ({}, kwargs)]:
+    given: list[tuple[dict[str, Any], dict[str, Any]]]
+    given = [({"mm_processor_kwargs": kwargs}, {}), ({}, kwargs)]
+    for config, request_kwargs in given:
         processor = golden_processor("fuyu", **config)
         inputs = processor.apply(
             "a", {"image": draw(200, 160)}, hf_processor_mm_kwargs=request_kwargs

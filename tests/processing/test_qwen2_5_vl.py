@@ -29,18 +29,21 @@ def processor() -> Any:
     )
 
 
+ONE_FRAME: dict[str, Any] = {"total_num_frames": 1}
+
+
 class Stub(VideoProcessorMixin):
     """Stands for torchvision's video processor: grids and metadata alone, of 56x56 pixels."""
 
     merge_size = temporal_patch_size = 2
-    model_input_names = ("pixel_values_videos", "video_grid_thw")
+    model_input_names: Any = ("pixel_values_videos", "video_grid_thw")
 
     def __init__(self, metadata: Sequence[dict[str, Any]]) -> None:
         self.metadata = metadata
 
     def __call__(self, videos: Any, **kwargs: Any) -> Any:
         grids = np.array([[-(-len(video) // 2), 4, 4] for video in videos])
-        known = [VideoMetadata(**{"total_num_frames": 1, **one}) for one in self.metadata]
+        known = [VideoMetadata(**ONE_FRAME | one) for one in self.metadata]
         return {"video_grid_thw": grids, "video_metadata": known}
 
 

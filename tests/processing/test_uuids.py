@@ -20,7 +20,7 @@ PICTURE = draw(1, 1)
 
 
 def items(**data: Any) -> MultiModalDataItems:
-    kinds = {"image": ImageProcessorItems, "video": VideoProcessorItems}
+    kinds: dict[str, Any] = {"image": ImageProcessorItems, "video": VideoProcessorItems}
     kinds["audio"] = AudioProcessorItems
     return MultiModalDataItems({name: kinds[name](rows) for name, rows in data.items()})
 

@@ -81,7 +81,7 @@ def test_boxes_of_the_server(server: Server) -> None:
     said = {"role": "assistant", "content": "circle", "parsed": boxes}
     user = {"role": "user", "content": "b"}
     assert server.chat(messages=[user, said, user]).status_code == 200
-    item = {"type": "message", "id": "msg_1", "status": "completed", **said}
+    item: dict[str, Any] = {"type": "message", "id": "msg_1", "status": "completed", **said}
     item["content"] = [{"type": "output_text", "text": "circle", "annotations": []}]
     response = server.http.post("/v1/responses", json={"input": [user, item, user]})
     assert response.status_code == 200, response.text

@@ -26,13 +26,13 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def serving(**limits: Any) -> AsyncIterator[int]:
     """Yield the port of a server."""
-    options = {"max_connections": 8, "head_timeout_s": 0.0, **limits}
-    size = options.pop("max_head_bytes", 2048)
+    limits = {"max_connections": 8, "head_timeout_s": 0.0, **limits}
+    size = limits.pop("max_head_bytes", 2048)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(
             answer,
-            http=limited_protocol(**options),
+            http=limited_protocol(**limits),
             h11_max_incomplete_event_size=size,
             lifespan="off",
             log_config=None,

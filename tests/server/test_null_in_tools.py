@@ -13,7 +13,7 @@ def test_null_is_absent(make_server: MakeServer) -> None:
     function = {"name": "find", "description": None, "parameters": None, "strict": None, **nothing}
     tool = {"type": "function", "function": function, **nothing}
     made = {"name": "find", "arguments": "{}", **nothing}
-    call = {"id": "1", "type": None, "function": made, "custom": None}
+    call: dict[str, Any] = {"id": "1", "type": None, "function": made, "custom": None}
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": None, "tool_calls": [call]},

@@ -142,7 +142,7 @@ def said(*texts: str) -> Callable[[Seen], bool]:
     return lambda seen: seen.texts == dict(enumerate(texts))
 
 
-def user(content: Any = "a red circle") -> list[dict[str, Any]]:
+def user(content: Any = "a red circle") -> list[Any]:
     return [{"role": "user", "content": content}]
 
 
@@ -454,7 +454,7 @@ def test_errors(
     mode: str,
 ) -> None:
     server = servers_by_name["plain"]
-    body = {"model": "tiny", "messages": user(), **fields}
+    body: dict[str, Any] = {"model": "tiny", "messages": user(), **fields}
 
     async def create() -> None:
         async with server.async_openai() as client:
@@ -491,7 +491,7 @@ def test_the_clients_own_accumulator(servers_by_name: dict[str, Server]) -> None
     server.will_say(CALLS)
     with server.openai().chat.completions.stream(
         model="tiny",
-        messages=user(),  # type: ignore[arg-type]
+        messages=user(),
         tools=[WEATHER, TIME],  # type: ignore[list-item]
     ) as stream:
         kinds = {event.type for event in stream}
@@ -506,7 +506,7 @@ def test_request_ids_go_both_ways(servers_by_name: dict[str, Server]) -> None:
     client = servers_by_name["plain"].openai()
     raw = client.chat.completions.with_raw_response.create(
         model="tiny",
-        messages=user(),  # type: ignore[arg-type]
+        messages=user(),
         extra_headers={"X-Request-Id": "mine-1"},
     )
     assert raw.headers["x-request-id"] == "mine-1"

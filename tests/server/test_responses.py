@@ -86,7 +86,7 @@ def check_events(events: list[Any], response: Response) -> None:
             e.item_id
             for e in events
             if getattr(e, "output_index", -1) == index and hasattr(e, "item_id")
-        } <= {item.id}  # type: ignore[union-attr]
+        } <= {item.id}
 
 
 def calls_of(response: Response) -> list[tuple[str, str]]:

@@ -204,7 +204,7 @@ def test_improbable_windows_are_transcribed_again(server: Server):
     lines = post(server, stream="true", **again).text.splitlines()
     deltas = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert "".join(one.get("delta", "") for one in deltas) == answer["text"]
-    silent = {**again, "no_speech_threshold": "0.3"}
+    silent = again | {"no_speech_threshold": "0.3"}
     assert post(server, **silent).json()["text"] == ""
     assert sent(server).sampling_params.prompt_logprobs == 0
     decode = server.engine_client.input_processor.tokenizer.decode

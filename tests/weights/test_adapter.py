@@ -45,7 +45,8 @@ def make_reader(*, base: dict[str, np.ndarray] | None = None, **settings: Any) -
     shapes["language_model.lora.b"] = (10, SLOTS, MAX_RANK)
     shapes["language_model.lora.bias"] = (10, SLOTS)
     options = {"rules": RULES, "shapes": shapes, "dtype": np.float32, "max_rank": MAX_RANK}
-    return AdapterReader(**{**options, "read_base": (base or {}).get, **settings})
+    settings = {**options, "read_base": (base or {}).get, **settings}
+    return AdapterReader(**settings)
 
 
 def draw(*shape: int) -> np.ndarray:
