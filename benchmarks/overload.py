@@ -140,7 +140,7 @@ async def _ask(port: int, body: bytes, start: float) -> Answer:
                     pass
             finally:
                 writer.transport.abort()
-    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+    except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
         head = b""
     status = int(head.split(b" ", 2)[1]) if head else 0
     has_retry_after = b"\r\nretry-after:" in head.lower()

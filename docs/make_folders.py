@@ -40,7 +40,8 @@ def read_imports(package: Path) -> dict[str, set[str]]:
         name: {
             found
             for wanted in _imported_names(ast.parse(file.read_text(encoding="utf-8")))
-            if (found := next(filter(None, map(resolve, wanted)), None)) not in (None, name)
+            if (found := next(filter(None, map(resolve, wanted)), None)) is not None
+            and found != name
         }
         for name, file in modules.items()
     }

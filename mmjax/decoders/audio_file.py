@@ -163,7 +163,7 @@ def _opened(
             check_audio_size(codec.sample_rate or 0, codec.channels, 0.0, limits, param=param)
             codec.thread_count = 1
             yield container, stream
-    except (RequestValueError, MediaError):
+    except RequestValueError:
         raise
     # FFmpeg's errors are OSErrors and ValueErrors of many kinds.
     except Exception as error:

@@ -54,9 +54,10 @@ def _render(job: dict[str, Any]) -> str:
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    known: dict[str, Any] = environment.globals
+    known |= {"raise_exception": _refuse, "strftime_now": _now}
     for name in ("lipsum", "cycler", "joiner"):
-        environment.globals.pop(name, None)
+        known.pop(name, None)
     template = environment.from_string(job["source"])
     messages = job["variables"]["messages"]
     if job["continue_final_message"]:

@@ -171,7 +171,7 @@ def _opened(data: bytes, limits: MediaLimits, param: str | None) -> Iterator[tup
             codec.options = {"max_pixels": str(limits.max_image_pixels)}
             codec.thread_count = 1
             yield container, stream
-    except (RequestValueError, MediaError):
+    except RequestValueError:
         raise
     # FFmpeg's errors are OSErrors and ValueErrors of many kinds.
     except Exception as error:

@@ -91,6 +91,7 @@ class WorkerPool:
         reply was wrong, but for RequestValueError.
         """
         worker = self._idle.get()
+        job: dict[str, Any]
         job = {"operation": operation, "num_bytes": len(data), "options": options}
         job["cpu_seconds"] = self._cpu_seconds
         try:

@@ -169,7 +169,7 @@ def start_engine(
         programs = _make_programs(config, model, plan)
         draft_parts = _load_draft(config, model, programs, draft_params, plan=plan, devices=devices)
     with timed("measure"):
-        guessing = draft_parts and draft_parts.programs
+        guessing = None if draft_parts is None else draft_parts.programs
         num_blocks = fit_kv_cache(config, programs, shard_bytes(model.params), draft=guessing)
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks)
     with timed("allocate", "allocating the caches"):
@@ -255,7 +255,8 @@ def _load_draft(
     if is_eagle3(config.draft):
         check_eagle3(config, model)
         # The table of tokens is the model's.
-        named = replace(own.model, dtype=jnp.dtype(programs.dtype).name)
+        dtype: Any = jnp.dtype(programs.dtype).name  # one of those that a model may be told
+        named = replace(own.model, dtype=dtype)
         layer = load_beside(replace(own, model=named), Eagle3Head, model, params, devices)
         return _plan_beside(own, layer, plan._replace(sees="past", num_encoder_rows=1))
     if is_assistant(config, model.model_class):
@@ -411,7 +412,7 @@ def _make_source(
         left_out=left_out,
         read=partial(iter_own_params, config, model_class, left_out, mesh, programs.own_params),
         path=config.model.path,
-        encoded_apart=encoder and encoder.params,
+        encoded_apart=None if encoder is None else encoder.params,
     )
 
 

@@ -251,7 +251,7 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
         return SETTING_CLASSES[group](**group_fields(group, values), **more)
 
     media = make("multimodal")
-    named = {"model": None, **group_fields("model", values), "mm": media}
+    named: dict[str, Any] = {"model": None, **group_fields("model", values), "mm": media}
     parts = {group: make(group) for group in ("cache", "scheduler", "parallel", "lora")}
     model = load_model_config(**named, needs_weights=named.get("load_format") != "dummy")
     check_quantization(model)
@@ -608,14 +608,14 @@ def _build_florence2_config(raw: dict[str, Any], path: Path) -> Any:
     from transformers import AutoConfig
 
     text = _respell({"tie_word_embeddings": True, **raw["text_config"]}, "florence2_language")
-    parts = {
+    parts: dict[str, Any] = {
         "text_config": text,
         "vision_config": _respell(raw["vision_config"], "davit"),
         # Its processor's `<image>` follows the vocabulary: no row of the table stands for it.
         "image_token_id": text["vocab_size"],
         "tie_word_embeddings": True,
     }
-    config = AutoConfig.for_model(**{**raw, **parts})
+    config = AutoConfig.for_model(**raw | parts)
     config.name_or_path = str(path)
     return config
 

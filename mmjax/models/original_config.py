@@ -139,6 +139,6 @@ def build_speculator_config(raw: Mapping[str, Any]) -> Any:
             "kind 'eagle3'"
         )
     own = {key: value for key, value in raw.items() if not isinstance(value, dict)}
-    layer = {"norm_before_residual": True, **own, **raw["transformer_layer_config"]}
+    layer: dict[str, Any] = {"norm_before_residual": True, **own, **raw["transformer_layer_config"]}
     # Its modules are named as the published ones' of EAGLE-3.
-    return AutoConfig.for_model(**{**layer, "architectures": [EAGLE3]})
+    return AutoConfig.for_model(**layer | {"architectures": [EAGLE3]})

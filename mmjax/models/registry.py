@@ -284,12 +284,13 @@ class MultiModalRegistry:
                 logger.warning(
                     "`%s` had a processor; it is replaced by `%s`", model_cls.__name__, processor
                 )
-            model_cls._processor_factory = replace(
+            marked: Any = model_cls
+            marked._processor_factory = replace(
                 factories,
                 model=model or model_cls,
                 placeholder_str=getattr(model_cls, "get_placeholder_str", None),
             )
-            self._register(model_cls.__name__, model_cls._processor_factory)
+            self._register(model_cls.__name__, marked._processor_factory)
             return model_cls
 
         return decorate

@@ -34,7 +34,7 @@ class TiledInfo(FamilyInfo):
     tile_kwargs: ClassVar[tuple[str, str]] = ("crop_to_patches", "max_patches")
     """Names of the kwargs that enable tiles, and limit their number."""
 
-    def get_unit_size(self) -> None:
+    def get_unit_size(self) -> ImageSize | None:
         """Return nothing: the cutters refuse other tiles themselves."""
 
     def find_largest_image(self) -> tuple[ImageSize, int]:

@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.frontend.engine_client.request_stream import EndReason
+from mmjax.frontend.engine_client.request_stream import EndReason, RequestObserver
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
 from mmjax.frontend.requests.request import ProcessedRequest
@@ -165,8 +165,8 @@ _TOTALS: Mapping[str, tuple[str, str]] = {
 """Name -> field of figures that only grow, over all engine processes, and what it is."""
 
 
-class Metrics:
-    """The metrics of one server; a `RequestObserver`."""
+class Metrics(RequestObserver):
+    """The metrics of one server."""
 
     def __init__(self, client: AsyncEngineClient, lora: LoRAConfig | None = None) -> None:
         """Observe `client`, from now on; `lora`: of its engine."""
@@ -304,6 +304,7 @@ class _EngineCollector(Collector):
         """Yield the current figures; P1's once it has sent some."""
         supervisor = self._client.supervisor
         yield self._gauge("mmjax:engine_up", "Whether it serves.", self._client.is_healthy)
+        states: dict[tuple[str, ...], bool]
         states = {(state,): supervisor.state == state for state in get_args(EngineState)}
         yield self._gauges("mmjax:engine_state", "1 for the engine's state.", ("state",), states)
         restarts = supervisor.num_restarts

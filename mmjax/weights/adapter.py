@@ -362,8 +362,11 @@ def read_adapter_config(path: Path) -> tuple[AdapterConfig, bytes]:
 
 
 def _parse_config(values: Mapping[str, Any]) -> AdapterConfig:
-    ranks = {"r": values.get("r"), **_read_pattern(values, "rank_pattern")}
-    alphas = {"lora_alpha": values.get("lora_alpha"), **_read_pattern(values, "alpha_pattern")}
+    ranks: dict[str, Any] = {"r": values.get("r"), **_read_pattern(values, "rank_pattern")}
+    alphas: dict[str, Any] = {
+        "lora_alpha": values.get("lora_alpha"),
+        **_read_pattern(values, "alpha_pattern"),
+    }
     for key, rank in ranks.items():
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise CheckpointError(

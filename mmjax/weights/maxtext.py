@@ -222,9 +222,7 @@ class _Reader:
 
 
 def _nest(keys: Sequence[str], leaf: Any) -> Any:
-    for key in reversed(keys):
-        leaf = {key: leaf}
-    return leaf
+    return {keys[0]: _nest(keys[1:], leaf)} if keys else leaf
 
 
 def _find_items(path: Path) -> Path | None:

@@ -199,14 +199,14 @@ def sample_layout(num_requests: int, *, has_adapters: bool = False) -> Layout:
 
 def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
     """Return the batch of a packed buffer, under jit."""
-    fields = layout.views(flat)
+    fields: dict[str, Any] = {"span_end": None, **layout.views(flat)}
     head = {name: fields.pop(name) for name in StepBatch._fields if name in fields}
     for part, kind in _NESTED.items():
         names = {name: f"{part}_{name}" for name in kind._fields}
         own = {name: fields.pop(field) for name, field in names.items() if field in fields}
         if own:
             fields[part] = kind(**own)
-    return StepBatch(**head, metadata=PagedAttentionMetadata(**{"span_end": None, **fields}))
+    return StepBatch(**head, metadata=PagedAttentionMetadata(**fields))
 
 
 def add_padding_row(batch: StepBatch) -> StepBatch:

@@ -67,12 +67,14 @@ def enable_persistent_cache(directory: Path | None) -> None:
 def _check_entries() -> None:
     """Let JAX keep its entries in `CheckedCache`, from its first compilation on."""
     # NOTE: JAX has no public way to give it a cache; without this function it uses its own.
-    if hasattr(compilation_cache, "get_file_cache"):
-        compilation_cache.get_file_cache = _make_cache
+    caches: Any = compilation_cache
+    if hasattr(caches, "get_file_cache"):
+        caches.get_file_cache = _make_cache
     # As JAX has it, process 0 alone writes, for all: but the directory may be of one host, and on a
     # CPU each process has keys of its own. So the others would compile all at every start.
-    if hasattr(compiler, "_cache_write"):
-        compiler._cache_write = _write_entry
+    writer: Any = compiler
+    if hasattr(writer, "_cache_write"):
+        writer._cache_write = _write_entry
 
 
 def _write_entry(

@@ -717,14 +717,14 @@ def _kind_of(tables: SampleTables) -> SampleKind:
 
 def _read(sampled: Sequence[ScheduledRequest], drawn: Array | SampleOutput) -> ModelRunnerOutput:
     """Return each request's tokens, with log-probabilities where it asked for them."""
-    is_full = isinstance(drawn, SampleOutput)
-    tokens = np.asarray(drawn.token_ids if is_full else drawn).tolist()
+    full = drawn if isinstance(drawn, SampleOutput) else None
+    tokens = np.asarray(drawn if full is None else full.token_ids).tolist()
     output: ModelRunnerOutput = {}
     for row, scheduled in enumerate(sampled):
         num_wanted = scheduled.request.sampling_params.logprobs
         logprobs = None
-        if is_full and num_wanted is not None:
-            logprobs = drawn.read(row, tokens[row], num_wanted)
+        if full is not None and num_wanted is not None:
+            logprobs = full.read(row, tokens[row], num_wanted)
         token = SampledToken(tokens[row], logprobs)
         output.setdefault(scheduled.request.request_id, []).append(token)
     return output

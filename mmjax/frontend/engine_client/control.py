@@ -197,6 +197,8 @@ class ControlClient:
                 self._sleep_level = max(self._sleep_level, message.level)
             case "wake_up":
                 self._sleep_level = 0
+            case "pause" | "resume":
+                pass
 
     def on_exit(self) -> None:
         """Fail what is being changed."""

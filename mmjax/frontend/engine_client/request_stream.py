@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from mmjax.errors import RequestCancelledError, RequestError
 from mmjax.frontend.output.outputs import FinishedSequence, NewTokens, RequestOutput
@@ -58,11 +58,11 @@ class RequestStream:
             self._abort(self.request.request_id)
 
 
-@runtime_checkable
-class RequestObserver(Protocol):
+class RequestObserver:
     """Is called in the event loop, in the context of the HTTP request; must not block.
 
-    `on_tokens` is about several requests, and so in the context of none.
+    `on_tokens` is about several requests, and so in the context of none. What a class leaves out
+    does nothing.
     """
 
     def on_added(self, request: ProcessedRequest) -> None:

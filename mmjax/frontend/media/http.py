@@ -132,7 +132,7 @@ class HttpFetcher:
             raise refuse_url(param, reason) from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException):
             reason = "could not be fetched: the connection failed"
-        except (OSError, ssl.SSLError):
+        except OSError:  # of TLS, too
             reason = "could not be fetched: the connection failed"
         raise _failed(param, reason)
 

@@ -289,9 +289,9 @@ class RequestState:
         if delta.times is not None:
             times.add_engine(delta.times)
         if delta.encoded or delta.found_on_disk or delta.encoded_apart:
-            self.encoding |= dict.fromkeys(delta.encoded, "computed")
-            self.encoding |= dict.fromkeys(delta.found_on_disk, "disk")
-            self.encoding |= dict.fromkeys(delta.encoded_apart, "worker")
+            self.encoding.update((name, "computed") for name in delta.encoded)
+            self.encoding.update((name, "disk") for name in delta.found_on_disk)
+            self.encoding.update((name, "worker") for name in delta.encoded_apart)
 
     def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         num_cached_tokens = max(item.num_cached_tokens for item in self.sequences)

@@ -121,8 +121,8 @@ def attention(
     assert distance_bias is None or sinks is None, "no served model has both"
     if isinstance(metadata, DenseAttentionMetadata):
         held: Any = DenseCache(key, value) if cache is None else cache
-        more = {"sinks": sinks, "distance_bias": distance_bias, **options}
-        return _dense(query, held.keys, held.values, metadata, **more), cache
+        options |= {"sinks": sinks, "distance_bias": distance_bias}
+        return _dense(query, held.keys, held.values, metadata, **options), cache
     if keeps_reference and metadata.span_end is not None:
         assert sinks is None, "no served model has both"
         return _beside_reference(query, cache, metadata, **options), cache

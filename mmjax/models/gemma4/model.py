@@ -69,6 +69,8 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
     """Served as HF's class of this name."""
 
     host_inputs = Gemma4HostInputs
+    embed_vision: Any
+    """What embeds the tower's rows, or, where there is no tower, squares of pixels."""
     assistant_class = Gemma4Assistant
     assistant_architectures = (
         "Gemma4AssistantForCausalLM",

@@ -1,7 +1,7 @@
 """Idefics3 (arXiv 2408.12637) and SmolVLM (arXiv 2504.05299): SigLIP, a pixel shuffle, Llama."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Float
 
@@ -18,7 +18,7 @@ class Idefics3ForConditionalGeneration(TowerModel):
     """Served as HF's class of this name."""
 
     host_inputs = Idefics3HostInputs
-    modality_names = ("image",)
+    modality_names: ClassVar[tuple[str, ...]] = ("image",)
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         vision, width = hf_config.vision_config, hf_config.text_config.hidden_size

@@ -129,7 +129,7 @@ class FrameCutter(TileCutter):
         """
         pairs = split_pairs(videos)
         images = [Image.fromarray(frame) for frames, _ in pairs for frame in frames]
-        cut = super().__call__(images, **{**kwargs, "do_image_splitting": False})
+        cut = super().__call__(images, **kwargs | {"do_image_splitting": False})
         seconds = [find_seconds(read_timing(len(frames), known)) for frames, known in pairs]
         return {
             "pixel_values_videos": cut["pixel_values"],

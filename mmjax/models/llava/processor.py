@@ -176,7 +176,7 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
         decoder = self.get_hf_config().get_text_config().model_type
-        self.chat_template = self.templates.get(decoder, type(self).chat_template)
+        self.chat_template = self.templates.get(decoder, self.chat_template)
 
     @property
     def _canvases(self) -> LlavaNextHostInputs:

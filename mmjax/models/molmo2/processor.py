@@ -156,7 +156,8 @@ class Molmo2ProcessingInfo(CropsInfo):
         """Return what cuts images, or frames; `CheckpointError` for what no model takes."""
         vision = self.get_hf_config().vision_config
         side, patch_size = vision.image_size[0], vision.patch_size
-        found = {"size": {"height": 378, "width": 378}, **settings, **self.processor_settings}
+        found: dict[str, Any] = {"size": {"height": 378, "width": 378}}
+        found |= {**settings, **self.processor_settings}
         wanted = {"size": {"height": side, "width": side}, "patch_size": patch_size}
         where, source = f"the {modality} processor", "the model takes"
         check_settings(found, {**_FIXED_SETTINGS, **wanted}, where=where, source=source)

@@ -203,11 +203,11 @@ class MultiModalKwargsItems(UserDict[str, Sequence[Any]]):
             }
         )
 
-    def __getitem__(self, modality: str) -> Sequence[Any]:
-        if modality not in self.data:
+    def __getitem__(self, key: str) -> Sequence[Any]:
+        if key not in self.data:
             available = ", ".join(f"`{name}`" for name in self.data) or "none"
-            raise KeyError(f"modality `{modality}` not found; available: {available}")
-        return self.data[modality]
+            raise KeyError(f"modality `{key}` not found; available: {available}")
+        return self.data[key]
 
     def get_item(self, modality: str, index: int) -> MultiModalKwargsItem:
         """Return an item's tensors; raise RuntimeError where they are not here."""

@@ -455,7 +455,7 @@ class CompletionRequest(GenerationRequest):
             raise RequestValueError.about("prompt", "is empty; give at least one")
         # All elements were checked to be of one kind.
         if isinstance(prompt[0], int):
-            return [cast(list[int], prompt)]
+            return [prompt]
         return cast(list[str | list[int]], prompt)
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
