@@ -16,9 +16,6 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscop
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-# In Node's own 4 GiB it forgets the types of all libraries eight times, and finds them anew.
-PYRIGHT := NODE_OPTIONS=--max-old-space-size=6144 $(BIN)/pyright
-
 # The first interpreter that is new enough; PYTHON=... chooses another.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11 python3.13 python3.14,\
   $(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
@@ -75,7 +72,7 @@ chromium:
 lint: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/ruff check --quiet
-	@$(PYRIGHT) --level error
+	@$(BIN)/pyrefly check --summary=none
 	@$(BIN)/lint-imports --no-cache --no-logo
 
 $(BIN)/python:

@@ -25,15 +25,11 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
 
 def main() -> None:
     """Time decoding, an uncached request and a cached one."""
-    from vllm.config import ModelConfig  # pyright: ignore[reportMissingImports]  # the peer's
-    from vllm.multimodal import MULTIMODAL_REGISTRY  # pyright: ignore[reportMissingImports]
-    from vllm.multimodal.cache import (  # pyright: ignore[reportMissingImports]
-        MultiModalProcessorOnlyCache,
-    )
-    from vllm.multimodal.media import ImageMediaIO  # pyright: ignore[reportMissingImports]
-    from vllm.tokenizers import (  # pyright: ignore[reportMissingImports]
-        cached_tokenizer_from_config,
-    )
+    from vllm.config import ModelConfig
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+    from vllm.multimodal.media import ImageMediaIO
+    from vllm.tokenizers import cached_tokenizer_from_config
 
     settings = json.loads(Path(sys.argv[1]).read_text())
     encoded = [Path(path).read_bytes() for path in settings["images"]]

@@ -165,8 +165,8 @@ def answers(url: str) -> bool:
 def main() -> None:
     """Deploy what comes on stdin, until SIGTERM."""
     # Imported here: the class above runs without Ray.
-    import ray  # pyright: ignore[reportMissingImports]  # an extra
-    from ray import serve  # pyright: ignore[reportMissingImports]  # an extra
+    import ray
+    from ray import serve
 
     from mmjax.deploy.ray_serve import build_app
 

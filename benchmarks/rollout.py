@@ -131,10 +131,7 @@ class Tunix:
     """Tunix's vanilla sampler, over its own Gemma 3 with the engine's weights."""
 
     def __init__(self, flags: argparse.Namespace, engine: Engine) -> None:
-        from tunix.generate.sampler import (  # pyright: ignore[reportMissingImports]
-            CacheConfig,
-            Sampler,
-        )
+        from tunix.generate.sampler import CacheConfig, Sampler
 
         config = engine.llm.config.model.hf_config.text_config
         self.sampler = Sampler(
@@ -172,10 +169,7 @@ class Tunix:
 
 def _make_tunix_gemma3(engine: Engine) -> Any:
     """Return Tunix's model with the engine's weights."""
-    from tunix.models.gemma3.model import (  # pyright: ignore[reportMissingImports]
-        Gemma3,
-        ModelConfig,
-    )
+    from tunix.models.gemma3.model import Gemma3, ModelConfig
 
     text = engine.llm.config.model.hf_config.text_config
     rotary = text.rope_parameters

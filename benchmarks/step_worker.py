@@ -87,7 +87,7 @@ def serve_vllm(checkpoint: str, dtype: Any) -> Decode:
     )
     import random
 
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm import LLM, SamplingParams
 
     llm = LLM(
         checkpoint,

@@ -71,7 +71,7 @@ def make_python_page() -> str:
 def make_notebook_page() -> Iterator[tuple[str, bytes]]:
     """Yield the files that the notebook becomes, below its folder."""
     # Imported here: of [docs] alone.
-    from nbconvert import MarkdownExporter  # pyright: ignore[reportMissingImports]
+    from nbconvert import MarkdownExporter
 
     exporter: Any = MarkdownExporter()
     text, resources = exporter.from_filename(

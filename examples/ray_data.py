@@ -5,8 +5,8 @@ Needs `pip install 'mmjax[ray]'`. Rows have a `picture`, a file's bytes, and a `
 
 import sys
 
-import ray  # pyright: ignore[reportMissingImports]  # an extra
-from ray.data import ActorPoolStrategy  # pyright: ignore[reportMissingImports]  # an extra
+import ray
+from ray.data import ActorPoolStrategy
 
 from mmjax.deploy.ray_data import AnswerRows
 

@@ -20,13 +20,17 @@ if __name__ == "__main__":
     address = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
     client = OpenAI(base_url=address, api_key="none")
     question = "What color is the circle?"
-    content = [
-        {"type": "image_url", "image_url": {"url": data_url}},
-        {"type": "text", "text": question},
-    ]
     chunks = client.chat.completions.create(
         model=client.models.list().data[0].id,
-        messages=[{"role": "user", "content": content}],  # pyright: ignore[reportArgumentType]
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": data_url}},
+                    {"type": "text", "text": question},
+                ],
+            }
+        ],
         temperature=0.0,
         stream=True,
     )

@@ -340,7 +340,7 @@ def test_CVE_2024_9052_nothing_in_the_package_can_run_what_it_reads():
 
 def test_no_work_is_left_in_comments():
     mark = re.compile(
-        r"#.*\b(TO[D]O|FIX[M]E|X[X]X|HA[C]K)\b|# (noqa|type: ignore|pyright: ignore)\s*$"
+        r"#.*\b(TO[D]O|FIX[M]E|X[X]X|HA[C]K)\b|# (noqa|type: ignore|pyrefly: ignore)\s*$"
     )
     found = [
         f"{file.relative_to(ROOT)}:{number}"

@@ -36,7 +36,7 @@ def start(model: Path, **settings: Any) -> LLM:
 def ask(llm: LLM, image: Any, **prompt: Any) -> tuple[Any, list[tuple[str, str]]]:
     """Return an answer with its log-probabilities, and where each item came from."""
     given = {"prompt": "<start_of_image> what", "multi_modal_data": {"image": image}, **prompt}
-    (output,) = llm.generate(given, GREEDY, use_tqdm=False)  # pyright: ignore[reportArgumentType]  # a prompt
+    (output,) = llm.generate(given, GREEDY, use_tqdm=False)
     (completion,) = output.outputs
     sources = [(item.processing, item.encoding) for item in output.items]
     return (completion.token_ids, completion.logprobs), sources

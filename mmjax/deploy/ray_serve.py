@@ -11,27 +11,18 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, cast
 
-import ray  # pyright: ignore[reportMissingImports]  # an extra
-from ray import serve  # pyright: ignore[reportMissingImports]  # an extra
-from ray.exceptions import (  # pyright: ignore[reportMissingImports]  # an extra
-    RayActorError,
-    RayError,
-)
-from ray.serve.config import (  # pyright: ignore[reportMissingImports]  # an extra
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayError
+from ray.serve.config import (
     AutoscalingConfig,
     AutoscalingPolicy,
     BackpressureConfig,
     RequestRouterConfig,
 )
-from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # an extra
-    BackPressureError,
-    DeploymentUnavailableError,
-    RayServeException,
-)
-from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
-from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
-    PlacementGroupSchedulingStrategy,
-)
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.request_router import RequestRouter
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mmjax.config.engine_config import ServerConfig
 from mmjax.deploy.affinity import AffinityTable, RoutingConfig, session_key

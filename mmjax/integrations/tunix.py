@@ -14,11 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImports]  # an extra
-    BaseRollout,
-    RolloutConfig,
-    RolloutOutput,
-)
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from mmjax.errors import ConfigError
 from mmjax.frontend.output.outputs import CompletionOutput, RequestOutput

@@ -136,7 +136,7 @@ class _BoundedFormatter(logging.Formatter):
             record.message += f" (request {_one_line(request_id)})"
         return super().formatMessage(record)
 
-    def formatException(self, ei: _ExcInfo) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  # typeshed's private alias
+    def formatException(self, ei: _ExcInfo) -> str:
         lines = super().formatException(ei).split("\n")
         return cut("\n".join(cut(line, _MAX_MESSAGE_CHARS) for line in lines), _MAX_TRACEBACK_CHARS)
 

@@ -1,6 +1,7 @@
 """Processes of mmjax that need no torch, where torch is installed."""
 
 import sys
+from typing import Any
 
 
 def leave_torch_out() -> None:
@@ -9,7 +10,8 @@ def leave_torch_out() -> None:
     Transformers would import it wherever it is installed, with the first configuration that it
     reads: 190 MB in each process, and a second or two. Prompts and pixels are the same without it.
     """
-    sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("torch", None)
     if "transformers" in sys.modules:  # it has looked for torch, and remembers
         from transformers.utils.import_utils import is_torch_available
 

@@ -325,7 +325,7 @@ class MirroredMachine(RuleBasedStateMachine):
 class CalmMachine(MirroredMachine):
     """The same without what makes the halves differ: here no miss may happen at all."""
 
-    restart = clear_sender = drop = None  # pyright: ignore[reportAssignmentType]  # rules removed
+    restart = clear_sender = drop = None  # pyrefly: ignore[bad-override]  # rules removed
 
 
 TestMirroredMachine = MirroredMachine.TestCase

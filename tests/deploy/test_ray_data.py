@@ -74,7 +74,7 @@ def make_rows() -> list[dict[str, Any]]:
 
 
 def write_files(folder: Path, rows: list[dict[str, Any]]) -> None:
-    from pyarrow import Table, parquet  # pyright: ignore[reportMissingImports]  # of Ray
+    from pyarrow import Table, parquet
 
     folder.mkdir()
     for start in range(0, len(rows), ROWS_PER_FILE):
@@ -83,7 +83,7 @@ def write_files(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read_files(folder: Path) -> list[dict[str, Any]]:
-    from pyarrow import parquet  # pyright: ignore[reportMissingImports]  # of Ray
+    from pyarrow import parquet
 
     rows = parquet.read_table(folder).to_pylist()
     return sorted(rows, key=lambda row: row["key"])

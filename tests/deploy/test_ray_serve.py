@@ -161,11 +161,8 @@ class Answering:
 # Of Ray's own modules, which this test imports.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_end_of_a_replica_is_a_loss_and_no_end_of_the_front() -> None:
-    from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]  # an extra
-    from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # an extra
-        BackPressureError,
-        RayServeException,
-    )
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import BackPressureError, RayServeException
 
     from mmjax.deploy.ray_serve import RayReplicas
 

@@ -36,11 +36,12 @@ def builder() -> BatchBuilder:
     )
 
 
-def make_request(num_tokens: int, items: tuple = (), **sampling: object) -> Request:
+def make_request(num_tokens: int, items: tuple = (), **sampling: Any) -> Request:
+    sampling = {"temperature": 0.0, **sampling}
     return Request(
         request_id=f"{num_tokens} tokens",
         prompt_token_ids=list(range(100, 100 + num_tokens)),
-        sampling_params=SamplingParams(**{"temperature": 0.0, **sampling}),  # pyright: ignore[reportArgumentType]
+        sampling_params=SamplingParams(**sampling),
         max_model_len=MAX_BLOCKS * BLOCK_SIZE,
         items=items,
         eos_token_ids=[1],

@@ -91,7 +91,9 @@ def test_answers_over_evictions_restarts_and_damage_are_those_without(tmp_path: 
             core.close()
         # Else it is as if it were killed: what it had not written is lost.
         elif life == 2:
-            core._runner.stored_rows._store.flush()  # pyright: ignore[reportOptionalMemberAccess]  # it has one
+            rows = core._runner.stored_rows
+            assert rows is not None
+            rows._store.flush()
             damage(tmp_path)
     assert hits > 5
 

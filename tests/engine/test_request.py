@@ -1,6 +1,7 @@
 """A request's own state: where its pictures lie, and when it ends."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,12 @@ def make_request(
     eos_token_ids: Sequence[int] = (1,),
     sees: Sees = "past",
     block_hasher: BlockHasher | None = None,
-    **sampling: object,
+    **sampling: Any,
 ) -> Request:
     return Request(
         request_id="a",
         prompt_token_ids=list(range(num_prompt_tokens)),
-        sampling_params=SamplingParams(**sampling),  # pyright: ignore[reportArgumentType]
+        sampling_params=SamplingParams(**sampling),
         max_model_len=12,
         items=items,
         eos_token_ids=eos_token_ids,

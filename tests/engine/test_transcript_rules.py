@@ -24,14 +24,14 @@ RULES: dict[str, Any] = {"eos_token_id": EOS, "timestamps_from": FIRST}
 
 
 def make_reference(*, max_initial: int | None, prefers: bool) -> Any:
-    config = SimpleNamespace(
+    config: Any = SimpleNamespace(
         no_timestamps_token_id=FIRST - 1,
         eos_token_id=EOS,
         bos_token_id=EOS,
         max_initial_timestamp_index=max_initial,
     )
     return WhisperTimeStampLogitsProcessor(
-        config,  # pyright: ignore[reportArgumentType]
+        config,
         begin_index=1,
         _detect_timestamp_from_logprob=prefers,
     )

@@ -254,8 +254,9 @@ PREPROCESSING: dict[str, Any] = {
 def cut(images: list[Any], max_crops: int) -> dict[str, Any]:
     """Return the tensors that HF's image processor makes."""
     pixels = [torch.from_numpy(np.array(one.convert("RGB"))).permute(2, 0, 1) for one in images]
+    cutter: Any = WithoutTorchvision()
     return dict(
-        WithoutTorchvision()._preprocess(  # pyright: ignore[reportAttributeAccessIssue]
+        cutter._preprocess(
             pixels,
             **PREPROCESSING,
             do_resize=True,
@@ -272,12 +273,12 @@ def cut(images: list[Any], max_crops: int) -> dict[str, Any]:
 def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
     """Return what HF's processor makes of a prompt, by its own functions."""
     tensors = cut(images, kwargs.get("max_crops", MAX_CROPS)) if images else {}
-    settings = SimpleNamespace(
+    settings: Any = SimpleNamespace(
         image_use_col_tokens=True, use_single_crop_col_tokens=None, use_single_crop_start_token=True
     )
     first, *others = prompt.split("<|image|>")
     for number, text in enumerate(others):
-        first += Molmo2Processor.replace_image_token(settings, tensors, number) + text  # pyright: ignore[reportArgumentType]
+        first += Molmo2Processor.replace_image_token(settings, tensors, number) + text
     bos = tokenizer().eos_token
     ids = tokenizer().encode(first if first.startswith(bos) else bos + first)
     marks = tokenizer().convert_tokens_to_ids(list(TOKENS[:5]))
@@ -329,7 +330,7 @@ class HFWithVideos:
 
 
 MOLMO2 = Family(
-    **{**written(TINY, write_files), "write": write},
+    **written(TINY, write_files) | {"write": write},
     needless_files=frozenset({"video_preprocessor_config.json"}),
     published=Published(list_shapes=list_molmo2),
     rendered="<|image|>" + CHATML.format(image=""),

@@ -36,7 +36,7 @@ class PillowBackend(PilBackend):
         resized = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)
         return resized.reshape(*image.shape[:-2], size.height, size.width)
 
-    def pad(self, image: Any, pad_size: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def pad(self, image: Any, pad_size: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad [..., height, width] with zeros, at the bottom and the right."""
         missing = (0, pad_size.width - image.shape[-1], 0, pad_size.height - image.shape[-2])
         return torch.nn.functional.pad(image, missing)

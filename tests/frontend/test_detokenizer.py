@@ -66,7 +66,7 @@ def test_a_character_waits_for_its_last_byte() -> None:
     assert pieces(ids) == ["", "", "", "🎈", ""]
 
 
-CUT_OFF = {
+CUT_OFF: dict[str, Any] = {
     "byte fallback": TOKENIZER,
     "byte level": AutoTokenizer.from_pretrained(GOLDEN / "qwen2_vl"),
     "a space before": AutoTokenizer.from_pretrained(GOLDEN / "llava"),
@@ -147,7 +147,7 @@ def test_a_leading_space_depends_on_what_stands_before() -> None:
     assert [after_prompt.append([i]) for i in (1, 0)] == [" word", "s"]
 
 
-class Shouting(type(TOKENIZER)):
+class Shouting(type(TOKENIZER)):  # pyrefly: ignore[invalid-inheritance]
     def _decode(self, *args: Any, **kwargs: Any) -> str:
         return super()._decode(*args, **kwargs).upper()
 

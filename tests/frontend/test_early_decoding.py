@@ -91,8 +91,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 async def fetch(kit: Kit, then: Callable[[list[Any]], None], **prompt: Any) -> None:
     """Fetch both pictures; `then` gets them while they are held."""
-    data = {"multi_modal_data": {"image": kit.pending("/first", "/second")}, **prompt}
-    async with kit.connector.fetched(data) as whole:  # pyright: ignore[reportArgumentType]
+    data: Any = {"multi_modal_data": {"image": kit.pending("/first", "/second")}, **prompt}
+    async with kit.connector.fetched(data) as whole:
         assert isinstance(whole, dict)
         then((whole.get("multi_modal_data") or {})["image"])
 

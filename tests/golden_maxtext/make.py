@@ -143,15 +143,9 @@ def make_settings(name: str, sizes: dict[str, Any], vocab: int, is_scanned: bool
 
 def write_maxtext(folder: Path) -> None:
     """Convert each of them, with layers scanned and not."""
-    from maxtext.checkpoint_conversion import (  # pyright: ignore[reportMissingImports]
-        to_maxtext,
-    )
-    from maxtext.multimodal import (  # pyright: ignore[reportMissingImports]
-        processor_gemma3,
-    )
-    from maxtext.utils.globals import (  # pyright: ignore[reportMissingImports]
-        MAXTEXT_CONFIGS_DIR,
-    )
+    from maxtext.checkpoint_conversion import to_maxtext
+    from maxtext.multimodal import processor_gemma3
+    from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
     from safetensors.numpy import load_file
     from transformers import AutoConfig
 

@@ -40,7 +40,7 @@ def mesh_of(*numbers: int) -> Mesh:
 
 def make_actor(seed: int) -> Any:
     """Return Tunix's Gemma 3 of the size of the tiny checkpoint, of random weights."""
-    from tunix.models.gemma3.model import Gemma3, ModelConfig  # pyright: ignore[reportMissingImports]
+    from tunix.models.gemma3.model import Gemma3, ModelConfig
 
     text = tiny_gemma3_config(gemma_tokenizer()).text_config
     config = ModelConfig(
@@ -89,14 +89,14 @@ def rollout(tiny_gemma3: Path) -> Iterator[Any]:
 
 
 def config_of(**fields: Any) -> Any:
-    from tunix.rl.rollout.base_rollout import RolloutConfig  # pyright: ignore[reportMissingImports]
+    from tunix.rl.rollout.base_rollout import RolloutConfig
 
     sizes = {"max_tokens_to_generate": 6, "max_prompt_length": 16, "data_type": jnp.float32}
     return RolloutConfig(**{**sizes, "temperature": 0.0, **fields})
 
 
 def per_token_logps(actor: Any, rollout: Any, prompts: Any, answers: Any) -> np.ndarray:
-    from tunix.rl import common  # pyright: ignore[reportMissingImports]
+    from tunix.rl import common
 
     ids = {"pad_id": rollout.pad_id(), "eos_id": rollout.eos_id()}
     found = common.compute_per_token_logps(
@@ -162,8 +162,8 @@ def test_adapters_alone_are_refused(rollout: Any) -> None:
 @pytest.mark.parametrize("rollout_device", [1, 0], ids=["apart", "together"])
 def test_a_step_of_grpo(tiny_gemma3: Path, rollout_device: int) -> None:
     import optax
-    from tunix.rl import rl_cluster  # pyright: ignore[reportMissingImports]
-    from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner  # pyright: ignore[reportMissingImports]
+    from tunix.rl import rl_cluster
+    from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
     from mmjax.integrations.tunix import MMJaxRollout
 

@@ -76,8 +76,8 @@ def paged(
 ) -> PagedAttentionMetadata:
     """Return a step's metadata, of which recurrent layers read positions and states."""
     nothing: Any = np.zeros(num_tokens, np.int32)
-    index: Any
-    index, rows, chunks = np.zeros(num_tokens, np.int32), [], []
+    index: Any = np.zeros(num_tokens, np.int32)
+    rows, chunks = [], []
     first = 0
     for (slot, start, end), prompt in zip(windows, prompt_lengths, strict=True):
         index[first : first + end - start] = np.arange(start, end)
@@ -93,7 +93,7 @@ def paged(
     rows += [(2**31 - 1, 0, 0)] * (num_windows - len(rows))
     padded = chunks + [(0, 0, 0)] * (num_tokens - len(chunks))
     chunked = [] if is_decoding else [*np.array(padded, np.int32).T, np.int32(len(chunks))]
-    states = StateMetadata(*np.array(rows, np.int32).T, *chunked)  # pyright: ignore[reportArgumentType]
+    states = StateMetadata(*np.array(rows, np.int32).T, *chunked)
     empty: Any = np.zeros((1, 1), np.int32)
     return PagedAttentionMetadata(
         nothing, nothing, index, None, empty, nothing[:1], nothing, empty, states=states
@@ -258,7 +258,8 @@ def guessed_windows() -> tuple[list[tuple[int, ...]], StateMetadata, PagedAttent
 
     One request is at the beginning of its sequence; the last window is padding.
     """
-    own, index = [(3, 0, 5), (1,), (4, 2)], [7, 8, 9, 4, 0, 1, 0]
+    own: list[tuple[int, ...]] = [(3, 0, 5), (1,), (4, 2)]
+    index = [7, 8, 9, 4, 0, 1, 0]
     windows = [(slot, depth) for slots in own for depth, slot in enumerate(slots)]
     slots, depths = jnp.array([*windows, (2**31 - 1, 0)], jnp.int32).T
     num_rows = jnp.array([1] * 6 + [0], jnp.int32)
@@ -272,7 +273,8 @@ def guessed_windows() -> tuple[list[tuple[int, ...]], StateMetadata, PagedAttent
 def one_by_one(layer: Any, inputs: Sequence[Any], state: Any) -> tuple[Any, Any]:
     """Compute `guessed_windows` in a step for each token, states copied on to the next slot."""
     own, _, metadata = guessed_windows()
-    inputs, index = [np.asarray(x) for x in inputs], np.asarray(metadata.token_index)
+    inputs = [np.asarray(x) for x in inputs]
+    index: Any = np.asarray(metadata.token_index)
     out, row, state = [], 0, np.array(state)
     for slots in own:
         for place, slot in enumerate(slots):

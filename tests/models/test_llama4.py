@@ -75,10 +75,10 @@ def test_experts_one_by_one_are_those_of_the_stack(tmp_path: Path):
     model = TinyModel(TINY)
     model.reference.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / SINGLE_FILE)
-    stacked = [name for name in tensors if STACKED.fullmatch(name)]
+    stacked = [match for name in tensors if (match := STACKED.fullmatch(name))]
     assert len(stacked) == 4
-    for name in stacked:
-        prefix, kind = STACKED.fullmatch(name).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    for match in stacked:
+        name, (prefix, kind) = match[0], match.groups()
         parts = ("gate", "up") if kind == "gate_up" else ("down",)
         for number, matrix in enumerate(tensors.pop(name)):
             for part, own in zip(parts, np.split(matrix, len(parts), axis=1), strict=True):

@@ -58,7 +58,7 @@ class TestPlaceholderRange:
         bits = mask(0, 1, 0, 1)
         one = PlaceholderRange(0, 4, bits)
         with pytest.raises(AttributeError):
-            one.offset = 1  # pyright: ignore[reportAttributeAccessIssue]
+            one.offset = 1  # pyrefly: ignore[read-only]
         assert one.get_embeds_indices_in_range(1, 4) == (0, 2)
         bits[:] = True  # whatever is asked from here on, the mask is not counted again
         assert one.embeds_cumsum is one.embeds_cumsum

@@ -246,7 +246,7 @@ def test_the_original_layout_takes_videos(processor: Any, prompt: str):
 
 
 def test_a_language_model_without_a_video_token_takes_pictures_alone():
-    llama = {**CONFIG["llm_config"], "model_type": "llama"}  # pyright: ignore[reportGeneralTypeIssues]
+    llama = {**CONFIG["llm_config"], "model_type": "llama"}
     path = Path(shutil.copytree(original(), Path(mkdtemp()) / "llama"))
     (path / "config.json").write_text(json.dumps({**CONFIG, "llm_config": llama}))
     processor = create_processor(load_model_config(str(path)))

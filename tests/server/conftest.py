@@ -51,7 +51,7 @@ class Server:
         return OpenAI(
             api_key=api_key,
             base_url="http://testserver/v1",
-            http_client=self.http,  # pyright: ignore[reportArgumentType]  # an httpx2.Client
+            http_client=self.http,
             max_retries=0,
         )
 

@@ -13,9 +13,9 @@ import sys
 from typing import Any
 from urllib.request import urlopen
 
-import litellm  # pyright: ignore[reportMissingImports]  # no dependency of mmjax
-from langchain_core.messages import HumanMessage  # pyright: ignore[reportMissingImports]
-from langchain_openai import ChatOpenAI  # pyright: ignore[reportMissingImports]
+import litellm
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
 from PIL import Image
 
 TOOL = {

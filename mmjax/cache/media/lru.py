@@ -73,7 +73,7 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         self._values.move_to_end(key)
         return value
 
-    def get(self, key: K, default: V | T = None) -> V | T:  # pyright: ignore[reportIncompatibleMethodOverride]  # no overloads needed
+    def get(self, key: K, default: V | T = None) -> V | T:
         """Return a value and mark it as used; count a hit or a miss."""
         self._total += 1
         if key not in self._values:

@@ -190,7 +190,7 @@ class Gemma3MultiModalProcessor(FamilyProcessor[Gemma3ProcessingInfo]):
     ) -> BatchFeature:
         outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
         if "pixel_values" in outputs:
-            images = ImageProcessorItems(mm_data["images"])  # pyright: ignore[reportArgumentType]
+            images = ImageProcessorItems(mm_data["images"])
             pan_and_scan = self.info.get_pan_and_scan(mm_kwargs)
             sizes = [images.get_image_size(index) for index in range(len(images))]
             # HF computes these numbers, but does not return them.
@@ -277,7 +277,11 @@ class Gemma3MultiModalProcessor(FamilyProcessor[Gemma3ProcessingInfo]):
                     item_idx=core.item_idx,
                     start_idx=core.start_idx - lead,
                     tokens=as_ids(content.full, tokenizer),
-                    is_embed=content.is_embed and content.is_embed(tokenizer, content.full),
+                    is_embed=(
+                        None
+                        if content.is_embed is None
+                        else content.is_embed(tokenizer, content.full)
+                    ),
                 )
             )
         return {"image": placeholders} if placeholders else {}

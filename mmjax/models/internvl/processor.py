@@ -164,7 +164,7 @@ class BaseInternVLProcessingInfo(TiledInfo):
         """Side of a tile, in pixels."""
 
     @cached_property
-    def num_unit_tokens(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def num_unit_tokens(self) -> int:
         """Number of embeddings of a tile, also where the encoder's are refused for their size."""
         hf_config = self.get_hf_config()
         patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
@@ -183,7 +183,7 @@ class BaseInternVLProcessingInfo(TiledInfo):
             param="multi_modal_data",
         )
 
-    def get_unit_size(self) -> ImageSize:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def get_unit_size(self) -> ImageSize:
         return ImageSize(width=self.tile_size, height=self.tile_size)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:

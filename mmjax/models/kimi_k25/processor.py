@@ -213,10 +213,7 @@ class ClipCutter(PatchCutter):
         check_settings(settings, wanted, where="the video processor", source=source)
         self.clip_frames = clip_frames
         self.sampling = EvenSampling(fps=2).of_checkpoint(settings)
-
-    @property
-    def valid_kwargs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return PatchCutter.valid_kwargs | self.sampling.requested
+        self.valid_kwargs = PatchCutter.valid_kwargs | self.sampling.requested
 
     def __call__(self, videos: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
         """Return the patches of all videos, frame by frame, and the second of each clip.

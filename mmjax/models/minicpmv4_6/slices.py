@@ -145,10 +145,7 @@ class FrameSliceCutter(SliceCutter):
                 "itself: set it to 1"
             )
         self.sampling = SecondSampling().of_checkpoint(settings)
-
-    @property
-    def valid_kwargs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return SliceCutter.valid_kwargs | self.sampling.requested
+        self.valid_kwargs = SliceCutter.valid_kwargs | self.sampling.requested
 
     def __call__(self, videos: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
         """Return the same of the frames of all videos, by HF's names, and by video.

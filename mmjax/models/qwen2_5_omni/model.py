@@ -36,7 +36,7 @@ class OmniModel(GridModel):
     """A model of grids that hears, too."""
 
     # The inputs of either encoder, by name.
-    def embed_multimodal(self, **inputs: Array) -> Float[Array, "..."]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def embed_multimodal(self, **inputs: Array) -> Float[Array, "..."]:  # pyrefly: ignore[bad-override]
         """Return the embeddings of packed pictures and videos, or of chunks of clips."""
         if "input_features" in inputs:
             return self.embed_clips(**inputs)
@@ -82,7 +82,7 @@ class Qwen2_5OmniThinkerForConditionalGeneration(OmniModel):
             *_TEXT,
         )
 
-    def embed_clips(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def embed_clips(  # pyrefly: ignore[bad-override]
         self, *, input_features: Float[Array, "U C _frames"], num_frames: Int[Array, " U"]
     ) -> Float[Array, "U P D"]:
         """Return the embeddings of chunks."""
@@ -134,7 +134,7 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(OmniModel):
             *_TEXT,
         )
 
-    def embed_clips(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def embed_clips(  # pyrefly: ignore[bad-override]
         self,
         *,
         input_features: Float[Array, "U C _frames"],

@@ -92,14 +92,14 @@ class _Unresized(Image.Image):
         self.resized: np.ndarray | None = None
 
     @property
-    def size(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> tuple[int, int]:
         return self.pixels.height, self.pixels.width
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return 3, self.pixels.height, self.pixels.width
 
-    def resize(self, *args: Any, **kwargs: Any) -> "_Resized":  # pyright: ignore[reportIncompatibleMethodOverride]
+    def resize(self, *args: Any, **kwargs: Any) -> "_Resized":  # pyrefly: ignore[bad-override]
         return _Resized(self.pixels.resize(*args, **kwargs))
 
 
@@ -122,15 +122,19 @@ class _Resized:
 
 
 class _KeepsBytes:
+    """Stands before a class of HF's, whose methods `super()` has."""
+
     def process_image(self, image: Any, *args: Any, **kwargs: Any) -> Any:
         """Leave an image to Pillow until it is resized."""
         if isinstance(image, Image.Image) and image.mode == "RGB":
             return _Unresized(image)
-        return super().process_image(image, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        hf: Any = super()
+        return hf.process_image(image, *args, **kwargs)
 
     def resize(self, image: Any, *args: Any, **kwargs: Any) -> Any:
         """Resize a batch at its first image, side by side: HF goes from one to the next."""
-        resize = super().resize  # pyright: ignore[reportAttributeAccessIssue]
+        hf: Any = super()
+        resize = hf.resize
         if not isinstance(image, _Unresized):
             return resize(image, *args, **kwargs)
         if image.resized is None:
@@ -156,8 +160,9 @@ class _KeepsBytes:
         affine = make_affine(rescale_factor=rescale_factor if do_rescale else 1.0, **normalization)
         is_resized_first = kwargs.get("do_resize") and not any(map(kwargs.get, _BEFORE_RESIZING))
         batch = [image for image in images if isinstance(image, _Unresized)]
+        hf: Any = super()
         with _as_batch(batch):
-            outputs = super()._preprocess(  # pyright: ignore[reportAttributeAccessIssue]
+            outputs = hf._preprocess(
                 images if is_resized_first else [_as_array(image) for image in images],
                 *args,
                 do_rescale=False,

@@ -87,7 +87,7 @@ class MultiModalFieldElem:
             return NotImplemented
         return type(self.field) is type(other.field) and nested_tensors_equal(self.data, other.data)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # equal by arrays, which do not hash
+    __hash__ = None  # equal by arrays, which do not hash
 
 
 class MultiModalBatchedField(BaseMultiModalField, frozen=True, kw_only=True):

@@ -14,13 +14,8 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
-from ultravox.model import (  # pyright: ignore[reportMissingImports]  # a folder of its own
-    ultravox_model,
-    ultravox_processing,
-)
-from ultravox.model.ultravox_config import (  # pyright: ignore[reportMissingImports]
-    UltravoxConfig,
-)
+from ultravox.model import ultravox_model, ultravox_processing
+from ultravox.model.ultravox_config import UltravoxConfig
 
 from tests.families.ultravox import LATE_NORM, write
 from tests.models.test_clip_laws import RATE, draw_clip
@@ -84,7 +79,7 @@ def make_processor(path: Path, model: Any) -> Any:
 
     hear.feature_extractor = extractor  # type: ignore[attr-defined]
     processor = ultravox_processing.UltravoxProcessor.__new__(ultravox_processing.UltravoxProcessor)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
     processor.audio_processor, processor.tokenizer = hear, tokenizer
     processor.vocab, processor.audio_token_replacement = tokenizer.get_vocab(), tokenizer.eos_token
     processor.stack_factor, processor.encoder_ds_factor = model.config.stack_factor, 2

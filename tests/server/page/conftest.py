@@ -149,7 +149,7 @@ class BackgroundServer:
         def break_off() -> None:
             self._server.servers[0].close()
             for connection in list(self._server.server_state.connections):
-                connection.transport.abort()  # pyright: ignore[reportAttributeAccessIssue]
+                connection.transport.abort()
 
         loop = self._server.servers[0].get_loop()
         loop.call_soon_threadsafe(break_off)
@@ -161,7 +161,8 @@ class Playground:
 
     page: Page
     url: str
-    supervisor: PageSupervisor = field(default_factory=PageSupervisor)
+    # A function: Pyrefly takes a class without an `__init__` of its own for its parent here.
+    supervisor: PageSupervisor = field(default_factory=lambda: PageSupervisor())
     server: BackgroundServer | None = None
     start_again: Callable[[int], PageSupervisor] | None = None
     """Starts another server at a port."""

@@ -41,7 +41,7 @@ def test_it_says_what_it_is_for_and_has_no_chat(
         ("link", "Skip to the message box"),
         ("navigation", "Conversations"),
     ):
-        expect(page.get_by_role(role, name=name)).to_be_hidden()  # pyright: ignore[reportArgumentType]
+        expect(page.get_by_role(role, name=name)).to_be_hidden()
     wide = """[...document.querySelectorAll("body *")].map((one) => [one.id || one.className,
         one.getBoundingClientRect().right]).filter(([, right]) => right > innerWidth)"""
     assert page.evaluate(wide) == [], "nothing is cut off"
