@@ -107,7 +107,7 @@ class EngineCore:
         """Whether the caches' memory is released; nothing can be computed."""
         self.num_kv_blocks = parts.limits.num_blocks
         self._programs = parts.compiled
-        self._host_bytes = parts.host_bytes
+        self._host_bytes = parts.describe_host()
         self.num_programs = parts.num_programs
         """Programs, compiled or to come: `encode`, `step` and `sample` over all buckets."""
         self.device_threads = parts.device_threads
@@ -734,12 +734,11 @@ class EngineCore:
         }
 
     def _measure_memory(self) -> dict[str, int]:
-        cache, pool = self._receiver_cache, self._runner.host_pool
-        host = self._scheduler.kv_cache.host
+        cache, pool, kv = self._receiver_cache, self._runner.host_pool, self._scheduler.kv_cache
         items = 0 if cache is None else cache.currsize
-        known = {**self._host_bytes, "processed_items": items}
-        if host is not None and pool is not None:
-            known["kv_offload"] = host.num_used * pool.bytes_per_block
+        known = {**self._host_bytes(kv.num_ever_used), "processed_items": items}
+        if kv.host is not None and pool is not None:
+            known["kv_offload"] = kv.host.num_used * pool.bytes_per_block
         return resident_by_cause(known)
 
     def _name_loras(self, requests: Iterable[Request]) -> list[str]:

@@ -5,7 +5,7 @@ which is found is found for both. What it gets wrong costs time, and changes no 
 guesses is verified (`engine/scheduling/speculation.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -195,8 +195,8 @@ class DraftModel(NamedTuple):
     compiled: CompiledPrograms
     weights: EngineWeights
     warm_up_keys: Sequence[ProgramKey]
-    host_bytes: dict[str, int]
-    """Bytes of all arrays in the host's memory, by cause."""
+    host_bytes: Callable[[int], dict[str, int]]
+    """Bytes of all arrays in the host's memory, by cause, with a number of KV blocks."""
 
     @property
     def is_ready(self) -> bool:

@@ -115,11 +115,20 @@ class EngineParts(NamedTuple):
         own = self.compiled.num_programs
         return own if self.draft is None else own + self.draft.compiled.num_programs
 
-    @property
-    def host_bytes(self) -> dict[str, int]:
-        """Bytes of all arrays in the host's memory, by cause."""
-        own = self.programs.host_bytes(self.limits.num_blocks)
-        return own if self.draft is None else own | self.draft.host_bytes
+    def describe_host(self) -> Callable[[int], dict[str, int]]:
+        """Return what tells the bytes of all arrays in the host's memory, by cause.
+
+        Its argument: how many KV blocks were ever used; others take none (`Programs.make_arrays`).
+        """
+
+        def count(num_blocks: int) -> dict[str, int]:
+            own = self.programs.host_bytes(num_blocks)
+            return own if self.draft is None else own | self.draft.host_bytes(num_blocks)
+
+        one, two = count(1), count(2)
+        return lambda num_used: {
+            cause: size + (num_used - 1) * (two[cause] - size) for cause, size in one.items()
+        }
 
 
 class EncoderParts(NamedTuple):
@@ -300,11 +309,14 @@ def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> Dra
     own = {n: leaf for n, leaf in flatten_params(model.params).items() if n not in programs.shared}
     runner = make(programs, compiled, unflatten_params(own), **options)
     weights = EngineWeights(programs, runner, _make_source(config, model, programs, None))
-    held = programs.host_bytes(num_blocks)
-    if programs.shared:
-        held.pop("encoder_outputs", None)  # which are the engine's
-    total = sum(held.values())
-    return DraftModel(runner, compiled, weights, warm_up_keys, {"draft_model": total})
+
+    def host_bytes(num_used: int) -> dict[str, int]:
+        held = programs.host_bytes(num_used)
+        if programs.shared:
+            held.pop("encoder_outputs", None)  # which are the engine's
+        return {"draft_model": sum(held.values())}
+
+    return DraftModel(runner, compiled, weights, warm_up_keys, host_bytes)
 
 
 def _make_speculation(config: EngineConfig, draft: DraftModel | None) -> Speculation | None:

@@ -1,10 +1,11 @@
-"""What is not used any more is returned to the system: freed memory, and pages of files.
+"""What is not used is returned to the system: freed memory, pages of files, pages of zeros.
 
 What is read again and again may lie in large pages. Without effect on other systems than Linux with
 glibc.
 """
 
 import ctypes
+import mmap
 import sys
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,19 @@ def return_pages_of_files(folder: Path) -> None:
             continue
         start, end = (int(address, 16) for address in addresses.split("-"))
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def return_pages_of_zeros(address: int, num_bytes: int) -> None:
+    """Return memory that holds zeros, but for parts of pages; the system gives it anew, zeroed.
+
+    It counts as this process's again as it is written, page by page. Of memory that is this
+    process's alone, and neither a file's nor shared.
+    """
+    libc = _glibc()
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if libc is not None and size > 0:
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
 
 
 def use_large_pages(address: int, num_bytes: int) -> None:

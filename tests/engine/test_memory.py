@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mmjax.config.engine_config import CacheConfig
@@ -28,8 +29,8 @@ from mmjax.engine.device.memory import (
 from mmjax.engine.device.mesh import shard_bytes
 from mmjax.engine.device.programs import Programs
 from mmjax.errors import ConfigError
-from mmjax.system.host_memory import host_memory
-from tests.engine.tiny import tiny_engine
+from mmjax.system.host_memory import host_memory, resident_by_cause
+from tests.engine.tiny import answer_all, message, tiny_engine
 
 DEMAND = KVDemand(
     bytes_per_block=10,
@@ -333,6 +334,33 @@ def test_what_programs_take_is_known_and_does_not_grow_with_the_cache() -> None:
     one_block = programs.bytes_per_block
     kv_cache = programs.describe_arrays(16).state.kv_cache
     assert shard_bytes(kv_cache) == 16 * one_block == 16 * 2 * 3 * 16 * 8 * 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system tells no memory")
+def test_a_block_takes_memory_when_it_is_first_written() -> None:
+    """On the CPU; until then the cache's pages are none of the process's."""
+    core = tiny_engine(max_num_seqs=2, max_num_batched_tokens=64)
+    programs = core._runner._programs
+    num_blocks = 2**28 // programs.bytes_per_block
+    before = resident_by_cause({})["rest"]
+    arrays = programs.make_arrays(num_blocks)
+    taken = resident_by_cause({})["rest"] - before
+    assert taken < 2**26
+    cache = arrays.state.kv_cache
+    assert sum(one.nbytes for one in jax.tree.leaves(cache)) > 2**28 - 2**20
+    assert not any(np.asarray(one).any() for one in jax.tree.leaves(cache))
+
+
+def test_only_blocks_that_were_used_count_as_memory() -> None:
+    core = tiny_engine(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=64)
+    told = [core.stats().memory_bytes["kv_cache"]]
+    for number in range(1, 3):
+        request = message(f"{number}", [[2 + n for n in range(20 * number)]], max_tokens=2)
+        answer_all(core, [request])
+        told.append(core.stats().memory_bytes["kv_cache"])
+    one_block = core._runner._programs.bytes_per_block
+    # Of 8 slots each; what the second finds in the first one's blocks it has in them.
+    assert [size / one_block for size in told] == [0, 3, 6]
 
 
 @pytest.mark.usefixtures("own_programs")

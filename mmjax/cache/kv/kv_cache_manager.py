@@ -35,6 +35,8 @@ class BlockPool:
     ) -> None:
         """`note_evicted` is called with a block that is about to lose what its hash stands for."""
         self.num_blocks = num_blocks
+        self.num_ever_used = 0
+        """Blocks that were allocated at least once; the others were never written."""
         self._note_evicted = note_evicted
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -75,6 +77,8 @@ class BlockPool:
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
             self._forget(block_id)
+            # In the order of their ids, while there are such.
+            self.num_ever_used = max(self.num_ever_used, block_id + 1)
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -176,6 +180,11 @@ class KVCacheManager:
     def num_blocks(self) -> int:
         """Blocks of the pool."""
         return self._pool.num_blocks
+
+    @property
+    def num_ever_used(self) -> int:
+        """Blocks that were allocated at least once."""
+        return self._pool.num_ever_used
 
     @property
     def num_free_blocks(self) -> int:

@@ -64,6 +64,7 @@ from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
 from mmjax.layers.quantization import PackedLinear
 from mmjax.models.host_inputs import HostInputs
 from mmjax.rounding import cdiv
+from mmjax.system.allocator import return_pages_of_zeros
 from mmjax.weights.sharding import param_sharding
 
 # ---- the jitted functions ----------------------------------------------------------------------
@@ -245,9 +246,6 @@ class Programs:
         """Jit what has one program each: allocations, and copies within caches."""
         # No device ever holds all of a sharded array.
         own = self._drop_lent(self._shardings)
-        self._allocate = jax.jit(
-            lambda number: self._drop_lent(self._zeros(number)), static_argnums=0, out_shardings=own
-        )
         self._allocate_adapters = jax.jit(
             self._zero_adapters, out_shardings=self._adapter_shardings
         )
@@ -335,8 +333,18 @@ class Programs:
     # ---- arrays --------------------------------------------------------------------------------
 
     def make_arrays(self, num_blocks: int) -> DeviceArrays:
-        """Allocate everything but the caches that are lent, zeroed."""
-        return self._allocate(num_blocks)
+        """Allocate everything but the caches that are lent, zeroed.
+
+        On the CPU a block takes memory when it is first written, and not before.
+        """
+        return jax.tree.map(self._make_zeros, self._drop_lent(self.describe_arrays(num_blocks)))
+
+    def _make_zeros(self, described: jax.ShapeDtypeStruct) -> Array:
+        zeros = jnp.zeros(described.shape, described.dtype, device=described.sharding)
+        if self.placement.platform == "cpu":
+            for shard in jax.block_until_ready(zeros).addressable_shards:
+                return_pages_of_zeros(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+        return zeros
 
     def describe_arrays(self, num_blocks: int) -> DeviceArrays:
         """Return shapes, dtypes and shardings of all arrays."""
