@@ -281,7 +281,7 @@ class CacheConfig:
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "Size of the KV cache in bytes, on each device.",
+        "Size of the KV cache in bytes, on each device. A CPU takes it as blocks are first used.",
         unset="room for `max_num_seqs` requests of `max_model_len`, capped by the device's memory",
         minimum=1,
     )
