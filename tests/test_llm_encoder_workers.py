@@ -12,6 +12,7 @@ from mmjax.layers.module import flatten_params
 from tests.test_llm_disk_caches import ask, encoded, start
 
 
+@pytest.mark.slow  # two processes; `tests/engine/test_encoder_workers.py` has a worker by default
 def test_pictures_are_encoded_by_a_worker_behind_a_key(
     tiny_gemma3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

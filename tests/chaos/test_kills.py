@@ -200,6 +200,7 @@ async def embed_through_kills(count: int) -> None:
         assert service.client.num_requests == 0
 
 
+@pytest.mark.slow  # 19 s; streams survive one by default
 async def test_vectors_survive_a_kill() -> None:
     async with asyncio.timeout(DEADLINE_S):
         await embed_through_kills(1)

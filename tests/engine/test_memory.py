@@ -363,6 +363,7 @@ def test_only_blocks_that_were_used_count_as_memory() -> None:
     assert [size / one_block for size in told] == [0, 3, 6]
 
 
+@pytest.mark.slow  # 20 s; that nothing compiles behind a start is asked of most engines
 @pytest.mark.usefixtures("own_programs")
 def test_no_shape_compiles_twice() -> None:
     compiled: list[str] = []

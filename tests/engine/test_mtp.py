@@ -437,6 +437,7 @@ def test_right_guesses_are_all_accepted(kind: str, size: int) -> None:
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 80
 
 
+@pytest.mark.slow  # as `test_draft.py` and `test_assistant.py` of other guesses
 @ONE_KIND
 def test_a_failed_step_and_sleep_leave_nothing_behind(kind: str) -> None:
     core = start(kind, *make_right(kind))

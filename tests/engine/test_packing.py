@@ -265,7 +265,8 @@ def test_items_that_do_not_fit_their_placeholders_are_refused(core: EngineCore) 
            pixel_values=np.zeros((1156, pixels.shape[1]), np.uint8))  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # 25 s; what devices exchange is asked by default, and a lone device's packs
+@pytest.mark.parametrize("size", [2, 4])
 def test_each_device_encodes_a_pack_of_its_own(
     size: int, core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,6 +314,7 @@ def guessing() -> Iterator[EngineCore]:
     engine.close()
 
 
+@pytest.mark.slow  # 60 s of compiling; an MTP layer beside such states guesses in `test_mtp.py`
 def test_states_go_back_behind_wrong_guesses(roomy: EngineCore, guessing: EngineCore) -> None:
     requests = [
         ask(f"{number}", parts, max_tokens=30, temperature=0.7 * (number % 2), seed=number)
@@ -337,6 +338,7 @@ def test_states_go_back_behind_wrong_guesses(roomy: EngineCore, guessing: Engine
     assert guessing._scheduler.state_slots.num_running == 0
 
 
+@pytest.mark.slow  # of the engine above
 def test_preempted_behind_guesses(roomy: EngineCore, guessing: EngineCore) -> None:
     request = ask("preempted", [words(60, 130)], max_tokens=20)
     roomy.reset_prefix_cache()

@@ -242,19 +242,22 @@ def ask(model: Path, **settings: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "quantization",
-    ["int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8-weights", "int4"))],
+    ("quantization", "size"),
+    [
+        ("int8", 1),
+        # From a snapshot and over devices at once: an engine takes many seconds.
+        pytest.param("int8", 2, marks=pytest.mark.slow),
+        *(pytest.param(one, 1, marks=pytest.mark.slow) for one in ("int8-weights", "int4")),
+    ],
 )
 def test_answers_are_the_same_from_a_snapshot_and_over_devices(
-    checkpoint: Path, tmp_path: Path, quantization: Quantization
+    checkpoint: Path, tmp_path: Path, quantization: Quantization, size: int
 ):
     answers = ask(checkpoint, quantization=quantization)
     assert all(len(tokens) == 8 for tokens in answers)
     out = tmp_path / "snapshot"
     assert convert([str(checkpoint), str(out), "--quantization", quantization]) == 0
-    # From a snapshot and over devices at once: an engine takes many seconds.
-    spread = {"tensor_parallel_size": 2} if quantization == "int8" else {}
-    assert ask(out, quantization=quantization, **spread) == answers
+    assert ask(out, quantization=quantization, tensor_parallel_size=size) == answers
     with pytest.raises(CheckpointError, match=r"in 8 bits or 4; give `--quantization"):
         ask(out)
 

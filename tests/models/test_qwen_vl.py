@@ -137,6 +137,7 @@ class TestEngine:
 
     GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
+    @pytest.mark.slow  # 17 s; one pass is compared with the published answers above
     def test_answers_are_those_of_one_pass(self, long_context: GoldenModel):
         """Together, one after the other, and with prompts of several levels of the base."""
         case = PLAIN.cases["two_images"]

@@ -187,10 +187,12 @@ class Judged:
 
 THRESHOLDS = {"compression_ratio_threshold": 99.0, "logprob_threshold": -99.0}
 
+BY_DEFAULT = {("ratio", False), ("silence", True)}
+
 
 JUDGED = [
-    # By default each reason once: silence behind a text, the others without one.
-    pytest.param(name, text, marks=() if (name == "silence") == bool(text) else pytest.mark.slow)
+    # By default two reasons: silence behind a text, and a ratio without one.
+    pytest.param(name, text, marks=() if (name, bool(text)) in BY_DEFAULT else pytest.mark.slow)
     for name in ("ratio", "logprob", "silence")
     for text in ("", "the red circle")
 ]

@@ -5,6 +5,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from mmjax.cache.kv.block_hash import BlockHash
 
+_MAX_BYTES_AT_ONCE = 2**20
+"""Of blocks that are read in the caller's thread."""
+
 
 class BlockReader:
     """Reads each request's blocks once, those of a few requests at a time."""
@@ -32,10 +35,22 @@ class BlockReader:
         """Whether a request's blocks are read, or being read."""
         return request_id in self._jobs
 
-    def begin(self, request_id: str, block_hashes: Sequence[BlockHash]) -> None:
-        """Begin to read a prefix, up to the first block that is not there, if there is room."""
-        if len(self._reading) < self._max_requests:
-            asked = list(block_hashes[: self._max_blocks])
+    def begin(
+        self, request_id: str, block_hashes: Sequence[BlockHash], *, is_idle: bool = False
+    ) -> None:
+        """Begin to read a prefix, up to the first block that is not there, if there is room.
+
+        `is_idle`: nobody else waits for this thread, so that a little is read in it: to hand a few
+        blocks to another one takes longer than to read them.
+        """
+        if len(self._reading) >= self._max_requests:
+            return
+        asked = list(block_hashes[: self._max_blocks])
+        if is_idle and len(asked) * self._block_bytes <= _MAX_BYTES_AT_ONCE:
+            done: Future[dict[BlockHash, memoryview]] = Future()
+            done.set_result(self._read(asked))
+            self._jobs[request_id] = done
+        else:
             self._jobs[request_id] = self._pool.submit(self._read, asked)
 
     def is_done(self, request_id: str) -> bool:

@@ -270,8 +270,18 @@ class KVCacheManager:
         )
         return list(zip(sources, block_ids, strict=True))
 
-    def is_read(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> bool:
-        """Return whether a directory has no more for a request that waits; begin to read it."""
+    def is_read(
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        *,
+        is_idle: bool = False,
+    ) -> bool:
+        """Return whether a directory has no more for a request that waits; begin to read it.
+
+        `is_idle`: nothing runs meanwhile.
+        """
         reader = self._reader
         if reader is None or not block_hashes:
             return True
@@ -281,7 +291,7 @@ class KVCacheManager:
             limit = max(0, num_tokens - 1) // self.block_size
             if num_found >= min(limit, len(block_hashes)):
                 return True
-            reader.begin(request_id, block_hashes[num_found:limit])
+            reader.begin(request_id, block_hashes[num_found:limit], is_idle=is_idle)
         return reader.is_done(request_id)
 
     def wait_read(self, timeout_s: float) -> bool:

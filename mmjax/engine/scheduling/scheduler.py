@@ -657,11 +657,11 @@ class Scheduler:
     def _may_start(self, draining: set[Hashable], request: Request) -> bool:
         """Return whether a request may run, and its adapter; called in the queue's order."""
         adapter = request.lora_request
-        has_slot = adapter is None or self.adapter_slots.may_start(adapter, draining)
+        asked = (request.request_id, request.block_hashes, request.num_tokens)
         return (
-            has_slot
+            (adapter is None or self.adapter_slots.may_start(adapter, draining))
             and self._may_run(request)
-            and self.kv_cache.is_read(request.request_id, request.block_hashes, request.num_tokens)
+            and self.kv_cache.is_read(*asked, is_idle=not self.running)
             and self._windows.has_rows(request)
         )
 
