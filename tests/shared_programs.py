@@ -116,8 +116,8 @@ def install_few_sizes() -> None:
             # A request alone with all its guesses has a size of its own.
             rows = thin_out([one.num_tokens for one in buckets.decode]) | {1 + num_guessed}
             # Of packed patches each size is a test's.
-            is_packed = bool(sizes.get("patches"))
-            encode = buckets.encode if is_packed else tuple(sorted(thin_out(buckets.encode)))
+            is_whole = bool(sizes.get("patches")) or not buckets.encode
+            encode = buckets.encode if is_whole else tuple(sorted(thin_out(buckets.encode)))
             return replace(
                 buckets,
                 mixed=tuple(one for one in buckets.mixed if one.num_tokens in tokens),

@@ -182,11 +182,11 @@ def test_what_no_call_needs_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     assert labels == []
     request = message("a", [[2, 5, 60]])
     assert answer(core, request) == dense_greedy(request)
-    assert sorted(labels) == ["sample 1 greedy", "step 1 x 1", "step 16 x 4"]
+    assert sorted(labels) == ["sample 4 greedy", "step 1 x 1", "step 16 x 4"]
     answer(core, message("b", [[9, 5]]))
     assert len(labels) == 3
     answer(core, message("c", [[2, 5], (0, 1), [7]], temperature=1.0, seed=1))
-    assert sorted(labels[3:]) == ["encode 1", "sample 1"]
+    assert sorted(labels[3:]) == ["encode 1", "sample 4"]
     assert core.compilations == 0
 
 
