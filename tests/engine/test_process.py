@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -49,6 +50,13 @@ from mmjax.transport.messages import (
 )
 from mmjax.transport.step_record import StepRecord, create_step_record, read_step_record
 from tests.engine.tiny import answer, dense_greedy, engine_config, message, tiny_engine
+
+
+@pytest.fixture(autouse=True)
+def _keep_priority() -> Iterator[None]:
+    """Let no engine lower the priority of all tests that come later in this process."""
+    with patch("mmjax.engine.process.give_way"):
+        yield
 
 
 class Frontend:
@@ -351,8 +359,6 @@ def test_lost_messages_end_the_process(
 ) -> None:
     monkeypatch.setattr("mmjax.engine.process._start", lambda config: core)
     monkeypatch.setattr(core, "close", lambda *, wait: None)
-    # It would lower the priority of all tests that come later in this process.
-    monkeypatch.setattr("mmjax.engine.process.give_way", lambda: None)
     logger = get_logger("mmjax")
     for name in ("handlers", "propagate", "level"):
         monkeypatch.setattr(logger, name, getattr(logger, name))
