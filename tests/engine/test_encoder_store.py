@@ -171,7 +171,6 @@ def test_other_weights_of_the_tower_find_nothing(tmp_path: Path):
         assert core.stats().encoder_disk_hits == 1
 
 
-@pytest.mark.slow  # 20 s; a tower's adapters are asked by default in `test_adapters.py`
 def test_what_an_adapter_encodes_is_not_kept(tmp_path: Path):
     path = write_adapter(tmp_path / "tower", tensors=make_tensors(3, layers=tower_layers()))
     lora = LoRAConfig(enable_lora=True, max_lora_rank=8, enable_tower_connector_lora=True)

@@ -206,8 +206,10 @@ def check_answers(core: EngineCore, size: str) -> None:
     assert core.compilations == 0
 
 
-@pytest.mark.slow  # by default in chunks over devices, and the arrays of one pass
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(size, marks=() if size == "small" else pytest.mark.slow) for size in SIZES],
+)
 def test_the_engine_answers_as_published(size: str):
     core = start(size)
     check_answers(core, size)
@@ -216,7 +218,7 @@ def test_the_engine_answers_as_published(size: str):
     check_answers(core, size)  # the learned rows are in the new pool, too
 
 
-@pytest.mark.slow  # chunks of 16 are over four devices, by default
+@pytest.mark.slow  # chunks of another family are in `test_schedules.py`
 def test_chunks_of_seven_tokens_change_nothing():
     check_answers(start("base", max_num_batched_tokens=7), "base")
 
