@@ -10,6 +10,8 @@ import os
 import platform
 import stat
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +59,33 @@ def _share_compiled_programs() -> None:
 
 
 _share_compiled_programs()
+
+FIRST_WORKER_S = 180.0
+"""How long other workers wait for the first at most."""
+
+
+def _find_collected_mark() -> Path:
+    """Return the file that says that a worker of this run has collected all tests."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
+    return Path(tempfile.gettempdir()) / f"mmjax-tests-{run}-collected"
+
+
+def _wait_for_bytecode() -> None:
+    """Let one worker collect first where tests have no bytecode yet: the others then read its.
+
+    Side by side each would compile all of it, which is half of what collecting costs.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:  # the process that starts workers, which inherit this
+        has_bytecode = any(Path(__file__).parent.glob("__pycache__/test_*-pytest-*.pyc"))
+        os.environ["MMJAX_TESTS_HAVE_BYTECODE"] = str(has_bytecode)
+    elif worker != "gw0" and os.environ.get("MMJAX_TESTS_HAVE_BYTECODE") == "False":
+        deadline = time.monotonic() + FIRST_WORKER_S
+        while not _find_collected_mark().exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+_wait_for_bytecode()
 
 import pytest  # noqa: E402 (the environment comes first)
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -126,6 +155,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     of tests, which is xdist's order, files that wait for servers would be the last, all at once.
     """
     items.sort(key=_find_turn)
+
+
+def pytest_collection_finish() -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        _find_collected_mark().touch()
+
+
+def pytest_sessionfinish() -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        _find_collected_mark().unlink(missing_ok=True)
 
 
 @pytest.hookimpl(tryfirst=True)

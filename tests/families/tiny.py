@@ -204,6 +204,13 @@ class TinyFamily:
             prompts["clips"] = (Words(1, 3), *clips, Words(4, 2), Media(3, "audio"))
         return prompts
 
+    @property
+    def richest_prompts(self) -> dict[str, Parts]:
+        """Return text alone, and the fewest prompts that have several items of each modality."""
+        prompts = self.prompts
+        images = next(name for name in ("both", "two images", "image") if name in prompts)
+        return {name: prompts[name] for name in ("text", images, "clips") if name in prompts}
+
     def variant_prompts(self, name: str) -> dict[str, Parts]:
         """Return those that a variant gets, if it is not the first."""
         if self.variants[name].prompts:
