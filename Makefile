@@ -29,7 +29,9 @@ INPUTS := pyproject.toml $(wildcard constraints/*.txt mmjax/layers/cpu/kernels/*
 # files of other versions of Python, hence `true`.
 INSTALL = $(BIN)/python -m pip install -qq --no-compile --constraint $(PINS) --editable
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' $(VENV)/lib || true
-# Compiled with the JAX that was just installed; a machine without a compiler serves without them.
+# Compiled with JAX's headers, by the one core that pip leaves idle; a machine without a compiler
+# serves without them.
+INSTALL_JAX = $(BIN)/python -m pip install -qq --no-compile --constraint $(PINS) blake3 jax
 BUILD_KERNELS = $(BIN)/python -m mmjax.layers.cpu.build || true
 
 help: ## say what there is
@@ -84,16 +86,16 @@ $(BIN)/python:
 # Each stamp says that its extras stand in .venv as pyproject.toml and the pins now ask.
 $(VENV)/.serve: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what serving needs into $(VENV)"
-	@$(INSTALL) '.[serve]'
+	@$(INSTALL_JAX)
+	@$(BUILD_KERNELS) & $(INSTALL) '.[serve]'; wait
 	@$(COMPILE)
-	@$(BUILD_KERNELS)
 	@touch $@
 
 $(VENV)/.dev: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what its tests need into $(VENV)"
-	@$(INSTALL) '.[serve,dev]'
+	@$(INSTALL_JAX)
+	@$(BUILD_KERNELS) & $(INSTALL) '.[serve,dev]'; wait
 	@$(COMPILE)
-	@$(BUILD_KERNELS)
 	@touch $@ $(VENV)/.serve
 
 $(VENV)/.ray: $(VENV)/.dev
@@ -105,7 +107,7 @@ $(VENV)/.ray: $(VENV)/.dev
 # With what tests need, so that a new machine installs both at once.
 $(VENV)/.docs: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax, what its tests need, and mkdocs, which makes a site, into $(VENV)"
-	@$(INSTALL) '.[serve,dev,docs]'
+	@$(INSTALL_JAX)
+	@$(BUILD_KERNELS) & $(INSTALL) '.[serve,dev,docs]'; wait
 	@$(COMPILE)
-	@$(BUILD_KERNELS)
 	@touch $@ $(VENV)/.dev $(VENV)/.serve
