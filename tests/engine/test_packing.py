@@ -70,7 +70,12 @@ def test_the_ladder_is_short_and_holds_the_largest_item(
     assert all(b <= 2 * a for a, b in pairwise(buckets))
     assert largest <= buckets[-1]
     assert buckets[-1] < max(largest, min(budget, 4096)) + 128 + per_token
-    assert len(buckets) <= 11
+    assert len(buckets) <= 13
+
+
+def test_usual_pictures_are_padded_little() -> None:
+    buckets = patch_buckets(largest_item=16384, encoder_budget=16384, patches_per_start=4)
+    assert buckets == (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
 
 
 def test_the_first_call_with_room_takes_an_item() -> None:

@@ -32,6 +32,8 @@ MIN_PATCHES = 128
 """Size of the smallest bucket; all are multiples of it, as TPU kernels pad rows to it."""
 MAX_PACKED_PATCHES = 4096
 """Patches of the largest call, unless a single item has more; others take several calls."""
+USUAL_PATCHES = (1024, 4096)
+"""Between these, of which most pictures have some, there is a bucket between two doublings, too."""
 PADDING_ID = -1
 """In the token ids of an encoder's prompt: nothing stands there."""
 TEXT_ROW = -1
@@ -362,7 +364,10 @@ def patch_buckets(
     """
     first = round_up(MIN_PATCHES, patches_per_start)
     last = max(largest_item, min(encoder_budget, MAX_PACKED_PATCHES))
-    return ladder(first, round_up(last, first), 2)
+    sizes = ladder(first, round_up(last, first), 2)
+    usual = (one for one in sizes if one in range(*USUAL_PATCHES) and not one % (2 * first))
+    between = (size + size // 2 for size in usual)
+    return tuple(sorted({*sizes, *(size for size in between if size < sizes[-1])}))
 
 
 # ---- precomputed embeddings ---------------------------------------------------------------------
