@@ -671,5 +671,6 @@ def _make_scheduler(
         awaited=None
         if workers is None
         else AwaitedRows(workers.fetch, max_requests=2 * schedule.max_num_seqs),
+        buckets=programs.buckets,
     )
     return limits, scheduler

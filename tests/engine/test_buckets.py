@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmjax.engine.scheduling.buckets import (
+    STEP_COST,
     TILE_SIZE,
     Buckets,
     StepBucket,
@@ -54,6 +55,25 @@ def test_no_bucket_is_larger_than_a_step_can_be() -> None:
     assert make_buckets(3, 7).mixed == (StepBucket(16, 3, 16),)
     sizes = [(one.num_tokens, one.num_requests) for one in make_buckets(8, 20).mixed]
     assert sizes == [(16, 4), (32, 4), (64, 8)]
+
+
+def test_a_long_prompt_is_cut_where_two_steps_have_less_padding_than_one() -> None:
+    buckets = make_buckets()
+    # 576 embeddings of a picture of LLaVA's, and a question; a picture of 1,024 and one.
+    assert [buckets.cut(size, 1) for size in (610, 1100, 1500)] == [512, 1024, 1024]
+    # A bucket of 384; the next step would be as large; little is padding; one fills its bucket.
+    assert [buckets.cut(size, 1) for size in (300, 1600, 900, 1024)] == [300, 1600, 900, 1024]
+    assert buckets.cut(617, 8) == 512
+
+
+@given(st.integers(1, 2048), st.integers(1, 16))
+def test_what_is_cut_costs_less(num_tokens: int, num_requests: int) -> None:
+    buckets, num_tokens = make_buckets(), max(num_tokens, num_requests)
+    first = buckets.cut(num_tokens, num_requests)
+    steps = [one for one in (first, num_tokens - first) if one]
+    sizes = [buckets.step_bucket(one, min(one, num_requests)).num_tokens for one in steps]
+    whole = buckets.step_bucket(num_tokens, num_requests).num_tokens
+    assert sum(sizes) + STEP_COST * (len(steps) - 1) <= whole
 
 
 @given(st.data())

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 
 from mmjax.engine.core import EngineCore
 from mmjax.engine.model import resolve_dtype
+from mmjax.engine.scheduling import buckets
 from mmjax.engine.scheduling.admission import resolve_features
 from mmjax.errors import (
     ConfigError,
@@ -96,6 +98,17 @@ def test_answers_depend_on_text_and_picture(expected: list[list[int]]) -> None:
 
 def test_alone(core: EngineCore, expected: list[list[int]]) -> None:
     assert [answer(core, request) for request in requests("alone")] == expected
+
+
+def test_cut_to_small_steps(core: EngineCore, expected: list[list[int]]) -> None:
+    core.reset_prefix_cache()
+    num_steps = sum(core._scheduler.step_token_counts)
+    assert answer_all(core, requests("whole")) == expected
+    num_whole = sum(core._scheduler.step_token_counts) - num_steps
+    core.reset_prefix_cache()
+    with patch.object(buckets, "STEP_COST", -64):  # whatever that costs
+        assert answer_all(core, requests("cut")) == expected
+    assert sum(core._scheduler.step_token_counts) - num_steps > 2 * num_whole
 
 
 # ---- ends ----------------------------------------------------------------------------------------

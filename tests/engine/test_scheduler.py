@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager, cdiv
 from mmjax.cache.media.lru import CacheInfo
+from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
 from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
@@ -22,7 +24,11 @@ MAX_MODEL_LEN = 64
 
 
 def make_scheduler(
-    *, num_blocks: int = 64, encoder_cache_size: int = 64, **settings: Any
+    *,
+    num_blocks: int = 64,
+    encoder_cache_size: int = 64,
+    max_model_len: int = MAX_MODEL_LEN,
+    **settings: Any,
 ) -> Scheduler:
     settings = {
         "max_num_seqs": 4,
@@ -32,7 +38,7 @@ def make_scheduler(
     }
     return Scheduler(
         kv_cache=KVCacheManager(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=max_model_len
         ),
         encoder_cache=EncoderCacheManager(encoder_cache_size),
         **settings,
@@ -54,12 +60,13 @@ def make_request(
     *,
     max_tokens: int = 2,
     priority: int = 0,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> Request:
     return Request(
         request_id=request_id,
         prompt_token_ids=[3] * num_tokens,
         sampling_params=SamplingParams(max_tokens=max_tokens),
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         items=items,
         priority=priority,
     )
@@ -523,3 +530,48 @@ def test_nothing_is_lost_in_random_workloads(seed: int) -> None:
             assert request.is_finished
             assert watcher.sampled[request_id] == request.sampling_params.max_tokens
     assert_all_returned(scheduler)
+
+
+# ---- padding -------------------------------------------------------------------------------------
+
+
+def make_roomy_scheduler(**settings: Any) -> Scheduler:
+    """Return one whose steps have 128, 256, 512 or 1,024 tokens, or few."""
+    buckets = Buckets.create(max_num_seqs=4, max_num_batched_tokens=1024, max_units=8)
+    settings = {"max_num_batched_tokens": 1024, "max_num_encoder_input_tokens": 1024, **settings}
+    sizes = {"num_blocks": 400, "encoder_cache_size": 1024, "max_model_len": 1024}
+    return make_scheduler(**sizes, **settings, buckets=buckets)
+
+
+def window_sizes(scheduler: Scheduler) -> list[int]:
+    """Schedule a step, and read it; return how many tokens of each request it computes."""
+    return [window.num_tokens for window in step(scheduler).requests]
+
+
+make_long = partial(make_request, max_model_len=1024)
+
+
+def test_the_end_of_a_prompt_is_left_to_a_step_with_less_padding() -> None:
+    scheduler = make_roomy_scheduler()
+    scheduler.add_request(make_long("a", 610, max_tokens=9))
+    assert [window_sizes(scheduler) for _ in range(3)] == [[512], [98], [1]]
+    # Beside one that decodes; the other prompt is short enough.
+    scheduler.add_request(make_long("b", 615))
+    scheduler.add_request(make_long("c", 20))
+    assert [window_sizes(scheduler) for _ in range(2)] == [[1, 491, 20], [1, 124, 1]]
+
+
+def test_what_is_computed_at_once_is_not_cut() -> None:
+    item = make_item(2, 600)
+    whole = make_roomy_scheduler(keeps_runs_whole=True)
+    whole.add_request(make_long("a", 610, (item,)))
+    assert window_sizes(whole) == [610]
+    without = make_roomy_scheduler(enable_chunked_prefill=False)
+    without.add_request(make_long("a", 610))
+    assert window_sizes(without) == [610]
+    # An item that is encoded for the first part is not encoded again.
+    cut = make_roomy_scheduler()
+    cut.add_request(make_long("a", 700, (item, make_item(610, 20))))
+    outputs = [cut.schedule(), cut.schedule()]
+    assert [[one.num_tokens for one in output.requests] for output in outputs] == [[512], [188]]
+    assert [len(output.encoder_items) for output in outputs] == [2, 0]

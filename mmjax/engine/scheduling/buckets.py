@@ -26,6 +26,8 @@ MAX_STARTS = 4
 MANY_STATES = 2**13
 """Encoder hidden states of which a step has no more, unless the longest input alone has: every step
 of a prompt projects as many in each layer, padding or not."""
+STEP_COST = 128
+"""What a step costs whatever its size, in tokens: weights are read, and the host prepares it."""
 MAX_UNITS = 8
 """Units (images, crops) of the largest encoder call; more take several calls."""
 WRITTEN_ROWS = (256, 2048)
@@ -339,6 +341,20 @@ class Buckets:
             and bucket.num_states >= num_states
         )
         return replace(found, has_adapters=True) if has_adapters else found
+
+    def cut(self, num_tokens: int, num_requests: int) -> int:
+        """Return how many of a step's tokens to compute in it, so that little is padding.
+
+        All of them, or as many as a smaller bucket holds, if that and a step of the others cost
+        less: of 610 tokens 512, and 98 in a step of 128, in place of 1,024.
+        """
+        whole = self.step_bucket(num_tokens, num_requests).num_tokens
+        sizes = [one.num_tokens for one in self.mixed if one.num_requests >= num_requests]
+        first = max((size for size in sizes if size < num_tokens), default=0)
+        if not first:
+            return num_tokens
+        other = self.step_bucket(num_tokens - first, num_requests).num_tokens
+        return first if first + other + STEP_COST < whole else num_tokens
 
 
 _KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write", "align", "pool")

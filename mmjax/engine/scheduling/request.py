@@ -25,8 +25,11 @@ from mmjax.models.host_inputs import RotaryPositions, Sees, find_seen_rows
 from mmjax.params.pooling_params import PoolingParams
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
+from mmjax.system.logger import get_logger
 from mmjax.system.request_times import RequestTimes
 from mmjax.transport.messages import Alignment, TokenLogprobs, Vectors
+
+logger = get_logger(__name__)
 
 NUM_MASKED = 32
 """Tokens that `min_tokens` holds back by the batch's own table; further ones are bans, which cost
@@ -566,6 +569,20 @@ class Request:
         if start >= self.items_end:
             return []
         return [item for item in self.items if item.start < end and item.end > start]
+
+    def log_start(self) -> None:
+        """Log that it runs."""
+        logger.debug(
+            "request %s runs: %d of %d tokens found, preempted %d times so far",
+            *(self.request_id, self.num_computed_tokens, self.num_tokens, self.num_preemptions),
+        )
+
+    def log_end(self) -> None:
+        """Log why it ended."""
+        logger.debug(
+            "request %s ends (%s) with %d tokens",
+            *(self.request_id, self.status.value, self.num_output_tokens),
+        )
 
 
 def _pool(

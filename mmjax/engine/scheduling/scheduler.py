@@ -104,18 +104,20 @@ class Scheduler:
         max_num_rows: int = 0,
         state_slots: StateSlots | None = None,
         awaited: AwaitedRows | None = None,
+        buckets: Buckets | None = None,
     ) -> None:
         """`patches_per_token`: of an encoder that takes packs of patches; 0: it takes units.
 
         `packs_clips`: whether another takes packs of clips.
         `max_num_rows`: of a step with guesses, of which `speculation` decides; None: without any.
         `state_slots` None: no recurrent layers. `awaited` None: the engine encodes all itself.
+        `buckets`: of steps, whose padding is spared; None: there is none.
         """
+        self._buckets = self._final_buckets = buckets
         self.awaited = awaited
         self.state_slots = state_slots
         self.adapter_slots = AdapterSlots(max_loras)
-        self.kv_cache = kv_cache
-        self.encoder_cache = encoder_cache
+        self.kv_cache, self.encoder_cache = kv_cache, encoder_cache
         self.running: list[Request] = []
         """In the order of the waiting queue; all hold blocks."""
         self.waiting = WaitingQueue()
@@ -124,8 +126,8 @@ class Scheduler:
         )
         self.speculation = speculation
         self._max_num_unfinished_seqs = max_num_seqs + max_num_queued_reqs
-        self._max_num_encoder_states = max_num_encoder_states
-        self._patches_per_token, self._packs_clips = patches_per_token, packs_clips
+        self._max_num_encoder_states, self._packs_clips = max_num_encoder_states, packs_clips
+        self._patches_per_token = patches_per_token
         self._windows = WindowFitter(
             kv_cache=kv_cache,
             encoder_cache=encoder_cache,
@@ -154,6 +156,7 @@ class Scheduler:
 
         What does not fit waits.
         """
+        self._buckets = ready or self._final_buckets
         if ready is None:
             self._limits = self._final_limits
             return
@@ -461,7 +464,7 @@ class Scheduler:
         )
 
     def _finish(self, request: Request) -> None:
-        _log_end(request)
+        request.log_end()
         if request in self.running:
             self.running.remove(request)
         else:
@@ -506,6 +509,7 @@ class Scheduler:
         self._schedule_running(plan)
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
+        self._spare_padding(plan)
         guessed = self._guess(plan)
         # All blocks of the step are allocated, and none of its own has a hash yet.
         copied_blocks = self.kv_cache.pop_copied()
@@ -649,7 +653,7 @@ class Scheduler:
             if request.num_preemptions == 0 and not request.num_output_tokens:
                 request.num_cached_tokens = request.num_computed_tokens
                 self.kv_cache.note_prefix(request.num_cached_tokens, request.num_prompt_tokens)
-            _log_start(request)
+            request.log_start()
             insort(self.running, request, key=self.waiting.key)
             plan.states_left -= request.encoder_len
             self._commit(plan, request, num_tokens, items)
@@ -664,6 +668,17 @@ class Scheduler:
             and self.kv_cache.is_read(*asked, is_idle=not self.running)
             and self._windows.has_rows(request)
         )
+
+    def _spare_padding(self, plan: _Plan) -> None:
+        """Leave the end of a prompt to the next step where both have less padding than one."""
+        if self._buckets is None or plan.is_decoding or not self._enable_chunked_prefill:
+            return
+        total = sum(number for _, number, _ in plan.requests)
+        spare = total - self._buckets.cut(total, len(plan.requests))
+        for place, (request, number, encodes) in enumerate(plan.requests):
+            if spare and number > spare and self._windows.may_end(request, number - spare):
+                plan.requests[place] = (request, number - spare, encodes)
+                return
 
     def _take_slots(self, plan: _Plan, request: Request) -> None:
         """Give a request that starts its slots, of adapters and of states."""
@@ -733,18 +748,3 @@ def _follow(window: ScheduledRequest, num_guessed: int) -> Iterator[ScheduledReq
     """Yield a window for each of the tokens that are guessed behind another."""
     for place in range(window.end, window.end + num_guessed):
         yield msgspec.structs.replace(window, start=place, is_guessed=True)
-
-
-def _log_start(request: Request) -> None:
-    logger.debug(
-        "request %s runs: %d of %d tokens found, preempted %d times so far",
-        *(request.request_id, request.num_computed_tokens, request.num_tokens),
-        request.num_preemptions,
-    )
-
-
-def _log_end(request: Request) -> None:
-    logger.debug(
-        "request %s ends (%s) with %d tokens",
-        *(request.request_id, request.status.value, request.num_output_tokens),
-    )

@@ -171,6 +171,13 @@ class WindowFitter:
             return False
         return self._encoder_cache.can_allocate(item.num_embeds, embeds_left, num_new_embeds)
 
+    def may_end(self, request: Request, num_tokens: int) -> bool:
+        """Return whether a window of so many tokens, fewer than were fitted, may be computed."""
+        end = request.num_computed_tokens + num_tokens
+        return request.encoder is None and end == self._cut(
+            request, request.num_computed_tokens, end
+        )
+
     def _cut(self, request: Request, start: int, end: int) -> int:
         """Return the last position in [start, end] where a window from `start` may end."""
         if self._keeps_runs_whole:
