@@ -122,10 +122,19 @@ def test_prompts_with_pictures_and_videos_are_hfs(family: Family):
         assert places == [at for at, one in enumerate(hf.input_ids) if one in embedded]
 
 
+OF_ONE_LENGTH = {"llava_onevision"}
+"""Whose model in transformers takes the videos of a prompt as one array, padded to the longest."""
+SETTLED = {"qwen3_omni"}
+"""Whose tiny weights answer one token again and again; what they see is in states and logits."""
+
+
 def write_cases(family: Family) -> list[Case]:
     """Return prompts of one video, of two, and of a picture and a video."""
     start = "here are the picture and some crops to help you see better how many red shapes "
     one, two = VIDEOS["few"], VIDEOS["slow"]
+    if family.name in OF_ONE_LENGTH:
+        frames, metadata = one
+        two = (frames[::-1], metadata)
     cases = [
         Case(name="one", prompt=f"{start}{family.video} what is it", videos=[one]),
         Case(name="two", prompt=f"{start}{family.video}{family.video} which", videos=[one, two]),
@@ -150,7 +159,8 @@ def test_states_logits_and_the_engines_tokens_are_hfs(family: Family):
     for report in reports:
         assert report.is_within(TOLERANCE), (report.name, report.first_out_of(TOLERANCE))
     expected = [list(report.reference_token_ids) for report in reports]
-    assert len({str(answer) for answer in expected}) == len(cases), "videos change nothing"
+    is_changed = len({str(answer) for answer in expected}) == len(cases)
+    assert is_changed or family.name in SETTLED, "videos change nothing"
     prompts: list[Any] = [
         {
             "prompt": case.prompt,
