@@ -14,6 +14,7 @@ from flax import nnx
 from mmjax.config.engine_config import Quantization
 from mmjax.engine.device import functions
 from mmjax.engine.device.batch import BatchBuilder
+from mmjax.engine.device.compilation import compiler_options
 from mmjax.engine.device.encoder import EncoderRows, Encoders, PromptCalls
 from mmjax.engine.device.functions import AdaptedModel, StepState
 from mmjax.engine.device.mesh import Placement
@@ -106,14 +107,18 @@ class PagedModel:
 
     def _jit(self) -> None:
         graphdef = self.graphdef
+        # Sums in the order of the engine's: where numbers are rounded to 8 bits, their last bits
+        # may become a token.
+        options = compiler_options(self._placement.platform)
+        jit = partial(jax.jit, compiler_options=options)
         encode = partial(functions.encode, graphdef, None, functions.compute_whole)
-        self._encode = jax.jit(partial(_recorded, encode))
+        self._encode = jit(partial(_recorded, encode))
         encode_prompts = partial(functions.encode_prompts, graphdef, self._placement.gather)
-        self._encode_prompts = jax.jit(partial(_recorded, encode_prompts))
+        self._encode_prompts = jit(partial(_recorded, encode_prompts))
         step = partial(functions.step, graphdef, None, False)
-        self._prefill = jax.jit(partial(_recorded, step), static_argnames="layout")
-        self._decode = jax.jit(step, static_argnames="layout")
-        self._logits = jax.jit(lambda params, x: bind(graphdef, params).compute_logits(x))
+        self._prefill = jit(partial(_recorded, step), static_argnames="layout")
+        self._decode = jit(step, static_argnames="layout")
+        self._logits = jit(lambda params, x: bind(graphdef, params).compute_logits(x))
 
     @classmethod
     def from_directory(
