@@ -21,8 +21,8 @@ def check_one_state(model: TinyModel, num_schedules: int) -> None:
     programs = {
         bucket for found in bench.states.values() for some in found.values() for bucket in some
     }
-    # Of seven: the schedules of some families never fill one of the mixed sizes.
-    assert len({(bucket.num_tokens, bucket.num_requests) for bucket in programs}) >= 6
+    # Of seven: the schedules of some families never fill two of the mixed sizes.
+    assert len({(bucket.num_tokens, bucket.num_requests) for bucket in programs}) >= 5
     check_states(bench, num_shared=200)
 
 
