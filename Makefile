@@ -25,10 +25,10 @@ PINS = constraints/$(shell $(BIN)/python -c \
   'import sys; print("py311.txt" if sys.version_info < (3, 12) else "py312.txt")')
 INPUTS := pyproject.toml $(wildcard constraints/*.txt mmjax/layers/cpu/kernels/*.cc mmjax/layers/cpu/kernels/*.h)
 # pip compiles modules one by one: they are compiled behind it, on all cores, but for tests and for
-# models of transformers, a third of all, which whoever imports one compiles. Some packages have
+# much that few import (a third of all), which whoever imports it compiles. Some packages have
 # files of other versions of Python, hence `true`.
 INSTALL = $(BIN)/python -m pip install -qq --no-compile --constraint $(PINS) --editable
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' $(VENV)/lib || true
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/testing/|/_vendor(ed)?/|/transformers/models/|/torch/_inductor/' $(VENV)/lib || true
 # Compiled with JAX's headers, by the one core that pip leaves idle; a machine without a compiler
 # serves without them.
 INSTALL_JAX = $(BIN)/python -m pip install -qq --no-compile --constraint $(PINS) blake3 jax

@@ -23,6 +23,8 @@ os.environ.update(
     JAX_NUMPY_DTYPE_PROMOTION="strict",
     JAX_NUMPY_RANK_PROMOTION="raise",
     JAX_DEFAULT_MATMUL_PRECISION="highest",
+    # But where a test's programs are compiled as they are served (`AS_SERVED`).
+    JAX_DISABLE_MOST_OPTIMIZATIONS="1",
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TOKENIZERS_PARALLELISM="false",
@@ -136,6 +138,38 @@ def _freeze_imports() -> None:
     gc.freeze()
 
 
+AS_SERVED = (
+    "checkpoints/test_tiny_scenes.py",
+    "engine/test_bits.py",
+    "engine/test_packing.py",
+    "engine/test_pooling.py",
+    "engine/test_recurrent.py",
+    "engine/test_recurrent_families.py",
+    "engine/test_schedules.py",
+    "engine/test_speculation.py",
+    "layers/test_attention.py",
+    "layers/test_cpu_attention.py",
+    "layers/test_moe.py",
+    "layers/test_product.py",
+    "layers/test_quantization.py",
+    "layers/test_recurrent.py",
+    "layers/test_segment_attention.py",
+)
+"""Whose programs the default run compiles with all of XLA's optimizations: tests of bits, and of
+the checkpoint that comes with the package. Slow tests and the slow run have all of them.
+
+Compiling takes a third of the default run's processor time, and half of that without most
+optimizations. Whether a model is HF's, who is preempted, and what a crash loses does not depend on
+which instructions LLVM chooses; the last bits of a sum do.
+"""
+
+
+def _is_as_served(item: pytest.Item) -> bool:
+    """Return whether a test's programs are compiled as those that users run."""
+    is_slow = is_slow_run() or item.get_closest_marker("slow") is not None
+    return is_slow or str(item.path.relative_to(Path(__file__).parent)) in AS_SERVED
+
+
 SHORT = ("cache", "families", "frontend", "layout", "processing", "server", "threats", "transport")
 """Folders whose files take seconds each, but for the tests of the page, which start browsers."""
 
@@ -154,7 +188,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pytest-randomly has shuffled files before, so that some wait while others compute. By the number
     of tests, which is xdist's order, files that wait for servers would be the last, all at once.
     """
-    items.sort(key=_find_turn)
+    items.sort(key=lambda item: (_find_turn(item), _is_as_served(item)))
 
 
 def pytest_collection_finish() -> None:
@@ -171,6 +205,7 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     fixtures = set(getattr(item, "fixturenames", ()))
     shared_programs.is_paused = not fixtures.isdisjoint({"monkeypatch", "own_programs"})
+    shared_programs.optimize(is_whole=_is_as_served(item))
     shared_programs.has_all_sizes = is_slow_run() or "all_sizes" in fixtures
 
 

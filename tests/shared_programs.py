@@ -10,6 +10,7 @@ that it was compiled, so that an engine's `compilations` counts the same.
 """
 
 import gc
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,20 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 _graphs: list[tuple[Any, object]] = []
 """Graphs of the models that were met, which cannot be hashed, and what stands for each in keys."""
+
+
+_is_optimized = False  # tests/conftest.py has set the variable
+
+
+def optimize(*, is_whole: bool) -> None:
+    """Choose whether programs are compiled with all optimizations, in processes of tests too."""
+    global _is_optimized
+    if is_whole == _is_optimized:
+        return
+    _is_optimized = is_whole
+    forget()
+    jax.config.update("jax_disable_most_optimizations", not is_whole)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not is_whole))
 
 
 def forget() -> None:
