@@ -18,13 +18,14 @@ from pathlib import Path
 
 # NOTE: before anything imports jax. Set in the environment, so that the processes a test starts
 # (an engine, a server) live under the same rules as the test itself.
+PLATFORM = os.environ.get("MMJAX_TEST_PLATFORM", "cpu")
 os.environ.update(
-    JAX_PLATFORMS=os.environ.get("MMJAX_TEST_PLATFORM", "cpu"),
+    JAX_PLATFORMS=PLATFORM,
     JAX_NUMPY_DTYPE_PROMOTION="strict",
     JAX_NUMPY_RANK_PROMOTION="raise",
     JAX_DEFAULT_MATMUL_PRECISION="highest",
     # But where a test's programs are compiled as they are served (`AS_SERVED`).
-    JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+    JAX_DISABLE_MOST_OPTIMIZATIONS=str(int(PLATFORM == "cpu")),
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TOKENIZERS_PARALLELISM="false",
@@ -167,7 +168,11 @@ which instructions LLVM chooses; the last bits of a sum do.
 def _is_as_served(item: pytest.Item) -> bool:
     """Return whether a test's programs are compiled as those that users run."""
     is_slow = is_slow_run() or item.get_closest_marker("slow") is not None
-    return is_slow or str(item.path.relative_to(Path(__file__).parent)) in AS_SERVED
+    return (
+        is_slow
+        or PLATFORM != "cpu"
+        or str(item.path.relative_to(Path(__file__).parent)) in AS_SERVED
+    )
 
 
 SHORT = ("cache", "families", "frontend", "layout", "processing", "server", "threats", "transport")

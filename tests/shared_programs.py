@@ -31,7 +31,7 @@ _graphs: list[tuple[Any, object]] = []
 """Graphs of the models that were met, which cannot be hashed, and what stands for each in keys."""
 
 
-_is_optimized = False  # tests/conftest.py has set the variable
+_is_optimized = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "1"
 
 
 def optimize(*, is_whole: bool) -> None:

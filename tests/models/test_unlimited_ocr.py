@@ -101,13 +101,11 @@ def write_config(path: Path, raw: Mapping[str, Any]) -> Any:
     return load_model_config(str(path))
 
 
+@pytest.mark.slow  # a small tree of the same names is read and answers below
 @pytest.mark.parametrize(
     ("raw", "architecture", "window", "max_tiles"),
     [
-        pytest.param(
-            *(DEEPSEEK, "DeepseekOCRForCausalLM", None, 9),
-            marks=pytest.mark.slow,  # the same tree, without windows
-        ),
+        (DEEPSEEK, "DeepseekOCRForCausalLM", None, 9),
         (UNLIMITED, "UnlimitedOcrForConditionalGeneration", 128, 32),
     ],
 )
