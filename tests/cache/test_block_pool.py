@@ -59,6 +59,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.forget_all()
         self.content.clear()
 
+    @rule()
+    def renew(self) -> None:
+        self.pool.renew()
+        self.content.clear()
+        in_use = {block_id for block_ids in self.held for block_id in block_ids}
+        assert self.pool.num_ever_used == max(in_use, default=-1) + 1
+        if self.pool.num_free_blocks:
+            (first,) = self.pool.allocate(1)
+            assert first == min({*range(self.SIZE)} - in_use)
+            self.pool.free([first])
+
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:

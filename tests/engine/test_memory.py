@@ -361,6 +361,9 @@ def test_only_blocks_that_were_used_count_as_memory() -> None:
     one_block = core._runner._programs.bytes_per_block
     # Of 8 slots each; what the second finds in the first one's blocks it has in them.
     assert [size / one_block for size in told] == [0, 3, 6]
+    core.sleep()
+    core.wake_up()
+    assert core.stats().memory_bytes["kv_cache"] == 0
 
 
 @pytest.mark.slow  # 20 s; that nothing compiles behind a start is asked of most engines

@@ -106,6 +106,13 @@ class BlockPool:
         self._by_hash.clear()
         self._hash_of.clear()
 
+    def renew(self) -> None:
+        """Drop all hashes, and take free blocks in the order of their ids: none is written yet."""
+        self.forget_all()
+        self._free = OrderedDict.fromkeys(sorted(self._free))
+        in_use = (block_id for block_id, count in enumerate(self._ref_counts) if count)
+        self.num_ever_used = 1 + max(in_use, default=-1)
+
     def _forget(self, block_id: int) -> None:
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
@@ -361,6 +368,10 @@ class KVCacheManager:
         self._num_restored = 0
         if self.host is not None and not keeps_host:
             self.host.forget_all()
+
+    def renew_blocks(self) -> None:
+        """Begin again with blocks that were never written, as their arrays are allocated anew."""
+        self._pool.renew()
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
         """Return whether `allocate_slots` would succeed."""

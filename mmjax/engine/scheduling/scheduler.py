@@ -292,13 +292,11 @@ class Scheduler:
         self.stop_running()
         self.encoder_cache.reset()
         self.reset_prefix_cache(keeps_host=keeps_host)
+        self.kv_cache.renew_blocks()
         self.adapter_slots.reset()
 
     def reset_prefix_cache(self, *, keeps_host: bool = False) -> None:
-        """Let no prefix be found any more; running requests keep what they have.
-
-        `keeps_host`: but in host memory.
-        """
+        """Let no prefix be found; requests keep what they have. `keeps_host`: but in host memory."""
         self.kv_cache.reset_prefix_cache(keeps_host=keeps_host)
         if self.state_slots is not None:
             self.state_slots.forget_snapshots()
