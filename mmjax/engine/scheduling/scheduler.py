@@ -296,7 +296,7 @@ class Scheduler:
         self.adapter_slots.reset()
 
     def reset_prefix_cache(self, *, keeps_host: bool = False) -> None:
-        """Let no prefix be found; requests keep what they have. `keeps_host`: but in host memory."""
+        """Let no prefix be found; requests keep what they have, `keeps_host`: and host memory."""
         self.kv_cache.reset_prefix_cache(keeps_host=keeps_host)
         if self.state_slots is not None:
             self.state_slots.forget_snapshots()
