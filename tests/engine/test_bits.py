@@ -21,9 +21,9 @@ def check_one_state(model: TinyModel, num_schedules: int) -> None:
     programs = {
         bucket for found in bench.states.values() for some in found.values() for bucket in some
     }
-    # Of seven: the schedules of some families never fill two of the mixed sizes.
-    assert len({(bucket.num_tokens, bucket.num_requests) for bucket in programs}) >= 5
-    check_states(bench, num_shared=200)
+    # Of seven: schedules of long prompts, as DeepSeek-OCR's, fill no mixed sizes between.
+    assert len({(bucket.num_tokens, bucket.num_requests) for bucket in programs}) >= 4
+    check_states(bench, num_shared=150)
 
 
 def with_heads(name: str, width: int) -> TinyModel:

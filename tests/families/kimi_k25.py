@@ -35,7 +35,7 @@ TEXT: dict[str, Any] = {
     **DECODER,
     **{"model_type": "deepseek_v3", "num_key_value_heads": 4, "max_position_embeddings": 1024},
     **{"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
-    **{"v_head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 6, "n_group": 1},
+    **{"v_head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 1},
     **{"topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "rope_parameters": {
         **{"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "mscale": 1.0},

