@@ -163,6 +163,7 @@ Compiling takes a third of the default run's processor time, and half of that wi
 optimizations. Whether a model is HF's, who is preempted, and what a crash loses does not depend on
 which instructions LLVM chooses; the last bits of a sum do.
 """
+assert all((Path(__file__).parent / one).is_file() for one in AS_SERVED), AS_SERVED
 
 
 def _is_as_served(item: pytest.Item) -> bool:
