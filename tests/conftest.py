@@ -93,7 +93,10 @@ _wait_for_bytecode()
 import pytest  # noqa: E402 (the environment comes first)
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests import shared_programs  # noqa: E402
+from tests import shape_checks, shared_programs  # noqa: E402
+
+shape_checks.install()
+
 from tests.kit import is_slow_run, tiny_gemma3_checkpoint  # noqa: E402
 
 # How long an example takes says more of the machine's load than of the code.

@@ -97,6 +97,22 @@ def test_silence_is_reported_until_its_end(stream: io.StringIO) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "report"]
 
 
+def test_a_hidden_report_comes_no_more_often() -> None:
+    """A level hides records before filters see them, as it does in whose program LLM is used."""
+    logger = logging.getLogger("mmjax.hidden")
+    logger.setLevel("WARNING")
+    num_described = 0
+
+    def describe() -> str:
+        nonlocal num_described
+        num_described += 1
+        return "busy"
+
+    with reporting(logger, describe, interval_s=0.05):
+        threading.Event().wait(0.5)
+    assert 1 <= num_described <= 10
+
+
 def test_every_phase_of_a_start_is_reported() -> None:
     """Each that may last says what it does meanwhile; compilation does so itself."""
     tree = ast.parse((ENGINE / "start.py").read_text(encoding="utf-8"))

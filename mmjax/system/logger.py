@@ -108,6 +108,7 @@ class Silence:
         while not wait(self._last + self._interval_s - self._clock()):
             now = self._clock()
             if now - self._last >= self._interval_s:
+                self._last = now  # also where the logger's level hides it from `note`
                 self._logger.info("%s; %.0f s so far", self._describe(), now - self._start)
 
 

@@ -196,8 +196,9 @@ def _walk(
         is_alone = is_single[tile][:, None, None]
         return jnp.where(is_alone, alone[metadata.tile_request[tile]], out)
 
-    # Of small blocks a second loop saves less than it takes to compile.
-    on_cpu = at_once if is_decoding else beside_single_tokens if is_large else one_by_one
+    if is_decoding:
+        return at_once(tiles)
+    on_cpu = beside_single_tokens if is_large else one_by_one  # a loop takes long to compile
     return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
 
 

@@ -179,7 +179,7 @@ def _choose(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Form:
     if weight.dtype != jnp.float32:
         return _by_rows
     if is_small(weight):
-        return _by_two_rows
+        return _by_two_rows if rows == 1 else _by_rows
     if not 1 < rows <= MAX_FEW_ROWS and rows != SHORT_PROMPT_ROWS:
         return _by_rows
     return _by_pairs if _can_pair(x, weight) else _by_columns
