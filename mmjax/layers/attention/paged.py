@@ -156,14 +156,13 @@ def _walk(
     group = query.shape[1] // cache.num_kv_heads
     # Before the heads are tiled: with sharded heads, this needs no communication.
     ends = by_tile(visible, metadata)
-    reference, before = _place_reference(reference_end, ends[1], metadata)
+    reference, before = _place_reference(reference_end, ends[1], metadata, group)
     bounds = _block_range(ends[0], before, cache.block_size)
     upper, lower = (jnp.tile(end, (1, group)) for end in ends)
     is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
     of_rows = None if sinks is None else _tile_sinks(sinks, tiled)
-    tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds, sinks=of_rows)
-    if reference is not None:
-        tiles = tiles._replace(reference=jnp.tile(reference, (1, group)))
+    tables = block_tables[metadata.tile_request]
+    tiles = Tiles(tiled, tables, upper, lower, *bounds, sinks=of_rows, reference=reference)
     columns = cache.value_dim if is_large else _columns_alike(cache.value_dim)
     is_decoding = metadata.tile_rows.shape[1] == 1
     is_seen = metadata.is_seen_ahead if has_gaps and not is_decoding else None
@@ -206,12 +205,13 @@ def _place_reference(
     reference_end: Int[Array, " T"] | None,
     lower: Int[Array, "W Z"],
     metadata: PagedAttentionMetadata,
-) -> tuple[Int[Array, "W Z"] | None, Int[Array, "W Z"]]:
-    """Return `Tiles.reference` of the rows, and the index before the first key of either range."""
+    group: int,
+) -> tuple[Int[Array, "W _heads"] | None, Int[Array, "W Z"]]:
+    """Return `Tiles.reference`, and for each row the index before the first key of either range."""
     if reference_end is None:
         return None, lower
     reference = reference_end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
-    return reference, jnp.where(reference > 0, -1, lower)
+    return jnp.tile(reference, (1, group)), jnp.where(reference > 0, -1, lower)
 
 
 def _add_gaps(tiles: Tiles, metadata: PagedAttentionMetadata, group: int) -> Tiles:
