@@ -20,11 +20,11 @@ from tests.test_serve import Served, message_about
 MIB = 2**20
 API_BYTES = 300 * MIB
 """Of the API server."""
-DEFAULT_BYTES = 550 * MIB
-"""Of the embedded default's engine process with its 31 programs, compiled there; measured: 490.
+DEFAULT_BYTES = 510 * MIB
+"""Of the embedded default's engine process with its 31 programs, compiled there; measured: 442.
 210 are Python's and JAX's, 8 the weights, and most others XLA's, of its programs."""
-DEFAULT_PEAK_BYTES = 750 * MIB
-"""The same while they are compiled; measured: 656."""
+DEFAULT_PEAK_BYTES = 700 * MIB
+"""The same while they are compiled; measured: 587."""
 LEAST_BYTES = 300 * MIB
 """Of an engine process without weights and KV cache, where weights are what counts."""
 MAX_AT_REST = 1.6

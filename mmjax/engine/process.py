@@ -5,6 +5,7 @@ weights, sleep, a pause. Messages about requests are held meanwhile, and taken i
 afterwards.
 """
 
+import multiprocessing
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.core import EngineCore
+from mmjax.engine.device.compilation import own_process
 from mmjax.engine.device.memory import reserve_memory
 from mmjax.engine.device.threads import StepThreads
 from mmjax.engine.weights import mark_files
@@ -237,6 +239,8 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
 
 def _start(config: EngineConfig) -> EngineCore:
     """Return the engine; the process is its own, and so is the share of a GPU."""
+    if multiprocessing.parent_process() is not None:  # else a thread of a larger process
+        own_process()
     reserve_memory(config.cache.gpu_memory_utilization)
     if config.precompile is None:
         is_alone = config.parallel.num_processes == 1

@@ -101,7 +101,11 @@ def serve_all(core: EngineCore) -> dict[str, list[int]]:
     return {name: tokens_of(news) for name, news in drain(core).items()}
 
 
-def test_answers_are_the_same_at_every_stage(early: EngineCore, gate: Gate) -> None:
+def test_answers_are_the_same_at_every_stage(
+    early: EngineCore, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while all that JAX traced is forgotten, as in a process that runs an engine alone."""
+    monkeypatch.setattr(compilation, "_owns_process", True)
     whole = tiny_engine(**SETTINGS, enable_prefix_caching=False, precompile="all")
     expected = {request.request_id: answer(whole, request) for request in requests()}
     assert early.num_programs == whole.num_programs

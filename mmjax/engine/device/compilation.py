@@ -132,11 +132,23 @@ def compile_programs(
             raise
 
 
+def own_process() -> None:
+    """Let `forget_traces` drop what others in this process traced, too: it runs engines alone."""
+    global _owns_process
+    _owns_process = True
+
+
+_owns_process = False
+
+
 def forget_traces(programs: Sequence[Program]) -> None:
     """Drop what programs were traced and lowered to, and return its memory to the system.
 
-    One without `keep` would be compiled again. Takes a tenth of a second.
+    One without `keep` would be compiled again. Takes a tenth of a second. What functions that they
+    call were traced to is known to JAX alone, which drops all of a process or none of it.
     """
+    if _owns_process:
+        jax.clear_caches()
     for jitted in {program.jitted for program in programs}:
         jitted.clear_cache()
     return_free_pages()
