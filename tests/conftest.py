@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.how_compiled import environment
+
 # NOTE: before anything imports jax. Set in the environment, so that the processes a test starts
 # (an engine, a server) live under the same rules as the test itself.
 PLATFORM = os.environ.get("MMJAX_TEST_PLATFORM", "cpu")
@@ -24,8 +26,6 @@ os.environ.update(
     JAX_NUMPY_DTYPE_PROMOTION="strict",
     JAX_NUMPY_RANK_PROMOTION="raise",
     JAX_DEFAULT_MATMUL_PRECISION="highest",
-    # But where a test's programs are compiled as they are served (`AS_SERVED`).
-    JAX_DISABLE_MOST_OPTIMIZATIONS=str(int(PLATFORM == "cpu")),
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TOKENIZERS_PARALLELISM="false",
@@ -34,6 +34,8 @@ os.environ.update(
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 if FOUR_DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FOUR_DEVICES}".strip()
+# But where a test's programs are compiled as they are served (`AS_SERVED`).
+os.environ.update(environment(os.environ["XLA_FLAGS"], is_served=PLATFORM != "cpu"))
 # Torch's threads wait for each other by spinning: beside workers, or any other load, a tiny model
 # on two of them takes twenty times as long as on one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from tests.how_compiled import EMITTERS, environment
+
 is_paused = False
 """Whether nothing is shared, since a test may replace a part of what programs are traced from."""
 has_all_sizes = False
@@ -42,7 +44,7 @@ def optimize(*, is_whole: bool) -> None:
     _is_optimized = is_whole
     forget()
     jax.config.update("jax_disable_most_optimizations", not is_whole)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not is_whole))
+    os.environ.update(environment(os.environ.get("XLA_FLAGS", ""), is_served=is_whole))
 
 
 def forget() -> None:
@@ -112,6 +114,7 @@ def install() -> None:
     """Let the engines of this process share their programs, and have fewer of them."""
     install_few_sizes()
     _install_sharing()
+    _install_emitters()
 
 
 def install_few_sizes() -> None:
@@ -142,6 +145,24 @@ def install_few_sizes() -> None:
             )
 
     start.Buckets = FewBuckets  # type: ignore[misc, assignment]
+
+
+def _install_emitters() -> None:
+    """Choose them for each program: a process reads `XLA_FLAGS` once."""
+    from jax._src import compiler
+
+    make = compiler.get_compile_options
+
+    def make_with_emitters(*args: Any, **kwargs: Any) -> Any:
+        options = make(*args, **kwargs)
+        if jax.default_backend() == "cpu":
+            options.env_option_overrides = [
+                *options.env_option_overrides,
+                (EMITTERS, _is_optimized),
+            ]
+        return options
+
+    compiler.get_compile_options = make_with_emitters
 
 
 def _install_sharing() -> None:
