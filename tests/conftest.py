@@ -155,6 +155,7 @@ AS_SERVED = (
     "engine/test_speculation.py",
     "layers/test_attention.py",
     "layers/test_cpu_attention.py",
+    "layers/test_kernels.py",
     "layers/test_moe.py",
     "layers/test_product.py",
     "layers/test_quantization.py",
