@@ -197,7 +197,7 @@ def _walk(
 
     if is_decoding:
         return at_once(tiles)
-    on_cpu = beside_single_tokens if is_large else one_by_one  # a loop takes long to compile
+    on_cpu = beside_single_tokens if is_large else one_by_one  # small: not worth compiling two
     return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
 
 

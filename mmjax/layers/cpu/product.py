@@ -179,6 +179,7 @@ def _choose(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Form:
     if weight.dtype != jnp.float32:
         return _by_rows
     if is_small(weight):
+        # Of more rows both are one, which is then traced once for all platforms.
         return _by_two_rows if rows == 1 else _by_rows
     if not 1 < rows <= MAX_FEW_ROWS and rows != SHORT_PROMPT_ROWS:
         return _by_rows
