@@ -4,8 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
+from jax._src import compiler
 
 from mmjax.engine.device import threads
 from mmjax.engine.device.threads import DeviceThreads, StepThreads
@@ -62,6 +66,29 @@ os._exit(0)
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(command, check=False, stderr=subprocess.PIPE, env=env, timeout=200)
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_a_step_that_has_just_come_out_of_its_compiler_was_seen_to_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_over = threading.Event()
+
+    def compile_beside() -> None:
+        while not is_over.is_set():
+            sum(range(1000))
+
+    looked, ident = StepThreads(DeviceThreads()), threading.get_ident()
+    codes: Iterator[dict[int, list[str]]] = iter([{ident: [compiler.__file__]}, {}, {}])
+    monkeypatch.setattr(threads, "_find_files", lambda: next(codes))
+    beside = threading.Thread(target=compile_beside)
+    beside.start()
+    looks = []
+    for _ in range(3):
+        time.sleep(0.3)
+        looks.append(looked.look())
+    is_over.set()
+    beside.join()
+    assert looks == [True, True, False]
 
 
 def test_a_system_that_does_not_tell_of_threads_tells_of_the_process(

@@ -79,13 +79,19 @@ class StepThreads:
         self._ident, self._native_id = threading.get_ident(), threading.get_native_id()
         self._devices = devices
         self._times = _read_times()
+        self._needed: set[int] = set()
         self._looked_at = time.monotonic()
 
     def look(self) -> bool:
-        """Return whether they have computed since the last look, or have waited for a CPU."""
+        """Return whether they have computed since the last look, or have waited for a CPU.
+
+        Those count that the step needed then or needs now: a step that has just come out of its
+        compiler has itself done nothing while that worked.
+        """
         before, self._times = self._times, _read_times()
         elapsed, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
-        threads = self._find_threads(_find_files()) & self._times.keys()
+        needed_before, self._needed = self._needed, self._find_threads(_find_files())
+        threads = (needed_before | self._needed) & self._times.keys()
         since = [self._times[one].since(before.get(one, _Times())) for one in threads]
         cpu_s = sum(one.cpu_s for one in since)
         busy_s = cpu_s + sum(one.queue_s for one in since)
