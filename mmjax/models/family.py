@@ -7,7 +7,7 @@ of `FamilyProcessor`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -58,6 +58,8 @@ from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 from mmjax.rounding import cdiv
 
 Target = list[int] | PromptIndex
+_MAX_CONTENTS = 16
+"""How many contents of items a processor keeps; a video's may have 100,000 tokens."""
 
 
 class FamilyInfo(BaseProcessingInfo):
@@ -618,22 +620,26 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
 
     def _describe(self, modality: str, kwargs: MultiModalKwargsItems) -> Any:
         """Return what gives an item's tokens, and which of them take embeddings."""
-        embed_token_ids = self.info.get_embed_token_ids(modality)
-
-        @cache  # items of one size share their content
-        def write(size: Hashable) -> PromptUpdateDetails:
-            tokens = self.info.write_item(modality, size)
-            if {*tokens} <= {*embed_token_ids}:
-                return PromptUpdateDetails(tokens)
-            return PromptUpdateDetails.select_token_ids(tokens, embed_token_ids)
 
         def write_item(item_idx: int) -> PromptUpdateDetails:
             tensors = kwargs.get_item(modality, item_idx).get_data()
             has_embeds = tensors.get(f"{modality}_embeds") is not None
             measure = self.info.measure_embeds if has_embeds else self.info.measure_item
-            return write(measure(modality, tensors))
+            return self._write(modality, measure(modality, tensors))
 
         return write_item
+
+    @cached_property
+    def _write(self) -> Callable[[str, Hashable], PromptUpdateDetails]:
+        """The content of items of a modality and size, which they share."""
+        return lru_cache(_MAX_CONTENTS)(self._write_content)
+
+    def _write_content(self, modality: str, size: Hashable) -> PromptUpdateDetails:
+        embed_token_ids = self.info.get_embed_token_ids(modality)
+        tokens = self.info.write_item(modality, size)
+        if {*tokens} <= {*embed_token_ids}:
+            return PromptUpdateDetails(tokens)
+        return PromptUpdateDetails.select_token_ids(tokens, embed_token_ids)
 
 
 def make_factories(

@@ -58,7 +58,7 @@ def test_a_cache_asks_for_contents(make: Make, cache_gb: float, enable_prefix_ca
 def test_without_caches_nothing_is_hashed(make: Make, monkeypatch: pytest.MonkeyPatch):
     processor = make(cache_gb=0.0, enable_prefix_caching=False)
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
-    monkeypatch.setattr(MultiModalHasher, "digest_bytes", None)
+    monkeypatch.setattr(MultiModalHasher, "digest_file", None)
     first, second, named = names(processor, None, None, "mine")
     assert str(first).startswith("r")
     assert str(first).endswith("-image-0")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
@@ -21,6 +22,7 @@ from mmjax.processing import (
     MultiModalHasher,
     VideoProcessorItems,
 )
+from mmjax.processing.hashing.hasher import _ALGORITHMS
 from mmjax.processing.hashing.item_hashes import ItemHasher, MediaId, scope_mm_kwargs
 from mmjax.processing.media.encoded import EncodedImage
 from tests.kit import draw
@@ -251,13 +253,30 @@ class TestTrustedIds:
         assert claimed == hash_images(hasher, draw(3, 3), draw(5, 5))
 
 
+def test_a_new_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is known by: to the server, to its caches, and on disk."""
+    lengths: list[int] = []
+
+    def count(data: bytes = b"") -> Any:
+        lengths.append(len(data))
+        return blake3(data)
+
+    monkeypatch.setitem(_ALGORITHMS, "blake3", count)
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    file = encode(Image.fromarray(noise))
+    items = images(file)
+    names = hash_items(hasher := ItemHasher("model"), items)
+    hasher.name_on_disk(names["image"][0], items["image"].get_item_for_hash(0))
+    assert lengths.count(len(file)) == 1
+
+
 class TestNames:
     def test_items_are_named_where_nothing_is_kept(
         self, hasher: ItemHasher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         forbid_decoding(monkeypatch)
         monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
-        monkeypatch.setattr(MultiModalHasher, "digest_bytes", None)
+        monkeypatch.setattr(MultiModalHasher, "digest_file", None)
         for domain in (None, "d"):
             assert hash_images(hasher, FILES[0], FILES[0], request_id="r", id_domain=domain) == [
                 "r-image-0",

@@ -10,6 +10,7 @@ import hashlib
 import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,16 @@ from mmjax.processing.media.decode import (
     get_image_id,
     is_array_like,
 )
-from mmjax.processing.media.encoded import EncodedAudio, EncodedFrames, EncodedImage, EncodedVideo
+from mmjax.processing.media.encoded import (
+    EncodedAudio,
+    EncodedFrames,
+    EncodedImage,
+    EncodedMedia,
+    EncodedVideo,
+)
 
 Chunk = bytes | memoryview
+NewHash = Callable[..., Any]
 
 LARGE_CHUNK = 4096
 """In bytes; below it, an update of its own costs more than copying."""
@@ -41,11 +49,18 @@ _SCALARS = frozenset((str, bytes, bool, int, float))
 
 # blake3 could use several threads, but loses by that below 8 MiB and wins nothing on a busy
 # machine: requests are hashed in threads of their own.
-_ALGORITHMS: Mapping[str, Callable[..., Any]] = {
+_ALGORITHMS: Mapping[str, NewHash] = {
     "blake3": blake3,
     "sha256": hashlib.sha256,
     "sha512": hashlib.sha512,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The bytes of a file that knows their digest: a new item's name takes it several times."""
+
+    media: EncodedMedia[Any]
 
 
 class _Stream:
@@ -54,8 +69,8 @@ class _Stream:
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
 
-    def write(self, data: Chunk) -> None:
-        """Add a frame: the length of `data`, and `data`."""
+    def write(self, data: Chunk, digest: Callable[[NewHash], bytes] | None = None) -> None:
+        """Add a frame: the length of `data`, and `data`; `digest` gives that of `data`."""
         self.chunks.append(len(data).to_bytes(8, "little"))
         self.chunks.append(data)
 
@@ -63,16 +78,18 @@ class _Stream:
 class _HashedStream(_Stream):
     """The stream on its way into a hash; holds no more than its small chunks."""
 
-    def __init__(self, new_hash: Callable[..., Any]) -> None:
+    def __init__(self, new_hash: NewHash) -> None:
         super().__init__()
         self._new_hash = new_hash
         self._total: Any = None
 
-    def write(self, data: Chunk) -> None:
+    def write(self, data: Chunk, digest: Callable[[NewHash], bytes] | None = None) -> None:
         """Add a frame; a large chunk by its digest, at once."""
         size = len(data)
         self.chunks.append(size.to_bytes(8, "little"))
-        self.chunks.append(data if size < LARGE_CHUNK else self._new_hash(data).digest())
+        if size >= LARGE_CHUNK:
+            data = digest(self._new_hash) if digest else self._new_hash(data).digest()
+        self.chunks.append(data)
         if len(self.chunks) >= _MAX_SMALL_CHUNKS:
             self._flush()
 
@@ -110,6 +127,10 @@ class MultiModalHasher:
                 "cannot hash a value that is nested this deep, or that holds itself; flatten it"
             ) from error
         return stream.hexdigest()
+
+    def digest_file(self, media: EncodedMedia[Any]) -> bytes:
+        """Return the digest of a file's content alone."""
+        return media.digest(self._new_hash)
 
     def digest_bytes(self, data: Chunk) -> bytes:
         """Return the digest of `data` alone, without tag or frame."""
@@ -159,7 +180,10 @@ class MultiModalHasher:
             cls._write_media(stream, obj)
         elif isinstance(obj, EncodedImage | EncodedVideo | EncodedAudio):
             # The header says all: an image whose tensors are cached is never decoded.
-            cls._write_file(stream, obj.original_bytes, obj.io_config)
+            cls._write_file(stream, _Content(obj), obj.io_config)
+        elif isinstance(obj, _Content):
+            stream.write(_LEAF + b"bytes")
+            stream.write(obj.media.original_bytes, obj.media.digest)
         elif isinstance(obj, EncodedFrames):
             known = obj.frames if obj.fps is None else (obj.frames, obj.fps)
             cls._write_item(stream, "frames", known)
@@ -196,7 +220,9 @@ class MultiModalHasher:
         cls._write_file(stream, obj.original_bytes, obj.io_config)
 
     @classmethod
-    def _write_file(cls, stream: _Stream, data: bytes, io_config: Mapping[str, Any] | None) -> None:
+    def _write_file(
+        cls, stream: _Stream, data: bytes | _Content, io_config: Mapping[str, Any] | None
+    ) -> None:
         # One that is empty alters nothing, as None does.
         content = {"io_config": io_config, "data": data} if io_config else data
         cls._write_item(stream, "image", content)

@@ -346,15 +346,15 @@ class ItemHasher:
     def _digest_encoded(self, item: Any) -> bytes | None:
         """Return what encoded bytes are known by; None for an item that has none."""
         if isinstance(item, EncodedImage):
-            digest = self._hasher.digest_bytes(item.original_bytes)
+            digest = self._hasher.digest_file(item)
             # Of fixed length first: no file and range can be taken for another.
             scaled = repr(tuple(item.pixel_range)).encode() if item.pixel_range else b""
             return digest + scaled
         if isinstance(item, EncodedVideo):
-            digest = self._hasher.digest_bytes(item.original_bytes)
+            digest = self._hasher.digest_file(item)
             return digest + repr(tuple(item.sampling)).encode()
         if isinstance(item, EncodedAudio):
-            return self._hasher.digest_bytes(item.original_bytes) + b"audio"
+            return self._hasher.digest_file(item) + b"audio"
         if isinstance(item, EncodedFrames):
             digests = [self._digest_encoded(frame) or b"" for frame in item.frames]
             speed = b"" if item.fps is None else repr(item.fps).encode()

@@ -81,7 +81,10 @@ class PixelRange(NamedTuple):
 class EncodedMedia(Generic[HeaderT]):
     """One image, video or clip as a file's bytes; many threads may share it."""
 
-    __slots__ = ("_explain", "_header", "_lock", "_workers", "limits", "original_bytes", "param")
+    __slots__ = (
+        *("_digest", "_explain", "_header", "_lock", "_workers"),
+        *("limits", "original_bytes", "param"),
+    )
     modality: ClassVar[str]
 
     def __init__(
@@ -109,11 +112,18 @@ class EncodedMedia(Generic[HeaderT]):
         self._workers = workers
         self._lock = threading.Lock()
         self._header: HeaderT | None = None
+        self._digest: tuple[Callable[[bytes], Any], bytes] | None = None
         with self._explaining():
             check_bytes(self.modality, len(original_bytes), limits, param=self.param)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.original_bytes)} bytes)"
+
+    def digest(self, new_hash: Callable[[bytes], Any]) -> bytes:
+        """Return the digest of the file's content, computed once for one kind of hash."""
+        if self._digest is None or self._digest[0] is not new_hash:
+            self._digest = (new_hash, new_hash(self.original_bytes).digest())
+        return self._digest[1]
 
     def read_header(self) -> HeaderT:
         """Return what the file says of itself, read once; MediaError where it is no such file."""
