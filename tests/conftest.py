@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,7 +35,7 @@ os.environ.update(
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 if FOUR_DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FOUR_DEVICES}".strip()
-# But where a test's programs are compiled as they are served (`AS_SERVED`).
+# But where a test's programs are compiled as they are served (`as_served`).
 os.environ.update(environment(os.environ["XLA_FLAGS"], is_served=PLATFORM != "cpu"))
 # Torch's threads wait for each other by spinning: beside workers, or any other load, a tiny model
 # on two of them takes twenty times as long as on one.
@@ -144,54 +145,29 @@ def _freeze_imports() -> None:
     gc.freeze()
 
 
-AS_SERVED = (
-    "checkpoints/test_tiny_scenes.py",
-    "engine/test_bits.py",
-    "engine/test_packing.py",
-    "engine/test_pooling.py",
-    "engine/test_recurrent.py",
-    "engine/test_recurrent_families.py",
-    "engine/test_schedules.py",
-    "engine/test_speculation.py",
-    "layers/test_attention.py",
-    "layers/test_cpu_attention.py",
-    "layers/test_kernels.py",
-    "layers/test_moe.py",
-    "layers/test_product.py",
-    "layers/test_quantization.py",
-    "layers/test_recurrent.py",
-    "layers/test_segment_attention.py",
-)
-"""Whose programs the default run compiles with all of XLA's optimizations: tests of bits, and of
-the checkpoint that comes with the package. Slow tests and the slow run have all of them.
-
-Compiling takes a third of the default run's processor time, and half of that without most
-optimizations. Whether a model is HF's, who is preempted, and what a crash loses does not depend on
-which instructions LLVM chooses; the last bits of a sum do.
-"""
-assert all((Path(__file__).parent / one).is_file() for one in AS_SERVED), AS_SERVED
-
-
 def _is_as_served(item: pytest.Item) -> bool:
-    """Return whether a test's programs are compiled as those that users run."""
-    is_slow = is_slow_run() or item.get_closest_marker("slow") is not None
-    return (
-        is_slow
-        or PLATFORM != "cpu"
-        or str(item.path.relative_to(Path(__file__).parent)) in AS_SERVED
-    )
+    """Return whether a test's programs are compiled as those that users run.
+
+    Those of slow tests, of the slow run, and of tests of bits and of the checkpoint that comes with
+    the package (`as_served`) are. Compiling takes a third of the default run's processor time, and
+    half of that without most optimizations. Whether a model is HF's, who is preempted, and what a
+    crash loses does not depend on which instructions LLVM chooses; the last bits of a sum do.
+    """
+    marks = (item.get_closest_marker(name) for name in ("slow", "as_served"))
+    return is_slow_run() or PLATFORM != "cpu" or any(marks)
 
 
 SHORT = ("cache", "families", "frontend", "layout", "processing", "server", "threats", "transport")
 """Folders whose files take seconds each, but for the tests of the page, which start browsers."""
 
 
-def _find_turn(item: pytest.Item) -> int:
+@lru_cache(1)  # tests come file by file
+def _find_turn(path: Path) -> int:
     """Return when a test's file is taken: laws of all families first, short files last."""
-    folder = item.path.parent.relative_to(Path(__file__).parent)
+    folder = path.parent.relative_to(Path(__file__).parent)
     if folder.parts and folder.parts[0] in SHORT and folder.name != "page":
         return 2
-    return 0 if "laws" in item.path.stem else 1
+    return 0 if "laws" in path.stem else 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -200,7 +176,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pytest-randomly has shuffled files before, so that some wait while others compute. By the number
     of tests, which is xdist's order, files that wait for servers would be the last, all at once.
     """
-    items.sort(key=lambda item: (_find_turn(item), _is_as_served(item)))
+    items.sort(key=lambda item: (_find_turn(item.path), _is_as_served(item)))
 
 
 def pytest_collection_finish() -> None:

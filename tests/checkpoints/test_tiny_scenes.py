@@ -21,6 +21,8 @@ from scenes import COLORS, draw
 
 from tests.checkpoints.conftest import FEW_PROGRAMS, TINY_SCENES
 
+pytestmark = pytest.mark.as_served
+
 MODEL = TINY_SCENES / "model"
 FEW, MANY = 96, 2000
 

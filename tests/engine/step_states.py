@@ -20,8 +20,8 @@ import numpy as np
 from mmjax.engine.device.compilation import Program, compile_programs
 from mmjax.engine.device.threads import StepThreads, open_devices
 
-STATE_S = 2.5
-LOOK_S = 0.25
+STATE_S = 1.5
+LOOK_S = 0.2
 _NUMBERS = count()
 
 

@@ -11,6 +11,8 @@ from tests.engine.bench import Bench, check_states
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.tiny import TinyModel
 
+pytestmark = pytest.mark.as_served
+
 WIDTHS = (32, 64, 128)
 
 

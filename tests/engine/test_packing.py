@@ -25,6 +25,8 @@ from tests.families.qwen2_vl import draw_grid
 from tests.families.tiny import DrawnItem, Media, Part, Words
 from tests.models.served import make_request, start_model
 
+pytestmark = pytest.mark.as_served
+
 # ---- the plan ------------------------------------------------------------------------------------
 
 

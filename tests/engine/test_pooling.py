@@ -14,6 +14,8 @@ from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, StepOutput
 from tests.engine.tiny import drain, engine_config, message, tiny_params
 
+pytestmark = pytest.mark.as_served
+
 WORDS = [*range(5, 40)]
 PARTS: list[list[Any]] = [
     [WORDS, (1, 1), WORDS[:9]],

@@ -29,6 +29,8 @@ from tests.engine.recurrent import (
 )
 from tests.engine.tiny import drain, message
 
+pytestmark = pytest.mark.as_served
+
 BLOCK_SIZE = 8
 
 

@@ -20,6 +20,8 @@ from tests.families import TINY_FAMILIES, served_model
 from tests.families.tiny import Media, Parts, TinyFamily, TinyModel, Words
 from tests.models.served import count_least_blocks, make_request, start_engine
 
+pytestmark = pytest.mark.as_served
+
 MAX_MODEL_LEN = 320
 RECURRENT = [name for name, family in TINY_FAMILIES.items() if family.longest_run == CHUNK]
 

@@ -25,6 +25,8 @@ from tests.families.default_run import rows
 from tests.families.tiny import TinyModel
 from tests.models.served import count_least_blocks, make_request, start_engine
 
+pytestmark = pytest.mark.as_served
+
 WIDE_GAP = 1e-3
 """Where a wide model's two best logits are nearer, its answers may depend on the batch, for its
 products do (docs/determinism.md)."""

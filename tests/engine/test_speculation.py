@@ -36,6 +36,8 @@ from tests.families.tiny import TinyModel
 from tests.kit import draw
 from tests.models.served import count_least_blocks
 
+pytestmark = pytest.mark.as_served
+
 NUM_REQUESTS = 24
 
 # ---- who guesses what ----------------------------------------------------------------------------

@@ -116,6 +116,7 @@ def test_decoding_is_the_formula(seed: int, name: str):
         np.testing.assert_allclose(out, answer(chunk, **OPTIONS[name]), atol=TOLERANCE)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_neighbours_and_places_never_matter(seed: int, name: str):
@@ -125,6 +126,7 @@ def test_neighbours_and_places_never_matter(seed: int, name: str):
     np.testing.assert_array_equal(alone[0], crowded[-1])
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("seed", range(4))
 def test_neighbours_never_matter_when_decoding(seed: int):
     first, *others = draw_decoding(seed)
@@ -133,6 +135,7 @@ def test_neighbours_never_matter_when_decoding(seed: int):
     np.testing.assert_array_equal(alone[0], crowded[-1])
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(
     ("head_dim", "num_kv_heads"),
     [
@@ -161,6 +164,7 @@ def test_a_row_has_the_same_bits_in_tiles_of_any_size(head_dim: int, num_kv_head
         np.testing.assert_array_equal(attend_to(alone, 1)[0], whole[row])
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_before_the_window_are_not_read(seed: int):
     """Attention to 6 tokens reads one group of blocks, or two, of a long context; NaN shows it."""
@@ -189,6 +193,7 @@ LARGE = Heads(num=6, num_kv=2, width=LARGE_BLOCK // (2 * BLOCK_SIZE))
 REFERENCE: dict[str, Any] = {"scale": 0.05, "window": 6, "keeps_reference": True}
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("heads", [Heads(), LARGE])
 def test_an_answer_sees_its_prompt_and_a_window(heads: Heads):
     """Parts of prompts, of both and of answers; alone and beside each other, with the same bits."""
@@ -204,6 +209,7 @@ def test_an_answer_sees_its_prompt_and_a_window(heads: Heads):
         np.testing.assert_array_equal(alone[0], outputs[2])
 
 
+@pytest.mark.as_served
 def test_where_no_token_is_an_answers_a_reference_has_no_window():
     chunk = draw_causal_chunk(np.random.default_rng(8), 10, 60, Heads())
     (out,), _ = attend(lay_out_mixed([chunk]), **REFERENCE)
@@ -211,6 +217,7 @@ def test_where_no_token_is_an_answers_a_reference_has_no_window():
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.as_served
 def test_blocks_between_a_reference_and_the_window_are_not_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ragged, "MAX_BLOCKS", 40)
     generator = np.random.default_rng(9)
@@ -304,6 +311,7 @@ def test_dense_is_the_formula(name: str):
     np.testing.assert_allclose(out, expected, atol=TOLERANCE)
 
 
+@pytest.mark.as_served
 def test_without_a_mask_all_see_all():
     generator = np.random.default_rng(4)
     query = jnp.asarray(generator.normal(size=(2, 7, NUM_HEADS, HEAD_DIM)), jnp.float32)
@@ -313,6 +321,7 @@ def test_without_a_mask_all_see_all():
     np.testing.assert_array_equal(out, masked)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(("num_kv_heads", "soft_cap"), each_once([2, 4], [None, 2.0]))
 def test_heads_of_a_large_picture_are_computed_one_by_one(num_kv_heads: int, soft_cap: float):
     """1,025 rows make three chunks of a head; a mask, of everything, takes the other program."""

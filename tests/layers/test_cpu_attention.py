@@ -187,6 +187,7 @@ def test_a_token_attends_as_the_formula_says(shape: str, name: str, dtype: str) 
         np.testing.assert_allclose(out[row], answer(tokens, row, **options), atol=atol)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_token_has_the_same_bits_beside_any_others(shape: str, dtype: str) -> None:
@@ -198,6 +199,7 @@ def test_a_token_has_the_same_bits_beside_any_others(shape: str, dtype: str) -> 
     np.testing.assert_array_equal(attend(tokens, tile=8), whole)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("heads", [Heads(4, 2, 40), Heads(3, 3, 16), Heads(8, 1, 72)])
 @pytest.mark.parametrize("window", [None, 50, ChunkWindow(50)])
 def test_a_prompt_has_the_bits_that_its_tokens_have_alone(heads: Heads, window: Window) -> None:
@@ -219,6 +221,7 @@ def attend_to_chunk(chunk: Chunk, *, tile: int, window: Window) -> np.ndarray:
     return np.asarray(out)[batch.rows[0]]
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_of_a_request_have_the_bits_that_they_have_alone(shape: str, dtype: str) -> None:
@@ -264,6 +267,7 @@ def test_without_kernels_xla_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     traced.clear_cache()
 
 
+@pytest.mark.as_served
 @pytest.mark.skipif(not has_tiles(), reason="a CPU without AMX, or without the kernels")
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ from mmjax.layers.rope import (
 from mmjax.layers.tpu.groups import tpu_group_product
 from tests.kit import each_once
 
+pytestmark = pytest.mark.as_served
+
 SHAPES = [(512, 1024), (1280, 640), (1281, 640), (262, 1031), (300, 1000)]
 ODD = (262, 1031)
 """Neither of which is a multiple of a tile's or of a vector's."""

@@ -25,6 +25,8 @@ from mmjax.layers.moe import (
 from mmjax.layers.tpu.groups import choose_tiles, tpu_group_product
 from tests.kit import each_once
 
+pytestmark = pytest.mark.as_served
+
 WIDTH, INNER, NUM_EXPERTS = 24, 20, 8
 
 

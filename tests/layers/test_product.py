@@ -15,6 +15,8 @@ from mmjax.layers.cpu.product import (
     product,
 )
 
+pytestmark = pytest.mark.as_served
+
 WIDE = (512, LONG_ROW)
 TALL = (1280, 640)
 SHAPES = [WIDE, TALL, (640, 640), (1281, 640), (262, 1030), (16, 24)]

@@ -35,6 +35,8 @@ from mmjax.weights.load import load_params
 from tests.engine.tiny import engine_config, tiny_config
 from tests.kit import draw, tiny_gemma3_checkpoint
 
+pytestmark = pytest.mark.as_served
+
 BOTH: tuple[Quantization, ...] = ("int8", "int8-weights")
 
 

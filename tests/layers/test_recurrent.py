@@ -21,6 +21,8 @@ from mmjax.layers.recurrent.chunks import CHUNK, find_chunk_ends
 from mmjax.layers.recurrent.delta import gated_delta_rule
 from mmjax.layers.recurrent.slots import find_states
 
+pytestmark = pytest.mark.as_served
+
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 16
 NUM_SLOTS = 5
 Window = tuple[int, int, int]

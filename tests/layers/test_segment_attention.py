@@ -84,6 +84,7 @@ def test_each_image_attends_as_it_does_alone(
         np.testing.assert_allclose(out[start:end], alone(rows[:, start:end]), atol=TOLERANCE)
 
 
+@pytest.mark.as_served
 @pytest.mark.skipif(not has_tiles(), reason="a CPU without AMX, or without the kernels")
 @pytest.mark.parametrize("order", ["in order", "mixed"])
 @pytest.mark.parametrize("sizes", PACKS)
@@ -104,6 +105,7 @@ def test_tiles_attend_within_segments_wherever_their_rows_stand(
         np.testing.assert_array_equal(out[ids == number], alone(own).astype(np.float32))
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_neighbour_changes_no_bit(attend: Callable[..., Any], place: int) -> None:
     sizes = [200, 310, 90]
@@ -120,6 +122,7 @@ def test_a_neighbour_changes_no_bit(attend: Callable[..., Any], place: int) -> N
         np.testing.assert_array_equal(np.asarray(attend(*others, neighbours))[mine], expected)
 
 
+@pytest.mark.as_served
 def test_a_larger_bucket_changes_no_bit() -> None:
     """Squares have one size: so an image's answer depends on its place in the pack alone."""
     sizes = [300, 150]
@@ -130,6 +133,7 @@ def test_a_larger_bucket_changes_no_bit() -> None:
     np.testing.assert_array_equal(np.asarray(small)[:450], np.asarray(large)[:450])
 
 
+@pytest.mark.as_served
 def test_a_bucket_smaller_than_a_block_changes_no_bit() -> None:
     """Such are those of a tower that joins patches midway."""
     attend = jax.jit(partial(segment_attention, scale=SCALE))
@@ -203,6 +207,7 @@ def test_it_lowers_for_cuda(dtype: str) -> None:
     assert traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("size", [4, 24, 40, 100, 200, 700])
 def test_an_image_at_a_multiple_of_its_size_has_the_same_bits(size: int) -> None:
     """Beside whatever, in a pack of any bucket (docs/determinism.md)."""
