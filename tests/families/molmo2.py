@@ -103,16 +103,19 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image, or a video of two or three frames."""
     if media.modality == "video":
         frames = draw_video(2 + media.seed % 2, 50, 40, media.seed)
-        tensors = make_frames(config.vision_config.image_size[0])([frames])
+        tensors = only(make_frames(config.vision_config.image_size[0])([frames]))
         ids = as_tokens(config, tensors["video_rows"])
-        steps = np.split(np.array(ids), tensors["num_frames"][0])
+        steps = np.split(np.array(ids), len(tensors["pixel_values_videos"]))
         ids = [token_id for number, step in enumerate(steps) for token_id in (5 + number, *step)]
-        named = {name: np.asarray(value) for name, value in tensors.items()}
-        return DrawnItem(named, ids[1:], np.array(ids[1:]) >= VOCAB, before=ids[:1])
+        return DrawnItem(tensors, ids[1:], np.array(ids[1:]) >= VOCAB, before=ids[:1])
     picture = draw(*SIZES[media.seed % len(SIZES)], media.seed)
-    tensors = make_cutter(config.vision_config.image_size[0])([picture])
-    ids = as_tokens(config, tensors["image_rows"])
-    return DrawnItem({name: np.asarray(value) for name, value in tensors.items()}, ids)
+    tensors = only(make_cutter(config.vision_config.image_size[0])([picture]))
+    return DrawnItem(tensors, as_tokens(config, tensors["image_rows"]))
+
+
+def only(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the only item's of what an image processor gives."""
+    return {n: value[0] if isinstance(value, list) else value for n, value in tensors.items()}
 
 
 def as_tokens(config: Any, rows: np.ndarray) -> list[int]:
@@ -133,7 +136,7 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
         windows = np.where(windows < 0, windows, windows + first)
         pad = ((0, 0), (0, MAX_POOLED - windows.shape[1]))
         pooling.append(np.pad(windows, pad, constant_values=-1))
-        grids.append(data["image_grids"] if is_image else [[len(windows), 1, 0, 0]])
+        grids.append([data["image_grids"]] if is_image else [[len(windows), 1, 0, 0]])
         first += np.prod(crops[-1].shape[:-1])
     named = {"pixel_values": crops, "image_token_pooling": pooling, "image_grids": grids}
     tensors = {name: np.concatenate(parts) for name, parts in named.items()} if crops else {}

@@ -146,7 +146,8 @@ def assert_tensors_equal(family: Family, ours: MultiModalInputs, theirs: Any) ->
     for key, tolerance in family.tensors.items():
         is_list = isinstance(data[key], list)  # of several sizes, which HF pads
         if "pixel_values" in key or key in ("images", "image_patches"):
-            assert np.asarray(sent[key][0] if is_list else sent[key]).dtype == family.pixels_dtype
+            pixels = sent[key][0] if isinstance(sent[key], list) else sent[key]
+            assert np.asarray(pixels).dtype == family.pixels_dtype
         for mine, whole in zip(data[key], theirs[key], strict=True) if is_list else ():
             own = whole[tuple(map(slice, mine.shape))]
             np.testing.assert_allclose(mine, own, rtol=0, atol=tolerance)

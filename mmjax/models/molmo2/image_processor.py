@@ -63,10 +63,9 @@ class Molmo2ImageProcessor(OverlappingCrops):
             resize_bilinear(pixels, size.height, size.width).transpose(2, 0, 1), tiling
         )
 
-    def pool_crop(self) -> tuple[np.ndarray, Grid]:
-        """Return the windows of a crop, and how many it has along each axis."""
-        numbers = np.arange(self.crop_patches**2).reshape(self.crop_patches, -1)
-        return pool_grid(numbers, *self.pooling_size)
+    def pool(self, tiling: Grid = _WHOLE, first: int = 0) -> tuple[np.ndarray, Grid]:
+        """Return a tiling's windows of patches, which count from `first`, and as `pool_grid`."""
+        return pool_grid(self.number_cells(tiling) + first, *self.pooling_size)
 
     def count_tokens(self, size: ImageSize) -> Grid:
         """Return the rows and columns of embeddings of as many pixels."""
@@ -88,7 +87,7 @@ class Molmo2ImageProcessor(OverlappingCrops):
 
     def find_largest(self, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
         """Return the size of an image with the most embeddings, marks included, and how many."""
-        _, low = self.pool_crop()
+        _, low = self.pool()
 
         def count(tiling: Grid) -> int:
             return len(self.write_rows(low, self.count_tokens(self.size_of(tiling))))
@@ -96,35 +95,26 @@ class Molmo2ImageProcessor(OverlappingCrops):
         return self.find_most(kwargs, count)
 
     def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, Any]:
-        """Return the crops of all images, one behind the other.
+        """Return the crops of each image, in lists but for `image_affine`.
 
         `pixel_values` uint8[crops, patches, values]; `image_token_pooling` int32[windows, patches]:
         the patches of a window, counted from the image's first; `image_rows` int32[tokens], as
-        `write_rows` says; int64[images] of each: `image_num_crops`, `num_windows`, `num_tokens`;
-        `image_grids` int64[images, 4]: rows and columns of both views; `image_affine`.
+        `write_rows` says; `image_grids` int64[4]: rows and columns of both views.
         """
         max_crops = self.resolve_max_crops(kwargs)
         made = [self._cut(image, max_crops) for image in images]
-        joined = {key: np.concatenate([one[key] for one in made]) for key in made[0]}
-        counted = (
-            ("image_num_crops", "pixel_values"),
-            ("num_windows", "image_token_pooling"),
-            ("num_tokens", "image_rows"),
-        )
-        counts = {name: np.array([len(one[key]) for one in made]) for name, key in counted}
-        return {**joined, **counts, "image_affine": self.affine}
+        return {**{key: [one[key] for one in made] for key in made[0]}, "image_affine": self.affine}
 
     def _cut(self, image: Image.Image, max_crops: int) -> dict[str, np.ndarray]:
         pixels = np.asarray(image.convert("RGB"))
         tiling = self.choose(ImageSize(*image.size), max_crops)
-        low_windows, low_grid = self.pool_crop()
-        numbers = self.number_cells(tiling) + self.crop_patches**2
-        high_windows, high_grid = pool_grid(numbers, *self.pooling_size)
+        low_windows, low_grid = self.pool()
+        high_windows, high_grid = self.pool(tiling, self.crop_patches**2)
         return {
             "pixel_values": np.concatenate([self.squeeze(pixels), self.squeeze(pixels, tiling)]),
             "image_token_pooling": np.concatenate([low_windows, high_windows]).astype(np.int32),
             "image_rows": self.write_rows(low_grid, high_grid),
-            "image_grids": np.array([[*low_grid, *high_grid]], np.int64),
+            "image_grids": np.array([*low_grid, *high_grid], np.int64),
         }
 
 
@@ -134,6 +124,10 @@ class Molmo2Sampling(FrameSampling):
 
     num_frames: int | None = 64
     max_fps: int | float = 2
+
+    def select(self, frames: np.ndarray, metadata: Mapping[str, Any]) -> tuple[np.ndarray, Timing]:
+        """Take frames of which nobody says the speed for as many a second as are seen at most."""
+        return super().select(frames, {**metadata, "fps": metadata.get("fps") or self.max_fps})
 
     def choose(self, timing: Timing) -> np.ndarray:
         duration = timing.total / timing.fps if timing.duration is None else timing.duration
@@ -170,46 +164,36 @@ class Molmo2VideoProcessor(Molmo2ImageProcessor):
 
     def pool_frame(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the windows of a frame, and int[tokens]: its rows, marks included."""
-        windows, grid = self.pool_crop()
+        windows, grid = self.pool()
         marks = (FRAME_START, FRAME_END) if self.use_frame_special_tokens else (START, END)
         return windows, write_view(grid, 0, marks, has_columns=self.video_use_col_tokens)
 
     def __call__(self, videos: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
-        """Return the frames that are seen, of all videos one behind the other.
+        """Return the frames of each video that are seen, in lists but for `video_affine`.
 
-        `pixel_values_videos` uint8[frames, patches, values]; as of images `video_token_pooling`,
-        `video_rows` and `video_affine`; float64[frames] `timestamps`; int64[videos] of each:
-        `num_frames`, `num_video_windows`, `num_video_tokens`.
+        `pixel_values_videos` uint8[frames, patches, values]; as of images `video_token_pooling` and
+        `video_rows`; float64[frames] `timestamps`.
         """
         sampling = self.sampling.asked(kwargs)
-        # Frames of which nobody says the speed are as many a second as are seen at most.
-        pairs = [
-            (frames, known if known.get("fps") else {**known, "fps": sampling.max_fps})
-            for frames, known in split_pairs(videos)
-        ]
-        seen = [sampling.select(*pair) for pair in pairs]
-        num_frames = np.array([len(frames) for frames, _ in seen])
+        seen = [sampling.select(*pair) for pair in split_pairs(videos)]
         windows, rows = self.pool_frame()
+        lengths = [len(frames) for frames, _ in seen]
         return {
-            "pixel_values_videos": np.concatenate(
-                [self.squeeze(frame) for frames, _ in seen for frame in frames]
-            ),
-            "video_token_pooling": _repeat(windows, num_frames, self.crop_patches**2),
-            "video_rows": _repeat(rows, num_frames, len(windows)),
-            "timestamps": np.concatenate([timing.seconds for _, timing in seen]),
-            "num_frames": num_frames,
-            "num_video_windows": num_frames * len(windows),
-            "num_video_tokens": num_frames * len(rows),
+            "pixel_values_videos": [
+                np.concatenate([self.squeeze(frame) for frame in frames]) for frames, _ in seen
+            ],
+            "video_token_pooling": [_repeat(windows, n, self.crop_patches**2) for n in lengths],
+            "video_rows": [_repeat(rows, n, len(windows)) for n in lengths],
+            "timestamps": [timing.seconds for _, timing in seen],
             "video_affine": self.affine,
         }
 
 
-def _repeat(numbers: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
-    """Return int32: the numbers of a frame, of all frames; they count from each video's first."""
-    frames = np.concatenate([np.arange(count) for count in counts])
-    shift = (frames * step).reshape(-1, *[1] * numbers.ndim)
-    repeated = np.where(numbers < 0, numbers, numbers + shift).astype(np.int32)
-    return repeated.reshape(-1, *numbers.shape[1:])
+def _repeat(numbers: np.ndarray, count: int, step: int) -> np.ndarray:
+    """Return int32: the numbers of so many frames, which count from the video's first."""
+    shift = (np.arange(count) * step).reshape(-1, *[1] * numbers.ndim)
+    repeated = np.where(numbers < 0, numbers, numbers + shift)
+    return repeated.reshape(-1, *numbers.shape[1:]).astype(np.int32)
 
 
 def write_view(grid: Grid, first: int, marks: tuple[int, int], *, has_columns: bool) -> np.ndarray:

@@ -26,7 +26,7 @@ from mmjax.models.family import item_fields, make_factories
 from mmjax.models.molmo2.host_inputs import (
     MARKS,
     MAX_POOLED,
-    CropShape,
+    NO_PATCH,
     Molmo2HostInputs,
     read_prompt_ids,
 )
@@ -61,18 +61,16 @@ def parse_points(text: str, image_sizes: Sequence[ImageSize]) -> dict[str, Any]:
     `images`: the picture's number, from 1. Points beyond their picture are left out, and those of
     pictures that there are not.
     """
-    found: dict[str, list[Any]] = {"points": [], "labels": [], "ids": [], "images": []}
+    found = list[tuple[list[float], str, int, int]]()
     for label, number, object_id, x, y in _find_points(text):
-        if not number.isdecimal() or not 1 <= int(number) <= len(image_sizes):
-            continue
-        if max(x, y) > _PARTS:
-            continue
-        size = image_sizes[int(number) - 1]
-        found["points"].append([x / _PARTS * size.width, y / _PARTS * size.height])
-        found["labels"].append(label)
-        found["ids"].append(object_id)
-        found["images"].append(int(number))
-    return {"points": found} if found["points"] else {}
+        is_known = number.isdecimal() and 1 <= int(number) <= len(image_sizes)
+        if is_known and max(x, y) <= _PARTS:
+            size = image_sizes[int(number) - 1]
+            place = [x / _PARTS * size.width, y / _PARTS * size.height]
+            found.append((place, label, object_id, int(number)))
+    names = ("points", "labels", "ids", "images")
+    columns = map(list, zip(*found, strict=True))
+    return {"points": dict(zip(names, columns, strict=True))} if found else {}
 
 
 def _find_points(text: str) -> Iterator[tuple[str, str, int, int, int]]:
@@ -198,53 +196,37 @@ class Molmo2ProcessingInfo(CropsInfo):
         return self.num_frame_tokens + len(" 99999.9 ")
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        several = (
-            ("image", "image_num_crops", "pixel_values"),
-            ("image", "num_windows", "image_token_pooling"),
-            ("image", "num_tokens", "image_rows"),
-            ("video", "num_frames", "pixel_values_videos"),
-            ("video", "num_video_windows", "video_token_pooling"),
-            ("video", "num_video_tokens", "video_rows"),
-        )
-        found = item_fields("image", on_host=["image_grids"])
-        for modality, count, name in several:
-            counts = outputs.get(count, ())
-            found |= item_fields(modality, units=[name], counts=counts, on_host=[count])
-        frames = outputs.get("num_frames", ())
-        return found | item_fields("video", units_on_host=["timestamps"], counts=frames)
+        images = ["pixel_values", "image_token_pooling", "image_rows"]
+        videos = ["pixel_values_videos", "video_token_pooling", "video_rows"]
+        fields = item_fields("image", rows=images, on_host=["image_grids"])
+        return fields | item_fields("video", rows=videos, on_host=["timestamps"])
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Number patches over all crops of a prompt, as HF's model reads them.
 
-        A video beside images is given as images, of which it has no tiles: HF's takes no other.
+        A video is given as images, of which it has no tiles: HF's takes none beside images.
         """
-        found = {**tensors, "mm_token_type_ids": np.isin([token_ids], self._prompt_ids).astype(int)}
-        num_patches = CropShape.of(self.get_hf_config()).side ** 2
-        if "image_rows" in found:
-            crops, windows = (np.asarray(found[n]) for n in ("image_num_crops", "num_windows"))
-            first = np.repeat((np.cumsum(crops) - crops) * num_patches, windows)[:, None]
-            pooling = found["image_token_pooling"]
-            found["image_token_pooling"] = np.where(pooling < 0, pooling, pooling + first)
-        if "video_rows" not in found:
+        found = {"mm_token_type_ids": np.isin([token_ids], self._prompt_ids).astype(int)}
+        frames, ours = (tensors.get(n, ()) for n in ("pixel_values_videos", "video_token_pooling"))
+        crops = [*tensors.get("pixel_values", ()), *frames]
+        if not crops:
             return found
-        frames, windows = (np.asarray(found[n]) for n in ("num_frames", "num_video_windows"))
-        grids = np.stack([frames, windows // frames, np.ones_like(frames)], axis=1)
-        if "image_rows" not in found:
-            return {**found, "video_grids": grids}
-        pooling, ours = found["image_token_pooling"], found["video_token_pooling"]
-        pooling = np.pad(
-            pooling, ((0, 0), (0, ours.shape[1] - pooling.shape[1])), constant_values=-1
-        )
-        shifted = np.where(ours < 0, ours, ours + len(found["pixel_values"]) * num_patches)
-        rest = np.pad(grids[:, :2], ((0, 0), (0, 2)))
-        joined = {
-            "pixel_values": [found["pixel_values"], found.pop("pixel_values_videos")],
-            "image_token_pooling": [pooling, shifted],
-            "image_grids": [found["image_grids"], rest],
+        windows = [*tensors.get("image_token_pooling", ()), *ours]
+        most = max(one.shape[1] for one in windows)
+        pooling, first = [], 0
+        for pixels, own in zip(crops, windows, strict=True):
+            numbered = np.where(own < 0, own, own + first)
+            behind = ((0, 0), (0, most - own.shape[1]))
+            pooling.append(np.pad(numbered, behind, constant_values=NO_PATCH))
+            first += np.prod(pixels.shape[:2])
+        grids = [*tensors.get("image_grids", ()), *([len(one), 1, 0, 0] for one in ours)]
+        return found | {
+            "pixel_values": np.concatenate(crops),
+            "image_token_pooling": np.concatenate(pooling),
+            "image_grids": np.array(grids),
         }
-        return {**found, **{name: np.concatenate(parts) for name, parts in joined.items()}}
 
     def get_embed_token_id(self, modality: str) -> int:
         return self._prompt_ids[0]
@@ -256,22 +238,17 @@ class Molmo2ProcessingInfo(CropsInfo):
         return [self.get_token_id(self.placeholders[modality])]
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
-        rows = tuple(tensors[f"{modality}_rows"].tolist())
-        return rows if modality == "image" else (tuple(tensors["timestamps"].tolist()), rows)
+        ids = self._prompt_ids  # first the patch token, then the marks, which count back from -1
+        tokens = tuple(ids[max(-row, 0)] for row in tensors[f"{modality}_rows"].tolist())
+        return tokens, tuple(tensors["timestamps"].tolist()) if modality == "video" else ()
 
     def write_item(self, modality: str, size: Any) -> list[int]:
-        patch, *marks = self._prompt_ids
-        seconds, rows = ((), size) if modality == "image" else size
-        tokens = [patch if row >= 0 else marks[-1 - row] for row in rows]
-        if modality == "image":
-            return tokens
-        frames: list[int] = []
-        per_frame = len(tokens) // len(seconds)
-        for number, second in enumerate(seconds):
-            time = f"{' ' * (number > 0)}{second:.1f} "
-            frames += as_ids(time, self.get_tokenizer())
-            frames += tokens[number * per_frame : (number + 1) * per_frame]
-        return frames
+        tokens, seconds = size
+        if not seconds:
+            return list(tokens)
+        times = (f"{' ' * (number > 0)}{second:.1f} " for number, second in enumerate(seconds))
+        frame = tokens[: len(tokens) // len(seconds)]
+        return [one for time in times for one in (*as_ids(time, self.get_tokenizer()), *frame)]
 
     def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
         return parse_points(text, image_sizes)
