@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
+from mmjax.layers.embed import Embed
 from mmjax.models.host_inputs import choose_features
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model, text_rules
@@ -41,13 +42,15 @@ PACKED_SIGLIP_RULES = (
 """A SigLIP's names in the same layouts, of a `PackedViT`; the first decides."""
 
 
-def molmo_tower_rules(prefix: str, tower: str, unread: Iterable[int]) -> list[Rule]:
-    """Return rules from a tower's names in Molmo's files, or HF's module, to the tree's.
+def molmo_rules(tower: Rule, connectors: Rule, unread: Iterable[int]) -> list[Rule]:
+    """Return rules from names in Molmo's files, or HF's module, to the tree's; the first decides.
 
-    Behind a prefix to behind `tower`; the blocks of these numbers are left out.
+    `tower` is of what stands before the tower's names, `connectors` of what does before those of
+    pooling and projector. The blocks of these numbers are left out.
     """
+    (prefix, tree), (before, ours) = ((x.pattern, x.replacement) for x in (tower, connectors))
     blocks = prefix + r"(?:transformer\.resblocks|layers)\."
-    block, layer = blocks + r"(\d+)\.", rf"{tower}encoder.layers.\1."
+    block, layer = blocks + r"(\d+)\.", rf"{tree}encoder.layers.\1."
     names = {
         block + r"(?:attention\.wo|self_attn\.o_proj)\.": layer + "self_attn.out_proj.",
         block + r"(?:attention\.w|self_attn\.)([qkv])(?:_proj)?\.": layer + r"self_attn.\2_proj.",
@@ -55,14 +58,37 @@ def molmo_tower_rules(prefix: str, tower: str, unread: Iterable[int]) -> list[Ru
         block + r"(?:ffn_norm|layer_norm2)\.": layer + "layer_norm2.",
         block + r"(?:feed_forward\.w|mlp\.fc)([12])\.": layer + r"mlp.fc\2.",
         block: layer,
-        prefix + r"positional_embedding$": f"{tower}embeddings.position_embedding.weight",
-        prefix + r"(class|patch)_embedding": rf"{tower}embeddings.\1_embedding",
-        prefix + r"pre_ln\.": f"{tower}pre_layrnorm.",
+        prefix + r"positional_embedding$": f"{tree}embeddings.position_embedding.weight",
+        prefix + r"(class|patch)_embedding": rf"{tree}embeddings.\1_embedding",
+        prefix + r"pre_ln\.": f"{tree}pre_layrnorm.",
+        before + r"image_pooling_2d\.([qkvo])_proj\.": rf"{ours}image_pooling_2d.w\1.",
+        before + r"image_projector\.w1\.": f"{ours}image_projector.gate_proj.",
+        before + r"image_projector\.w2\.": f"{ours}image_projector.down_proj.",
+        before + r"image_projector\.w3\.": f"{ours}image_projector.up_proj.",
     }
     return [
         *(Rule(rf"{blocks}{number}\.", None) for number in unread),
         *(Rule(pattern, name) for pattern, name in names.items()),
+        connectors,
     ]
+
+
+class AddedTokensModel(MultiModalModel):
+    """Tokens behind the vocabulary have embeddings and no logits: they are never sampled."""
+
+    vocab_size: int
+    new_embed_tokens: Embed
+
+    def add_tokens(self, vocab_size: int, number: int, width: int, *, dtype: Any) -> None:
+        """Build the table of so many tokens behind a vocabulary."""
+        self.vocab_size, self.num_token_ids = vocab_size, vocab_size + number
+        self.new_embed_tokens = Embed(number, width, dtype=dtype)
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up tokens, those behind the vocabulary in a table of their own."""
+        is_new = token_ids >= self.vocab_size
+        new = self.new_embed_tokens(token_ids - self.vocab_size)
+        return jnp.where(is_new[:, None], new, super().embed_input_ids(token_ids))
 
 
 class TowerModel(MultiModalModel):

@@ -3,19 +3,16 @@
 The image's features are added to the embedding of the token at whose place they stand.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mmjax.connectors.pooling import AttentionPooling
-from mmjax.layers.embed import Embed
 from mmjax.layers.mlp import GatedMLP
-from mmjax.models.interface import MultiModalModel
 from mmjax.models.molmo.host_inputs import (
     NUM_NEW_TOKENS,
     POOLING_SIDE,
@@ -25,21 +22,11 @@ from mmjax.models.molmo.host_inputs import (
     new_token_id,
 )
 from mmjax.models.text_model import build_text_model, text_rules
-from mmjax.models.tower_model import molmo_tower_rules
+from mmjax.models.tower_model import AddedTokensModel, molmo_rules
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes
 
-_VIT = r"^model\.vision_backbone\.image_vit\."
-_PROJECTOR = r"^model\.vision_backbone\.image_projector\."
-_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        _PROJECTOR + r"w1\.": "vision_backbone.image_projector.gate_proj.",
-        _PROJECTOR + r"w2\.": "vision_backbone.image_projector.down_proj.",
-        _PROJECTOR + r"w3\.": "vision_backbone.image_projector.up_proj.",
-        r"^model\.vision_backbone\.": "vision_backbone.",
-    }
-)
-"""Published names around the tower -> names in the tree; the first that matches decides."""
+_BACKBONE = r"^model\.vision_backbone\."
 
 
 class MolmoVisionBackbone(nnx.Module):
@@ -87,11 +74,8 @@ class MolmoVisionBackbone(nnx.Module):
         return jnp.where(masks == 0, whole, jnp.where(masks < 1, part, jnp.zeros_like(part)))
 
 
-class MolmoForCausalLM(MultiModalModel):
-    """Served as the published class of this name.
-
-    The tokens behind the vocabulary have embeddings and no logits: they are never sampled.
-    """
+class MolmoForCausalLM(AddedTokensModel):
+    """Served as the published class of this name."""
 
     host_inputs = MolmoHostInputs
 
@@ -100,26 +84,17 @@ class MolmoForCausalLM(MultiModalModel):
         with self._mark_tower_model(hf_config, "image"):
             self.vision_backbone = MolmoVisionBackbone(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
-        self.new_embed_tokens = Embed(NUM_NEW_TOKENS, hf_config.hidden_size, dtype=dtype)
-        self.vocab_size = count_embedding_rows(hf_config)
-        self.num_token_ids = self.vocab_size + NUM_NEW_TOKENS
+        vocab_size = count_embedding_rows(hf_config)
+        self.add_tokens(vocab_size, NUM_NEW_TOKENS, hf_config.hidden_size, dtype=dtype)
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Cut what is fused, map the published names, and drop the blocks that nobody reads."""
         sizes = MolmoVisionSizes.from_hf(hf_config)
         unread = range(max(_read_layers(sizes)) + 1, sizes.image_num_layers)
-        return (
-            *molmo_tower_rules(_VIT, "vision_backbone.image_vit.", unread),
-            *text_rules(hf_config),
-            *(Rule(pattern, name) for pattern, name in _NAMES.items()),
-        )
-
-    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up tokens, those behind the vocabulary in a table of their own."""
-        is_new = token_ids >= self.vocab_size
-        new = self.new_embed_tokens(token_ids - self.vocab_size)
-        return jnp.where(is_new[:, None], new, super().embed_input_ids(token_ids))
+        tower = Rule(_BACKBONE + r"image_vit\.", "vision_backbone.image_vit.")
+        connectors = Rule(_BACKBONE, "vision_backbone.")
+        return (*molmo_rules(tower, connectors, unread), *text_rules(hf_config))
 
     def embed_multimodal(
         self, images: Float[Array, "U P _pixels"], image_masks: Float[Array, "U P"]

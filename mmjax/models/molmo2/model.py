@@ -3,8 +3,7 @@
 An image's features are added to the embedding of the token at whose place they stand.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,36 +13,19 @@ from jaxtyping import Array, Float, Int
 from mmjax.config.hf_config import read_config
 from mmjax.connectors.pooling import AttentionPooling
 from mmjax.errors import CheckpointError, check_settings
-from mmjax.layers.embed import Embed
 from mmjax.layers.mlp import GatedMLP
-from mmjax.models.interface import MultiModalModel
 from mmjax.models.molmo2.host_inputs import CropShape, Molmo2HostInputs, read_prompt_ids
 from mmjax.models.text_model import build_text_model, text_rules
-from mmjax.models.tower_model import molmo_tower_rules
+from mmjax.models.tower_model import AddedTokensModel, molmo_rules
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes, Split
 
-_VIT = r"^model\.(?:vision_backbone\.image_vit|vision_tower)\."
-_CONNECTOR = r"^model\.(?:vision_backbone|multi_modal_projector)\."
-_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        _CONNECTOR + r"image_pooling_2d\.w?([qkvo])(?:_proj)?\.": r"image_pooling_2d.w\1.",
-        _CONNECTOR + r"image_projector\.(?:w1|gate_proj)\.": "image_projector.gate_proj.",
-        _CONNECTOR + r"image_projector\.(?:w2|down_proj)\.": "image_projector.down_proj.",
-        _CONNECTOR + r"image_projector\.(?:w3|up_proj)\.": "image_projector.up_proj.",
-        _CONNECTOR: "",
-        r"^model\.language_model\.": "language_model.",
-        r"^lm_head\.": "language_model.lm_head.",
-    }
-)
-"""Published names around the tower, and those of HF's module -> names in the tree."""
+_TOWER = Rule(r"^model\.(?:vision_backbone\.image_vit|vision_tower)\.", "vision_tower.")
+_CONNECTORS = Rule(r"^model\.(?:vision_backbone|multi_modal_projector)\.", "")
 
 
-class Molmo2ForConditionalGeneration(MultiModalModel):
-    """Served as HF's class of this name.
-
-    The tokens behind the vocabulary have embeddings and no logits: they are never sampled.
-    """
+class Molmo2ForConditionalGeneration(AddedTokensModel):
+    """Served as HF's class of this name."""
 
     host_inputs = Molmo2HostInputs
     sees = "all_items"
@@ -53,19 +35,26 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
         _check_widths(hf_config)
         self.crop = CropShape.of(hf_config)
         self.prompt_ids = tuple(read_prompt_ids(hf_config))
-        self.vocab_size = text.vocab_size
-        self.num_token_ids = text.vocab_size + text.additional_vocab_size
+        new = text.additional_vocab_size
+        self.add_tokens(text.vocab_size, new, text.hidden_size, dtype=dtype)
         if not all(self.vocab_size <= one < self.num_token_ids for one in self.prompt_ids):
             raise CheckpointError(
                 f"config.json gives the tokens of images the ids {list(self.prompt_ids)}; they "
                 f"must be those of the additional table, {self.vocab_size} and up"
             )
-        layers = _read_layers(hf_config)
-        self.feature_layers = tuple(layer + 1 for layer in layers)
+        self.feature_layers = _read_states(hf_config)
+        tower = read_config(
+            ViTConfig,
+            hf_config.vision_config,
+            num_hidden_layers=max(self.feature_layers),
+            image_size=hf_config.vision_config.image_size[0],
+            has_final_norm=False,
+            takes_patches=True,
+        )
         with self._mark_tower_model(hf_config, "image"):
-            self.vision_tower = ViT(_read_tower(hf_config), dtype=dtype)
+            self.vision_tower = ViT(tower, dtype=dtype)
             self.image_pooling_2d = AttentionPooling(
-                len(layers) * adapter.hidden_size,
+                len(self.feature_layers) * adapter.hidden_size,
                 adapter.hidden_size,
                 num_heads=adapter.num_attention_heads,
                 dtype=dtype,
@@ -79,31 +68,25 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
             )
         # A tied head could have no row for the tokens behind the vocabulary: HF's is its own, too.
         self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=False)
-        self.new_embed_tokens = Embed(text.additional_vocab_size, text.hidden_size, dtype=dtype)
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Cut what is fused, map the names, and drop the blocks that nobody reads."""
         text = hf_config.text_config
         # Of a published config, HF counts up to the last block that is read; files may have more.
-        last = max(_read_layers(hf_config))
-        unread = range(last + 1, max(hf_config.vision_config.num_hidden_layers, last + 3))
+        num_read = max(_read_states(hf_config))
+        unread = range(num_read, max(hf_config.vision_config.num_hidden_layers, num_read + 2))
         return (
-            *molmo_tower_rules(_VIT, "vision_tower.", unread),
+            *molmo_rules(_TOWER, _CONNECTORS, unread),
             *text_rules(hf_config),
             Split(
                 r"^model\.language_model\.embed_tokens\.weight$",
                 ["language_model.embed_tokens.weight", "new_embed_tokens.weight"],
                 [text.vocab_size, text.additional_vocab_size],
             ),
-            *(Rule(pattern, name) for pattern, name in _NAMES.items()),
+            Rule(r"^model\.language_model\.", "language_model."),
+            Rule(r"^lm_head\.", "language_model.lm_head."),
         )
-
-    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up tokens, those behind the vocabulary in a table of their own."""
-        is_new = token_ids >= self.vocab_size
-        new = self.new_embed_tokens(token_ids - self.vocab_size)
-        return jnp.where(is_new[:, None], new, super().embed_input_ids(token_ids))
 
     def extra_embeds(self) -> Float[Array, "_extra D"]:
         """Return the embeddings of `MARKS`."""
@@ -156,10 +139,10 @@ def _number_windows(
     return rows.reshape(len(pooling) // rows_per_output, -1)
 
 
-def _read_layers(hf_config: Any) -> list[int]:
-    """Return the blocks that are read, counted from 0."""
-    num_blocks = hf_config.vision_config.num_hidden_layers
-    return [layer % num_blocks for layer in hf_config.adapter_config.vision_feature_layer]
+def _read_states(hf_config: Any) -> tuple[int, ...]:
+    """Return which of the tower's states are read: n is the output of block n - 1."""
+    num_blocks, given = hf_config.vision_config.num_hidden_layers, hf_config.adapter_config
+    return tuple(layer % num_blocks + 1 for layer in given.vision_feature_layer)
 
 
 def _check_widths(hf_config: Any) -> None:
@@ -175,15 +158,3 @@ def _check_widths(hf_config: Any) -> None:
         }
         source = f"{heads} heads and a `hidden_size` of {part.hidden_size} ask for"
         check_settings(part, wanted, where=f"`{key}`", source=source)
-
-
-def _read_tower(hf_config: Any) -> ViTConfig:
-    vision = hf_config.vision_config
-    return read_config(
-        ViTConfig,
-        vision,
-        num_hidden_layers=max(_read_layers(hf_config)) + 1,
-        image_size=vision.image_size[0],
-        has_final_norm=False,
-        takes_patches=True,
-    )
