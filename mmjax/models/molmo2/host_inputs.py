@@ -98,18 +98,14 @@ class Molmo2HostInputs(HostInputs):
         num_patches, num_rows = self.crop.side**2, self.crop.rows
         name = "pixel_values" if "pixel_values" in item else "pixel_values_videos"
         pixels, windows = item[name], item[f"{find_modality(item)}_token_pooling"]
-        crops = pixels.reshape(-1, num_patches, pixels.shape[-1])
         rows = windows // num_patches * num_rows + windows % num_patches
         rows = np.where(windows < 0, NO_PATCH, rows)
-        (slots,), _ = self.encoder_spec.inputs["pooling"]
-        outputs = len(crops) * num_rows // self.crop.rows_per_output
-        pooling = np.full((outputs, slots * self.crop.rows_per_output), NO_PATCH, np.int32)
-        pooling[: len(rows), : rows.shape[1]] = rows
-        padded = np.pad(crops, ((0, 0), (0, num_rows - num_patches), (0, 0)))
-        return {
-            "pixel_values": padded.reshape(-1, pixels.shape[-1]),
-            "pooling": pooling.reshape(-1, slots),
-        }
+        shape, dtype = self.encoder_spec.inputs["pooling"]
+        pooling = np.full((len(pixels) * num_rows, *shape), NO_PATCH, dtype)
+        by_output = pooling.reshape(len(pooling) // self.crop.rows_per_output, -1)
+        by_output[: len(rows), : rows.shape[1]] = rows
+        padded = np.pad(pixels, ((0, 0), (0, num_rows - num_patches), (0, 0)))
+        return {"pixel_values": padded.reshape(-1, pixels.shape[-1]), "pooling": pooling}
 
     def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the outputs, and the marks around and among them."""

@@ -86,7 +86,6 @@ def _find_points(text: str) -> Iterator[tuple[str, str, int, int, int]]:
                 yield label.strip(), group.group(1), object_id, x, y
 
 
-PATCH = "<im_patch>"
 _MEDIA = r"""
 {%- set parts = messages | sum(attribute='content', start=[]) -%}
 {%- set images = parts | selectattr('type', 'equalto', 'image') | list -%}
@@ -136,7 +135,7 @@ class Molmo2ProcessingInfo(CropsInfo):
         """Return mmjax's own: HF's needs torchvision."""
         path = self.ctx.model_config.path
         _ = self.encoder_spec  # refuses crops that the tower does not take
-        ids: dict[str, int] = dict(zip((PATCH, *MARKS), self._prompt_ids, strict=True))
+        ids: dict[str, int] = dict(zip(("<im_patch>", *MARKS), self._prompt_ids, strict=True))
         found = {token: self.get_token_id(token) for token in ids}
         check_settings(found, ids, where="the tokenizer")
         images, frames = load_image_settings(path), load_video_settings(path)
@@ -155,11 +154,10 @@ class Molmo2ProcessingInfo(CropsInfo):
         vision = self.get_hf_config().vision_config
         side, patch_size = vision.image_size[0], vision.patch_size
         found: dict[str, Any] = {"size": {"height": 378, "width": 378}}
-        found |= {**settings, **self.processor_settings}
+        found |= {**settings, **self.processor_settings, "crop_side": side}
         wanted = {"size": {"height": side, "width": side}, "patch_size": patch_size}
         where, source = f"the {modality} processor", "the model takes"
         check_settings(found, {**_FIXED_SETTINGS, **wanted}, where=where, source=source)
-        found["crop_side"] = side
         part = kind(**{name: found[name] for name in found.keys() & kind.__dataclass_fields__})
         if not 1 <= math.prod(part.pooling_size) <= MAX_POOLED or part.window_patches < 1:
             raise CheckpointError(
@@ -227,9 +225,6 @@ class Molmo2ProcessingInfo(CropsInfo):
             "image_token_pooling": np.concatenate(pooling),
             "image_grids": np.array(grids),
         }
-
-    def get_embed_token_id(self, modality: str) -> int:
-        return self._prompt_ids[0]
 
     def get_embed_token_ids(self, modality: str) -> Sequence[int]:
         return self._prompt_ids
