@@ -60,11 +60,7 @@ class MolmoImageProcessor(OverlappingCrops):
 
     def count_tokens(self, tiling: Grid) -> Grid:
         """Return the rows and columns of tokens of an image that is tiled so."""
-        margin = sum(self.overlap_margins)
-        rows, columns = (
-            (tiles * self.window_patches + margin + 1) // POOLING_SIDE for tiles in tiling
-        )
-        return Grid(rows, columns)
+        return self.count_windows(tiling, POOLING_SIDE, POOLING_SIDE)
 
     def find_largest(self, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
         """Return the size of an image with the most embeddings, and how many."""

@@ -25,7 +25,6 @@ from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.crops import Grid, OverlappingCrops
 from mmjax.processing.image_processors.frames import FrameSampling, Timing, split_pairs
 from mmjax.processing.items.items import ImageSize
-from mmjax.rounding import cdiv
 
 _WHOLE = Grid(1, 1)
 
@@ -67,13 +66,6 @@ class Molmo2ImageProcessor(OverlappingCrops):
         """Return a tiling's windows of patches, which count from `first`, and as `pool_grid`."""
         return pool_grid(self.number_cells(tiling) + first, *self.pooling_size)
 
-    def count_tokens(self, size: ImageSize) -> Grid:
-        """Return the rows and columns of embeddings of as many pixels."""
-        rows, columns = self.pooling_size
-        return Grid(
-            cdiv(size.height // self.patch_size, rows), cdiv(size.width // self.patch_size, columns)
-        )
-
     def write_rows(self, low: Grid, high: Grid) -> np.ndarray:
         """Return int32[tokens]: the outputs of both views in order, and marks (`embed_rows`)."""
         low_columns = self.use_single_crop_col_tokens
@@ -90,7 +82,7 @@ class Molmo2ImageProcessor(OverlappingCrops):
         _, low = self.pool()
 
         def count(tiling: Grid) -> int:
-            return len(self.write_rows(low, self.count_tokens(self.size_of(tiling))))
+            return len(self.write_rows(low, self.count_windows(tiling, *self.pooling_size)))
 
         return self.find_most(kwargs, count)
 

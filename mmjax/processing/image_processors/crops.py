@@ -9,6 +9,7 @@ import numpy as np
 
 from mmjax.processing.image_processors.image import check_count, patchify
 from mmjax.processing.items.items import ImageSize
+from mmjax.rounding import cdiv
 
 MAX_CROPS = 128
 """No model has seen as many, and the time to list tilings grows with their number."""
@@ -54,6 +55,11 @@ class OverlappingCrops:
             (tiles * self.window_patches + margin) * self.patch_size for tiles in tiling
         )
         return ImageSize(width=width, height=height)
+
+    def count_windows(self, tiling: Grid, rows: int, columns: int) -> Grid:
+        """Return how many windows of so many patches a tiled image has along each axis."""
+        size, patch_size = self.size_of(tiling), self.patch_size
+        return Grid(cdiv(size.height // patch_size, rows), cdiv(size.width // patch_size, columns))
 
     def choose(self, size: ImageSize, max_crops: int) -> Grid:
         """Return the tiling of an image."""
