@@ -425,7 +425,7 @@ def item_fields(
 
     Args:
         modality: Of the items.
-        rows: Tensors of which a row is an item.
+        rows: Tensors of which a row is an item, or lists of an array for each.
         units: Tensors of which an item has several rows: `counts[i]` of them.
         counts: As above; empty where there is none of these tensors.
         on_host: Those of `rows` that the device never sees.
