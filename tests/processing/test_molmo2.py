@@ -176,6 +176,7 @@ def test_other_numbers_of_crops_are_refused(processor: Any, max_crops: Any):
     [
         ("preprocessor_config", "size", {"height": 84, "width": 84}),
         ("preprocessor_config", "patch_size", 7),
+        ("preprocessor_config", "patch_size", None),  # 14, which the tiny model's is not
         ("preprocessor_config", "resample", 3),
         ("preprocessor_config", "pooling_size", [4, 4]),
         ("video_preprocessor_config", "pooling_size", [4, 4]),

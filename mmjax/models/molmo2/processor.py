@@ -154,6 +154,7 @@ class Molmo2ProcessingInfo(CropsInfo):
         vision = self.get_hf_config().vision_config
         side, patch_size = vision.image_size[0], vision.patch_size
         found: dict[str, Any] = {"size": {"height": 378, "width": 378}}
+        found["patch_size"] = kind.patch_size
         found |= {**settings, **self.processor_settings, "crop_side": side}
         wanted = {"size": {"height": side, "width": side}, "patch_size": patch_size}
         where, source = f"the {modality} processor", "the model takes"
