@@ -1,7 +1,8 @@
 """HF's layout since LLaVA: a `vision_tower`, a `multi_modal_projector`, a `language_model`."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +12,22 @@ from jaxtyping import Array, Float, Int
 from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
 from mmjax.layers.embed import Embed
+from mmjax.layers.vision import join_squares
 from mmjax.models.host_inputs import choose_features
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model, text_rules
+from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes
 
-TOWER = r"^(model\.)?vision_(?:tower|encoder)\.(vision_model\.)?"
+TOWER = r"^(model\.)?vision_(?:tower|encoder|model)\.(vision_model\.)?"
 """Before a tower's names in the hub's layout, in save_pretrained's, and in the module's own."""
 WRAPPER_RULES = (
     Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
-    Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
+    Rule(r"^(language_model\.model|model\.(?:language|text)_model)\.", "language_model."),
     # Of HF's projectors that are one layer, the layer.
     Rule(
-        r"^(model\.)?(multi_modal_projector|vision_projection)\.(linear\.)?",
+        r"^(model\.)?(multi_modal_projector|vision_projection|connector)\."
+        r"(linear\.|modality_projection\.proj\.)?",
         "multi_modal_projector.",
     ),
     Rule(r"^model\.(vision_tower|vision_embed_tokens)\.", r"\1."),
@@ -96,6 +100,25 @@ class TowerModel(MultiModalModel):
 
     vision_tower: Any
     multi_modal_projector: Any
+    modality_names: ClassVar[Sequence[str]] = ("image",)
+
+    def _set_parts(self, tower: nnx.Module, hf_config: Any, *, dtype: Any) -> None:
+        """Set the tower, and what `build_projector` and `is_tied` say of the others."""
+        with self._mark_tower_model(hf_config, {*self.modality_names}):
+            self.vision_tower = tower
+            self.multi_modal_projector = self.build_projector(hf_config, dtype=dtype)
+        is_tied = self.is_tied(hf_config)
+        self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=is_tied)
+
+    @staticmethod
+    def build_projector(hf_config: Any, *, dtype: Any) -> nnx.Module:
+        """Return what makes embeddings of what `encode_units` gives."""
+        raise NotImplementedError
+
+    @staticmethod
+    def is_tied(hf_config: Any) -> bool:
+        """Return whether the head is the table of tokens."""
+        return hf_config.tie_word_embeddings
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
@@ -120,23 +143,38 @@ class TowerModel(MultiModalModel):
         return self.vision_tower(*args, **inputs)
 
 
+class ViTModel(TowerModel):
+    """The projector reads a ViT's last states: each patch's, or those of squares of patches."""
+
+    factor_key: ClassVar[str | None] = None
+    """Of the config: how many patches are along a square's side; None: a patch is one."""
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        self.factor = 1 if self.factor_key is None else attrgetter(self.factor_key)(hf_config)
+        self._set_parts(ViT(self.read_tower(hf_config), dtype=dtype), hf_config, dtype=dtype)
+
+    @staticmethod
+    def read_tower(hf_config: Any) -> ViTConfig:
+        """Return the tower's configuration."""
+        return ViTConfig.from_hf(hf_config.vision_config)
+
+    def encode_units(
+        self, pixel_values: Float[Array, "I C _y _x"]
+    ) -> Float[Array, "I _tokens _width"]:
+        """Return the states of every unit, those of a square beside each other."""
+        states, _ = self.vision_tower(pixel_values)
+        return states if self.factor_key is None else join_squares(states, self.factor)
+
+
 class FeatureLayersModel(TowerModel):
     """LLaVA's: the projector reads one or several states of the tower (`vision_feature_layer`)."""
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         self.feature_layers = read_feature_layers(hf_config)
         self.strategy = getattr(hf_config, "vision_feature_select_strategy", "full")
-        with self._mark_tower_model(hf_config, "image"):
-            # No further than the last state that is read.
-            self.vision_tower = self.build_tower(hf_config, max(self.feature_layers), dtype=dtype)
-            self.multi_modal_projector = self.build_projector(hf_config, dtype=dtype)
-        is_tied = self.is_tied(hf_config)
-        self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=is_tied)
-
-    @staticmethod
-    def is_tied(hf_config: Any) -> bool:
-        """Return whether the head is the table of tokens."""
-        return hf_config.tie_word_embeddings
+        # No further than the last state that is read.
+        tower = self.build_tower(hf_config, max(self.feature_layers), dtype=dtype)
+        self._set_parts(tower, hf_config, dtype=dtype)
 
     @staticmethod
     def build_tower(hf_config: Any, num_layers: int, *, dtype: Any) -> nnx.Module:

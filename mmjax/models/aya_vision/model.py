@@ -12,9 +12,18 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
 from mmjax.layers.vision import join_squares
 from mmjax.models.aya_vision.host_inputs import AyaVisionHostInputs
-from mmjax.models.text_model import build_text_model
-from mmjax.models.tower_model import FeatureLayersModel, TowerModel
+from mmjax.models.tower_model import FeatureLayersModel, ViTModel
 from mmjax.towers.vit import ViT, ViTConfig
+
+
+def _read_vision(hf_config: Any, **changes: Any) -> ViTConfig:
+    kind = hf_config.vision_config.model_type
+    if kind != "siglip_vision_model":
+        raise CheckpointError(
+            f"`vision_config.model_type` is `{kind}`; {hf_config.model_type} is served with "
+            "`siglip_vision_model`"
+        )
+    return ViTConfig.from_hf(hf_config.vision_config, **changes)
 
 
 class AyaVisionProjector(nnx.Module):
@@ -70,31 +79,13 @@ class AyaVisionForConditionalGeneration(FeatureLayersModel):
         return join_squares(super().encode_units(pixel_values, **packed), self.factor)
 
 
-class Cohere2VisionForConditionalGeneration(TowerModel):
+class Cohere2VisionForConditionalGeneration(ViTModel):
     """Command A Vision, served as HF's class of this name: all of the tower, no norm behind it."""
 
     host_inputs = AyaVisionHostInputs
+    factor_key = "downsample_factor"
+    read_tower = staticmethod(_read_vision)
 
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        self.factor = hf_config.downsample_factor
-        with self._mark_tower_model(hf_config, "image"):
-            self.vision_tower = ViT(_read_vision(hf_config), dtype=dtype)
-            self.multi_modal_projector = AyaVisionProjector(hf_config, norm_eps=None, dtype=dtype)
-        self.language_model = build_text_model(hf_config, dtype=dtype)
-
-    def encode_units(
-        self, pixel_values: Float[Array, "I C _y _x"]
-    ) -> Float[Array, "I _tokens _width"]:
-        """Return the squares of patches of every tile."""
-        states, _ = self.vision_tower(pixel_values)
-        return join_squares(states, self.factor)
-
-
-def _read_vision(hf_config: Any, **changes: Any) -> ViTConfig:
-    kind = hf_config.vision_config.model_type
-    if kind != "siglip_vision_model":
-        raise CheckpointError(
-            f"`vision_config.model_type` is `{kind}`; {hf_config.model_type} is served with "
-            "`siglip_vision_model`"
-        )
-    return ViTConfig.from_hf(hf_config.vision_config, **changes)
+    @staticmethod
+    def build_projector(hf_config: Any, *, dtype: Any) -> nnx.Module:
+        return AyaVisionProjector(hf_config, norm_eps=None, dtype=dtype)

@@ -14,9 +14,7 @@ from jaxtyping import Array, Float
 
 from mmjax.layers.norm import GemmaRMSNorm
 from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
-from mmjax.models.text_model import build_text_model
-from mmjax.models.tower_model import TowerModel
-from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.models.tower_model import ViTModel
 from mmjax.weights.maxtext import (
     ATTENTION_AND_MLP,
     KERNELS,
@@ -123,7 +121,7 @@ class Gemma3MultiModalProjector(nnx.Module):
         return projected.reshape(images, side * side, -1)
 
 
-class Gemma3ForConditionalGeneration(TowerModel):
+class Gemma3ForConditionalGeneration(ViTModel):
     """Served as HF's class of this name.
 
     The soft token lies outside of the table of embeddings, and reads row 0.
@@ -131,18 +129,9 @@ class Gemma3ForConditionalGeneration(TowerModel):
 
     host_inputs = Gemma3HostInputs
     sees = "items"
-
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        vision = ViTConfig.from_hf(hf_config.vision_config)
-        with self._mark_tower_model(hf_config, "image"):
-            self.vision_tower = ViT(vision, dtype=dtype)
-            self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
-        self.language_model = build_text_model(hf_config, dtype=dtype)
+    build_projector = Gemma3MultiModalProjector
 
     @classmethod
     def maxtext_rules(cls, hf_config: Any) -> Sequence[RuleTypes]:
         """Return how MaxText's names become names in this module's tree."""
         return list_rules(hf_config)
-
-    def encode_units(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
-        return self.vision_tower(pixel_values)[0]

@@ -18,9 +18,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
 from mmjax.layers.vision import join_squares
 from mmjax.models.granite_docling.host_inputs import GraniteDoclingHostInputs, read_states
-from mmjax.models.text_model import build_text_model, text_rules
-from mmjax.models.tower_model import TowerModel
-from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.models.tower_model import ViTModel
 from mmjax.weights.rules import Rule, RuleTypes
 
 States = Sequence[Float[Array, "I P D"]]
@@ -32,18 +30,19 @@ _CONNECTOR = r"^model\.vision_model\.connector\."
 _OURS = "multi_modal_projector."
 
 
-class GraniteDoclingForConditionalGeneration(TowerModel):
+class GraniteDoclingForConditionalGeneration(ViTModel):
     """Served as HF's class of this name."""
 
     host_inputs = GraniteDoclingHostInputs
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         self.states = read_states(hf_config)
-        with self._mark_tower_model(hf_config, "image"):
-            self.vision_tower = ViT(ViTConfig.from_hf(hf_config.vision_config), dtype=dtype)
-            self.multi_modal_projector = RoutedConnector(hf_config.vision_config, dtype=dtype)
-        self.language_model = build_text_model(hf_config, dtype=dtype)
+        super().__init__(hf_config, dtype=dtype)
         self.language_model.fed_layers = self.host_inputs(hf_config).fed_layers
+
+    @staticmethod
+    def build_projector(hf_config: Any, *, dtype: Any) -> nnx.Module:
+        return RoutedConnector(hf_config.vision_config, dtype=dtype)
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
@@ -61,10 +60,7 @@ class GraniteDoclingForConditionalGeneration(TowerModel):
             ),
             Rule(route, _OURS + r"\1_projector."),
             Rule(_CONNECTOR, _OURS),
-            Rule(r"^model\.vision_model\.", "vision_tower."),
-            *text_rules(hf_config),
-            Rule(r"^model\.text_model\.", "language_model."),
-            Rule(r"^lm_head\.", "language_model.lm_head."),
+            *ViTModel.rules(hf_config),
         )
 
     def encode_units(self, pixel_values: Float[Array, "I C _y _x"]) -> Any:

@@ -1,6 +1,5 @@
 """Llama 3.2 Vision (arXiv 2407.21783, section 7): rows of pictures are keys of cross-attention."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Array, Bool, Float
@@ -9,9 +8,8 @@ from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.models.mllama.host_inputs import NUM_MORE_TOKENS, MllamaHostInputs
 from mmjax.models.text_model import build_text_model
-from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
+from mmjax.models.tower_model import TowerModel
 from mmjax.towers.mllama import MllamaVisionConfig, MllamaVisionTower
-from mmjax.weights.rules import Rule, RuleTypes
 
 
 class MllamaForConditionalGeneration(TowerModel):
@@ -31,11 +29,6 @@ class MllamaForConditionalGeneration(TowerModel):
         self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=False)
         self.num_token_ids = hf_config.text_config.vocab_size + NUM_MORE_TOKENS
         self.language_model.embed_tokens = Embed(self.num_token_ids, width, dtype=dtype)
-
-    @staticmethod
-    def rules(hf_config: Any) -> Sequence[RuleTypes]:
-        """Map the three layouts."""
-        return (Rule(r"^(model\.)?vision_model\.", "vision_tower."), *WRAPPER_RULES)
 
     def encode_prompts(
         self, inputs_embeds: Float[Array, "B S D"], is_token: Bool[Array, "B S"]

@@ -15,11 +15,10 @@ from jaxtyping import Array, Float
 from mmjax.errors import CheckpointError
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.vision import join_squares
 from mmjax.models.ovis2.host_inputs import MARKS, Ovis2HostInputs
-from mmjax.models.text_model import build_text_model, is_head_tied, text_rules
-from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
-from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.models.text_model import is_head_tied, text_rules
+from mmjax.models.tower_model import WRAPPER_RULES, ViTModel
+from mmjax.towers.vit import ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes, Transposition
 
 _TOWER = r"^(?:model\.)?vision_tower\."
@@ -62,11 +61,14 @@ class SoftTokens(nnx.Module):
         return self.visual_embeddings_table(jnp.pad(probabilities, marks))
 
 
-class Ovis2ForConditionalGeneration(TowerModel):
+class Ovis2ForConditionalGeneration(ViTModel):
     """Served as HF's class of this name."""
 
     host_inputs = Ovis2HostInputs
     read_by_extra = ("multi_modal_projector",)
+    factor_key = "vision_config.hidden_stride"
+    build_projector = SoftTokens
+    is_tied = staticmethod(is_head_tied)
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         vision = hf_config.vision_config
@@ -77,12 +79,7 @@ class Ovis2ForConditionalGeneration(TowerModel):
                     f"`vision_config.{key}` is {getattr(vision, key)!r}; Ovis2 is served with "
                     f"{value!r}"
                 )
-        self.stride = vision.hidden_stride
-        with self._mark_tower_model(hf_config, "image"):
-            self.vision_tower = ViT(read_vision(vision), dtype=dtype)
-            self.multi_modal_projector = SoftTokens(hf_config, dtype=dtype)
-        is_tied = is_head_tied(hf_config)
-        self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=is_tied)
+        super().__init__(hf_config, dtype=dtype)
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
@@ -97,12 +94,9 @@ class Ovis2ForConditionalGeneration(TowerModel):
             *WRAPPER_RULES,
         )
 
-    def encode_units(
-        self, pixel_values: Float[Array, "I C _y _x"]
-    ) -> Float[Array, "I _tokens _width"]:
-        """Return the squares of patches of every tile."""
-        states, _ = self.vision_tower(pixel_values)
-        return join_squares(states, self.stride)
+    @staticmethod
+    def read_tower(hf_config: Any) -> ViTConfig:
+        return read_vision(hf_config.vision_config)
 
     def extra_embeds(self) -> Float[Array, "_extra D"]:
         """Return the embeddings of `MARKS`, which no adapter changes."""

@@ -6,6 +6,7 @@ A prompt, of images and text, sees itself in both directions; the answer is caus
 from collections.abc import Sequence
 from typing import Any
 
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import check_settings
@@ -14,31 +15,22 @@ from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.linear import Linear
 from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.retrieval.vectors import RetrievalModel, inner_rules
-from mmjax.models.text_model import build_text_model
-from mmjax.models.tower_model import TowerModel
-from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.models.tower_model import ViTModel
 from mmjax.weights.rules import RuleTypes
 
 
-class PaliGemmaForConditionalGeneration(TowerModel):
+class PaliGemmaForConditionalGeneration(ViTModel):
     """Served as HF's class of this name."""
 
     host_inputs = UnitHostInputs
     sees = "prompt"
 
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+    @staticmethod
+    def build_projector(hf_config: Any, *, dtype: Any) -> nnx.Module:
         vision, width = hf_config.vision_config, hf_config.text_config.hidden_size
         source = "`text_config.hidden_size` is"
         check_settings(vision, {"projection_dim": width}, where="`vision_config`", source=source)
-        with self._mark_tower_model(hf_config, "image"):
-            self.vision_tower = ViT(ViTConfig.from_hf(vision), dtype=dtype)
-            self.multi_modal_projector = Linear(
-                vision.hidden_size, width, use_bias=True, dtype=dtype
-            )
-        self.language_model = build_text_model(hf_config, dtype=dtype)
-
-    def encode_units(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
-        return self.vision_tower(pixel_values)[0]
+        return Linear(vision.hidden_size, width, use_bias=True, dtype=dtype)
 
     def __call__(
         self,
