@@ -267,11 +267,17 @@ class UnitHostInputs(HostInputs):
     def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         """Return the shape of a unit's pixels, [C, Y, X], and how many embeddings it has.
 
-        Here a square of `vision_config.image_size`, and an embedding for each patch.
+        Here a square of `vision_config.image_size`, and an embedding for each patch;
+        `CheckpointError` where a unit or a patch is none.
         """
         vision = hf_config.vision_config
-        shape = (vision.num_channels, vision.image_size, vision.image_size)
-        return shape, (vision.image_size // vision.patch_size) ** 2
+        side, patch_size = vision.image_size, vision.patch_size
+        if not isinstance(side, int) or not isinstance(patch_size, int):
+            raise CheckpointError(
+                f"`vision_config` has `image_size` {side} and `patch_size` {patch_size}; tiles and "
+                "patches are squares: give one number each"
+            )
+        return (vision.num_channels, side, side), (side // patch_size) ** 2
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the item's units as `[units, C, Y, X]`."""

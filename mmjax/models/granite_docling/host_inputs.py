@@ -1,5 +1,6 @@
 """Granite for Docling's encoder inputs: every tile of a page is a unit, and so is the whole."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,9 +27,9 @@ class GraniteDoclingHostInputs(UnitHostInputs):
 
     @staticmethod
     def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
-        vision, coarse = hf_config.vision_config, count_coarse(hf_config)
-        shape = (vision.num_channels, vision.image_size, vision.image_size)
-        return shape, coarse * (1 + FINE) if vision.use_fine_route else coarse
+        shape, _ = UnitHostInputs.read_unit(hf_config)
+        coarse = count_coarse(hf_config)
+        return shape, coarse * (1 + FINE) if hf_config.vision_config.use_fine_route else coarse
 
     def count_tile_tokens(self, is_fine: bool) -> int:
         """Return how many embeddings a tile has."""
@@ -48,19 +49,15 @@ def count_coarse(hf_config: Any) -> int:
 
     The fine route's squares are of half as many patches a side.
     """
-    vision = hf_config.vision_config
-    side, patch_size, factor = vision.image_size, vision.patch_size, vision.scale_factor
-    if not isinstance(side, int) or not isinstance(patch_size, int):
+    vision, factor = hf_config.vision_config, hf_config.vision_config.scale_factor
+    _, num_patches = UnitHostInputs.read_unit(hf_config)
+    side = math.isqrt(num_patches)
+    if factor < 1 or side % factor or (vision.use_fine_route and factor % 2):
         raise CheckpointError(
-            f"`vision_config` has `image_size` {side} and `patch_size` {patch_size}; tiles and "
-            "patches are squares: give one number each"
+            f"`vision_config.scale_factor` is {factor}; it must divide the {side} patches of a "
+            "tile's side, and be even where there is a fine route (`use_fine_route`)"
         )
-    if factor < 1 or side // patch_size % factor or (vision.use_fine_route and factor % 2):
-        raise CheckpointError(
-            f"`vision_config.scale_factor` is {factor}; it must divide the {side // patch_size} "
-            "patches of a tile's side, and be even where there is a fine route (`use_fine_route`)"
-        )
-    return (side // patch_size // factor) ** 2
+    return num_patches // factor**2
 
 
 def read_states(hf_config: Any) -> tuple[int, ...]:

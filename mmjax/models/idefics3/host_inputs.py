@@ -1,5 +1,6 @@
 """Idefics3's encoder inputs: every tile, every whole picture and every frame is a unit."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,24 +17,19 @@ class Idefics3HostInputs(UnitHostInputs):
     @staticmethod
     def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         vision, factor = hf_config.vision_config, hf_config.scale_factor
-        side, patch_size = vision.image_size, vision.patch_size
-        if not isinstance(side, int) or not isinstance(patch_size, int):
+        shape, num_patches = UnitHostInputs.read_unit(hf_config)
+        side = math.isqrt(num_patches)
+        if factor < 1 or side % factor:
             raise CheckpointError(
-                f"`vision_config` has `image_size` {side} and `patch_size` {patch_size}; tiles and "
-                "patches are squares: give one number each"
+                f"`scale_factor` is {factor}; it must divide the {side} patches of a tile's side"
             )
-        if factor < 1 or (side // patch_size) % factor:
+        if not has_own_positions(side):
             raise CheckpointError(
-                f"`scale_factor` is {factor}; it must divide the {side // patch_size} patches of a "
-                "tile's side"
+                f"`image_size` {vision.image_size} and `patch_size` {vision.patch_size} of "
+                f"`vision_config` give tiles of {side} patches a side, whose positions HF's "
+                "float32 rounds otherwise on each kind of device; published are 26, 27 and 32"
             )
-        if not has_own_positions(side // patch_size):
-            raise CheckpointError(
-                f"`image_size` {side} and `patch_size` {patch_size} of `vision_config` give tiles "
-                f"of {side // patch_size} patches a side, whose positions HF's float32 rounds "
-                "otherwise on each kind of device; published are 26, 27 and 32"
-            )
-        return (vision.num_channels, side, side), (side // patch_size // factor) ** 2
+        return shape, num_patches // factor**2
 
 
 def has_own_positions(side: int) -> bool:
