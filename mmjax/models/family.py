@@ -115,6 +115,11 @@ class FamilyInfo(BaseProcessingInfo):
         """How many embeddings a unit has."""
         return self.encoder_spec.tokens_per_unit
 
+    @property
+    def unit_side(self) -> int:
+        """The pixels of a unit's side, of a row whose units are squares."""
+        return self.encoder_spec.inputs["pixel_values"][0][-1]
+
     def get_unit_size(self) -> ImageSize | None:
         """Return the pixels of a unit, to which HF's are held; None where images have any size."""
         if not isinstance(self.encoder_spec, EncoderSpec):
@@ -154,7 +159,9 @@ class FamilyInfo(BaseProcessingInfo):
 
     def get_target(self, modality: str) -> Target:
         """Return what an item replaces in the prompt, or the place behind which it is inserted."""
-        return [self.get_embed_token_id(modality)]
+        if self.item_bounds is None and modality not in self.text_bounds:
+            return [self.get_embed_token_id(modality)]
+        return as_ids(self.placeholders[modality], self.get_tokenizer())
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
         """Return what an item's tokens depend on: its number of embeddings, or its grid."""
@@ -171,6 +178,13 @@ class FamilyInfo(BaseProcessingInfo):
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         """Say for each tensor of the HF processor's output how it divides among items."""
         return item_fields("image", rows=("pixel_values",))
+
+    def frame_text(self, text: str) -> str:
+        """Return a prompt of text as it is tokenized: with marks that HF's processor writes in it.
+
+        `frame_prompt`, which gets the tokens, then finds them there.
+        """
+        return text
 
     def load_feature_settings(self) -> Mapping[str, Any]:
         """Return the feature extractor's settings, of the checkpoint's files."""
@@ -515,7 +529,7 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
         tokenization_kwargs: Mapping[str, object],
     ) -> list[int]:
         kwargs = {"add_special_tokens": self.info.adds_special_tokens, **tokenization_kwargs}
-        return list(self.info.get_tokenizer().encode(prompt, **kwargs))
+        return list(self.info.get_tokenizer().encode(self.info.frame_text(prompt), **kwargs))
 
     def _get_answer_parser(
         self, prompt: str | list[int], mm_items: MultiModalDataItems

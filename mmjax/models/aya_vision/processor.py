@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError, check_settings
 from mmjax.models.aya_vision.host_inputs import AyaVisionHostInputs
-from mmjax.models.family import Target, make_factories
+from mmjax.models.family import make_factories
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
@@ -44,10 +44,10 @@ class AyaVisionProcessingInfo(TiledInfo):
     def load_hf_processor(self) -> ProcessorOfParts:
         self.check_token(PATCH)
         self.check_grid(self.processor_settings)
-        side = self.encoder_spec.inputs["pixel_values"][0][-1]
+        path = self.ctx.model_config.path
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
-            image_processor=HFTileCutter.from_pretrained(self.ctx.model_config.path, side),
+            image_processor=HFTileCutter.from_pretrained(path, self.unit_side),
             defaults={"images_kwargs": {"crop_to_patches": True}},  # as HF's AyaVisionProcessor
         )
 
@@ -63,9 +63,6 @@ class AyaVisionProcessingInfo(TiledInfo):
                 f"processor_config.json give {image // stride} tokens a side of a tile, but "
                 f"config.json {side}; make them agree"
             )
-
-    def get_target(self, modality: str) -> Target:
-        return as_ids(self.placeholders[modality], self.get_tokenizer())
 
     def write_item(self, modality: str, size: int) -> list[int]:
         """Write a picture of so many embeddings."""
@@ -84,13 +81,12 @@ class Cohere2VisionProcessingInfo(AyaVisionProcessingInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         self.check_token(PATCH)
-        side = self.encoder_spec.inputs["pixel_values"][0][-1]
         settings = load_image_settings(self.ctx.model_config.path)
         facts = {"patch_size": math.isqrt(self.num_unit_tokens)}  # tokens of a tile's side
         where, source = "preprocessor_config.json", "config.json gives"
         check_settings({"patch_size": 16, **settings}, facts, where=where, source=source)
         return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(), image_processor=CanvasCutter(settings, side)
+            tokenizer=self.get_tokenizer(), image_processor=CanvasCutter(settings, self.unit_side)
         )
 
     def write_item(self, modality: str, size: int) -> list[int]:

@@ -43,8 +43,7 @@ class GotOcr2ProcessingInfo(TiledInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         self.check_token(IMAGE_PAD)
-        side = self.encoder_spec.inputs["pixel_values"][0][-1]
-        cutter = HFTileCutter.from_pretrained(self.ctx.model_config.path, side)
+        cutter = HFTileCutter.from_pretrained(self.ctx.model_config.path, self.unit_side)
         for name, value in _FILES_LEFT_OUT.items():
             setattr(cutter.hf, name, value)
         return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=cutter)

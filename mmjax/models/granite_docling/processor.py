@@ -129,8 +129,7 @@ class GraniteDoclingProcessingInfo(TiledInfo):
     def load_hf_processor(self) -> ProcessorOfParts:
         check_settings(self.processor_settings, {"image_seq_len": self._tiles.num_coarse})
         self.check_token(IMAGE)
-        side = self.encoder_spec.inputs["pixel_values"][0][-1]
-        cutter = PageCutter.from_pretrained(self.ctx.model_config.path, side)
+        cutter = PageCutter.from_pretrained(self.ctx.model_config.path, self.unit_side)
         cutter.has_fine_route = self.get_hf_config().vision_config.use_fine_route
         if not cutter.has_fine_route:
             source = "by `use_fine_route` of config.json it must be"

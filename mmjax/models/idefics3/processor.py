@@ -19,21 +19,14 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError, check_settings
-from mmjax.models.family import (
-    FamilyInfo,
-    Target,
-    item_fields,
-    make_factories,
-)
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.frames import Timing, read_timing, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.pil_classes import make_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, PixelsOnlyDataParser
-from mmjax.processing.prompt_updates.updates import (
-    as_ids,
-)
+from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 _MOST_SIDE = 4096
@@ -73,11 +66,10 @@ class TileCutter:
         self._check_tile(kwargs.get("max_image_size"))
         fixed = {"do_resize": True, "do_pad": False, "return_row_col_info": True}
         made = [self.hf([image], **{**kwargs, **fixed}) for image in images]
+        grids = [(one["rows"][0][0], one["cols"][0][0]) for one in made]
         return {
-            "pixel_values": np.stack([unit for one in made for unit in one["pixel_values"][0]]),
-            "image_grid": np.array(
-                [(one["rows"][0][0], one["cols"][0][0]) for one in made], np.int64
-            ),
+            "pixel_values": np.concatenate([one["pixel_values"][0] for one in made]),
+            "image_grid": np.array(grids, np.int64),
             "image_affine": made[0]["image_affine"],
         }
 
@@ -95,10 +87,10 @@ class TileCutter:
     def find_longest(self, kwargs: Mapping[str, Any]) -> int:
         """Return the longest side to which these kwargs scale; `RequestValueError` for no side."""
         size: Any = kwargs.get("size") or dict(self.hf.size)
-        longest: Any = size.get("longest_edge") if isinstance(size, Mapping) else None
-        others = [] if not isinstance(size, Mapping) else [k for k, v in size.items() if v]
+        given = {k: v for k, v in size.items() if v} if isinstance(size, Mapping) else {}
+        longest: Any = given.get("longest_edge", 0)
         is_side = isinstance(longest, int) and not isinstance(longest, bool)
-        if not is_side or not 1 <= longest <= _MOST_SIDE or len(others) > 1:
+        if not is_side or not 1 <= longest <= _MOST_SIDE or len(given) > 1:
             raise RequestValueError(
                 f"`size` is {str(size)[:100]}; this model's pictures are scaled by "
                 f'{{"longest_edge": N}}, N from 1 to {_MOST_SIDE}',
@@ -206,18 +198,12 @@ class Idefics3ProcessingInfo(FamilyInfo):
     def wrap_image_processor(self, hf_processor: Any) -> TileCutter:
         return TileCutter(hf_processor, self.unit_side)
 
-    @property
-    def unit_side(self) -> int:
-        """The pixels of a tile's side."""
-        return self.get_hf_config().vision_config.image_size
-
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Give HF's model `[prompts, units, C, Y, X]`, of videos as of images."""
         joined = self.join_pixels(tensors, *Idefics3HostInputs.pixel_keys)
-        pixels = joined.get("pixel_values")
-        return joined if pixels is None else {**joined, "pixel_values": pixels[None]}
+        return {k: v[None] if k == "pixel_values" else v for k, v in joined.items()}
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger `size` of the checkpoint's and the operator's, split into tiles."""
@@ -268,9 +254,6 @@ class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
         settings = {**({"size": sampled} if sampled else {}), **settings}
         hf = make_image_processor(type(parts.image_processor.hf), settings)
         return replace(parts, video_processor=FrameCutter(hf, self.unit_side))
-
-    def get_target(self, modality: str) -> Target:
-        return as_ids(self.placeholders[modality], self.get_tokenizer())
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         counts, frames = np.asarray(outputs.get("num_frames", ()), int), ["pixel_values_videos"]

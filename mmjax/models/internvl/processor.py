@@ -23,7 +23,7 @@ import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import RequestValueError, check_settings
-from mmjax.models.family import FamilyProcessor, Target, item_fields, make_factories
+from mmjax.models.family import FamilyProcessor, item_fields, make_factories
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
 from mmjax.models.internvl.tokenizer import load_tokenizer
 from mmjax.models.tiles import TiledInfo
@@ -194,9 +194,6 @@ class BaseInternVLProcessingInfo(TiledInfo):
             fields |= item_fields(modality, units=[pixels], counts=tiles, on_host=[count])
             fields[f"{modality}_token_id"] = MultiModalFieldConfig.shared(modality, len(tiles))
         return fields
-
-    def get_target(self, modality: str) -> Target:
-        return as_ids(self.find_placeholder_str(modality, 1) or "", self.get_tokenizer())
 
     def write_item(self, modality: str, size: int) -> list[int]:
         if modality == "image":

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmjax.errors import check_settings
-from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.host_inputs import find_seen_rows
 from mmjax.models.mllama.host_inputs import MAX_IMAGES, NUM_MORE_TOKENS, MllamaHostInputs
 from mmjax.processing.chat_turns import write_parts, write_turns
@@ -120,7 +120,7 @@ class MllamaProcessingInfo(FamilyInfo):
             on_host=["num_tiles"],
         )
 
-    def write_bos(self, text: str) -> str:
+    def frame_text(self, text: str) -> str:
         """Return a text with BOS, behind pictures at its beginning (HF: build_string_from_input).
 
         As HF's processor, which then has the tokenizer add its own.
@@ -168,15 +168,4 @@ class MllamaProcessingInfo(FamilyInfo):
         }
 
 
-class MllamaMultiModalProcessor(FamilyProcessor[MllamaProcessingInfo]):
-    def _tokenize_text(
-        self,
-        prompt: str,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> list[int]:
-        text = self.info.write_bos(prompt)
-        return super()._tokenize_text(text, hf_processor_mm_kwargs, tokenization_kwargs)
-
-
-FACTORIES = make_factories(MllamaProcessingInfo, MllamaMultiModalProcessor)
+FACTORIES = make_factories(MllamaProcessingInfo)

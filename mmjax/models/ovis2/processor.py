@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmjax.errors import check_settings
-from mmjax.models.family import Target, item_fields, make_factories
+from mmjax.models.family import item_fields, make_factories
 from mmjax.models.ovis2.host_inputs import MARKS, Ovis2HostInputs, arrange
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
@@ -19,7 +19,6 @@ from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import HFCutter
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.items.parse import ImagesOnlyDataParser
-from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 ATOM = "<IMG_ATOM>"
@@ -47,10 +46,9 @@ class Ovis2ProcessingInfo(TiledInfo):
         check_settings({marks: self._mark_ids}, known, where="config.json", source="tokens are")
         settings = {"image_seq_length": 256, **self.processor_settings}
         check_settings(settings, {"image_seq_length": self.num_unit_tokens})
-        side = self.encoder_spec.inputs["pixel_values"][0][-1]
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
-            image_processor=GridCutter.from_pretrained(self.ctx.model_config.path, side),
+            image_processor=GridCutter.from_pretrained(self.ctx.model_config.path, self.unit_side),
         )
 
     @property
@@ -62,9 +60,6 @@ class Ovis2ProcessingInfo(TiledInfo):
 
     def get_reserved_tokens(self) -> Mapping[str, int]:
         return dict(zip((ATOM, *MARKS), self.get_embed_token_ids("image"), strict=True))
-
-    def get_target(self, modality: str) -> Target:
-        return as_ids(self.placeholders[modality], self.get_tokenizer())
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of a picture in a row of tiles, as many as can be."""

@@ -17,13 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmjax.errors import check_settings
-from mmjax.models.family import FamilyInfo, FamilyProcessor, make_factories
+from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.host_inputs import UnitHostInputs
-from mmjax.models.retrieval.prompts import (
-    RetrievalInfo,
-    RetrievalProcessor,
-    write_chat_template,
-)
+from mmjax.models.retrieval.prompts import RetrievalInfo, RetrievalProcessor, write_chat_template
+from mmjax.processing.chat_turns import write_parts
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.prompt_updates.updates import as_ids
 
@@ -39,10 +36,9 @@ def parse_objects(text: str, image_size: ImageSize) -> dict[str, Any]:
     object was segmented, `codes`: its 16 codes, none of the others.
     """
     found: dict[str, list[Any]] = {"bboxes": [], "labels": [], "codes": []}
+    width, height = image_size
     for places, codes, label in _OBJECT.findall(text):
-        sides = [int(number) / _NUM_BINS for number in _NUMBER.findall(places)]
-        top, left, bottom, right = sides
-        width, height = image_size.width, image_size.height
+        top, left, bottom, right = (int(number) / _NUM_BINS for number in _NUMBER.findall(places))
         box = (left * width, top * height, right * width, bottom * height)
         found["bboxes"].append([round(side) for side in box])
         found["labels"].append(label.strip())
@@ -53,16 +49,12 @@ def parse_objects(text: str, image_size: ImageSize) -> dict[str, Any]:
 
 
 IMAGE_TOKEN = "<image>"
-CHAT_TEMPLATE = r"""
-{%- for part in messages | sum(attribute='content', start=[]) if part.type == 'image' -%}
-    {{- '<image>' -}}
-{%- endfor -%}
-{%- for message in (messages | selectattr('role', 'equalto', 'user') | list)[-1:] -%}
-    {%- for part in message.content if part.type == 'text' -%}
-        {{- part.text -}}
-    {%- endfor -%}
-{%- endfor -%}
-"""
+CHAT_TEMPLATE = (
+    "{%- for part in messages | sum(attribute='content', start=[]) if part.type == 'image' -%}"
+    "{{- '<image>' -}}{%- endfor -%}"
+    "{%- for message in (messages | selectattr('role', 'equalto', 'user') | list)[-1:] -%}"
+    f"{write_parts(image='')}{{%- endfor -%}}"
+)
 """The task of the last turn alone: the model was trained on tasks, not on conversations."""
 
 
@@ -79,17 +71,15 @@ class PaliGemmaProcessingInfo(FamilyInfo):
     host_inputs = UnitHostInputs
     image_processors: ClassVar = {"Siglip": "siglip"}
     placeholders: ClassVar = {"image": IMAGE_TOKEN}
+    adds_special_tokens = False
     max_answer_images = 1
 
     def load_hf_processor(self) -> Any:
         processor = super().load_hf_processor()
-        count = getattr(processor.image_processor, "image_seq_length", None)
-        source = "config.json gives an image"
-        check_settings(
-            {**self.processor_settings, "image_seq_length": count},
-            {"image_seq_length": self.num_unit_tokens},
-            source=source,
-        )
+        name = "image_seq_length"
+        own = {name: getattr(processor.image_processor, name, None)}
+        expected = {name: self.num_unit_tokens}
+        check_settings(own, expected, source="config.json gives an image")
         self.check_token(IMAGE_TOKEN)
         self.find_bos()
         return processor
@@ -99,6 +89,11 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         most = self.num_unit_tokens
         hint = f"{most}: give what the model's own tower and projector give"
         self.check_rows(modality, num_embeds, [most], hint)
+
+    def frame_text(self, text: str) -> str:
+        """Write BOS and the newline, which may merge with the text, as HF's processor."""
+        before, image, words = text.rpartition(IMAGE_TOKEN)
+        return f"{before}{image}{self.get_tokenizer().bos_token}{words}\n"
 
     def frame_prompt(
         self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
@@ -128,20 +123,6 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         return {**tensors, "token_type_ids": np.zeros((1, len(token_ids)), np.int64)}
 
 
-class PaliGemmaMultiModalProcessor(FamilyProcessor[PaliGemmaProcessingInfo]):
-    def _tokenize_text(
-        self,
-        prompt: str,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> list[int]:
-        """Tokenize a text with its BOS and newline, which may merge with it (as HF's processor)."""
-        kwargs = {**tokenization_kwargs, "add_special_tokens": False}
-        start = prompt.rfind(IMAGE_TOKEN) + len(IMAGE_TOKEN) if IMAGE_TOKEN in prompt else 0
-        framed = f"{prompt[:start]}{self.info.get_tokenizer().bos_token}{prompt[start:]}\n"
-        return super()._tokenize_text(framed, hf_processor_mm_kwargs, kwargs)
-
-
 class ColPaliProcessingInfo(RetrievalInfo, PaliGemmaProcessingInfo):
     chat_template = write_chat_template(IMAGE_TOKEN)
     query_prefix = "Question: "
@@ -154,5 +135,5 @@ class ColPaliProcessingInfo(RetrievalInfo, PaliGemmaProcessingInfo):
         return f"{self.get_tokenizer().bos_token}{super().write_query(text)}"
 
 
-FACTORIES = make_factories(PaliGemmaProcessingInfo, PaliGemmaMultiModalProcessor)
+FACTORIES = make_factories(PaliGemmaProcessingInfo)
 COLPALI_FACTORIES = make_factories(ColPaliProcessingInfo, RetrievalProcessor)
