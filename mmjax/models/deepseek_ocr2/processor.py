@@ -32,7 +32,7 @@ from mmjax.models.deepseek_ocr2.host_inputs import (
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.context import InputProcessingContext
-from mmjax.processing.image_processors.image import bad_kwarg, sliver_error
+from mmjax.processing.image_processors.image import check_bool, sliver_error
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.image_processors.pil_classes import (
     load_class,
@@ -167,9 +167,7 @@ class ViewAndGrid(ViewAndTiles):
         limits = super().get_limits(kwargs)
         is_cut = kwargs.get("crop_to_patches")
         is_cut = self.defaults["crop_to_patches"] if is_cut is None else is_cut
-        if not isinstance(is_cut, bool):
-            raise bad_kwarg("crop_to_patches", is_cut, "true or false")
-        return limits if is_cut else (0, 0)
+        return limits if check_bool("crop_to_patches", is_cut) else (0, 0)
 
     def arrange(self, size: ImageSize, limits: tuple[int, int]) -> tuple[int, int]:
         """Return the columns and rows of an image's tiles."""

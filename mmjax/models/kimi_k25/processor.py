@@ -23,7 +23,7 @@ from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.kimi_k25.host_inputs import KimiK25HostInputs
 from mmjax.models.kimi_k25.tokenizer import load_tokenizer
 from mmjax.processing.chat_turns import write_parts, write_turns
-from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.affine import read_affine
 from mmjax.processing.image_processors.frames import EvenSampling, split_pairs
 from mmjax.processing.image_processors.image import bad_kwarg, check_count, patchify, to_pixels
 from mmjax.processing.image_processors.parts import (
@@ -114,11 +114,7 @@ class PatchCutter:
         self.settings = {"max_patches": _MOST[modality], **_DEFAULTS, **given}
         self.patch_size, self.unit = patch_size, patch_size * merge_size
         """`unit`: the side of the square of pixels that one embedding stands for."""
-        normalized = ("image_mean", "image_std") if self.settings["do_normalize"] else ()
-        self.affine = make_affine(
-            rescale_factor=self.settings["rescale_factor"] if self.settings["do_rescale"] else 1.0,
-            **{name.removeprefix("image_"): self.settings[name] for name in normalized},
-        )
+        self.affine = read_affine(self.settings)
         self.find_largest = cache(self._find_largest)
 
     def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from mmjax.errors import CheckpointError, RequestValueError, check_settings
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.processing.chat_turns import write_chatml, write_parts
-from mmjax.processing.image_processors.affine import make_affine
-from mmjax.processing.image_processors.image import bad_kwarg, patchify, to_pixels
+from mmjax.processing.image_processors.affine import read_affine
+from mmjax.processing.image_processors.image import bad_kwarg, check_bool, patchify, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.image_processors.tiling import (
     check_limits,
@@ -42,6 +42,11 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 MAX_TOKENS = 4096
 """Of a picture that is not cut: no model has seen as many."""
+_NORMALIZATION: Mapping[str, Any] = {
+    **{"do_rescale": True, "rescale_factor": 1 / 255},
+    **{"do_normalize": True, "image_mean": 0.5, "image_std": 0.5},
+}
+"""Of a checkpoint that says nothing."""
 
 
 class Plan(NamedTuple):
@@ -74,8 +79,7 @@ class Budget:
         """Return the budget of settings by name; `RequestValueError` for what none can be."""
         check_limits(given["min_tiles"], given["max_tiles"], ("min_tiles", "max_tiles"))
         for name in ("do_image_splitting", "use_thumbnail"):
-            if not isinstance(given[name], bool):
-                raise bad_kwarg(name, given[name], "true or false")
+            check_bool(name, given[name])
         for name in ("min_image_tokens", "max_image_tokens"):
             value = given[name]
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -186,12 +190,7 @@ class Lfm2VLImageProcessor:
                 f"{patch_size * factor}, the pixels of an embedding's side"
             )
         self.resample = Image.Resampling(settings.get("resample", Image.Resampling.BILINEAR))
-        normalization = {name: settings.get(f"image_{name}", 0.5) for name in ("mean", "std")}
-        is_rescaled = settings.get("do_rescale", True)
-        self.affine = make_affine(
-            rescale_factor=settings.get("rescale_factor", 1 / 255) if is_rescaled else 1.0,
-            **(normalization if settings.get("do_normalize", True) else {}),
-        )
+        self.affine = read_affine({**_NORMALIZATION, **settings})
 
     def budget(self, kwargs: Mapping[str, Any]) -> Budget:
         """Return what a call's kwargs ask for, over the checkpoint's settings."""

@@ -20,7 +20,7 @@ from mmjax.models.llama4.host_inputs import Llama4HostInputs, normalize, to_bflo
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.affine import make_affine
-from mmjax.processing.image_processors.image import bad_kwarg, check_count, to_pixels
+from mmjax.processing.image_processors.image import check_bool, check_count, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.image_processors.tiling import MAX_TILES, list_arrangements
 from mmjax.processing.items.items import ImageSize
@@ -112,8 +112,7 @@ class PaddedTileCutter:
         """Return the most tiles, and whether pictures grow to their canvas."""
         given = {key: value for key, value in kwargs.items() if value is not None}
         most, is_largest = ({**self.defaults, **given}[name] for name in self.defaults)
-        if not isinstance(is_largest, bool):
-            raise bad_kwarg("resize_to_max_canvas", is_largest, "true or false")
+        check_bool("resize_to_max_canvas", is_largest)
         return check_count("max_patches", most, MAX_TILES, "tiles"), is_largest
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from mmjax.processing.chat_turns import (
 )
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.image import (
-    bad_kwarg,
+    check_bool,
     check_resized_pixels,
     check_squared_pixels,
 )
@@ -160,9 +160,7 @@ class FewCanvasCutter(CanvasCutter):
     def is_cut(kwargs: Mapping[str, Any]) -> bool:
         """Return whether a picture is cut; RequestValueError for no truth value."""
         cropping = kwargs.get("cropping")
-        if cropping is not None and not isinstance(cropping, bool):
-            raise bad_kwarg("cropping", cropping, "true or false")
-        return cropping is not False
+        return cropping is None or check_bool("cropping", cropping)
 
 
 class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.errors import CheckpointError, RequestValueError, check_settings
+from mmjax.errors import CheckpointError, check_settings
 from mmjax.processing.image_processors.frames import FrameSampling, Timing, split_pairs
+from mmjax.processing.image_processors.image import check_bool
 from mmjax.processing.image_processors.patches import PLANNED_ASPECT_RATIO, check_aspect_ratio
 from mmjax.processing.image_processors.tiling import check_limits
 from mmjax.processing.items.items import ImageSize
@@ -80,12 +81,7 @@ class SliceCutter:
         given = {key: value for key, value in kwargs.items() if value is not None}
         most, is_cut = (given.get(n, getattr(self.hf, n)) for n in ("max_slice_nums", "slice_mode"))
         check_limits(1, most, ("slices", "max_slice_nums"))
-        if not isinstance(is_cut, bool):
-            raise RequestValueError(
-                f"`slice_mode` is {is_cut!r} in mm_processor_kwargs; it must be true or false",
-                param="mm_processor_kwargs",
-            )
-        return most if is_cut else 1
+        return most if check_bool("slice_mode", is_cut) else 1
 
     def count_tokens(self, size: ImageSize, most: int) -> int:
         """Return how many embeddings a picture has, of at most so many slices."""

@@ -55,6 +55,13 @@ def make_affine(
     return affine
 
 
+def read_affine(settings: Mapping[str, Any]) -> np.ndarray:
+    """Return the same of an image processor's settings, by HF's names, all of which are given."""
+    names = ("mean", "std") if settings["do_normalize"] else ()
+    factor = settings["rescale_factor"] if settings["do_rescale"] else 1.0
+    return make_affine(rescale_factor=factor, **{name: settings[f"image_{name}"] for name in names})
+
+
 def apply_affine(pixels: ArrayT, affine: ArrayT) -> ArrayT:
     """Return float32 pixels of bytes, arrays of numpy or jax.
 

@@ -65,6 +65,13 @@ def check_count(name: str, value: Any, most: int, noun: str) -> int:
     return value
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """Return a kwarg that is true or false; `RequestValueError` else."""
+    if not isinstance(value, bool):
+        raise bad_kwarg(name, value, "true or false")
+    return value
+
+
 def check_pixel_size(pixel_values: Any, height: int, width: int) -> None:
     """Refuse pixels of another size than the vision tower takes: [..., height, width]."""
     found = np.shape(pixel_values)[-2:]

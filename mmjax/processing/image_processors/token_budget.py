@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import CheckpointError, check_settings
-from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.affine import read_affine
 from mmjax.processing.image_processors.frames import EvenSampling, split_pairs
 from mmjax.processing.image_processors.image import bad_kwarg, patchify, to_pixels
 from mmjax.processing.items.items import ImageSize
@@ -78,7 +78,7 @@ class TokenBudgetPatcher:
             "pixel_values": pixels,
             "image_position_ids": places,
             "num_soft_tokens_per_image": counts,
-            "image_affine": self._make_affine(settings),
+            "image_affine": read_affine(settings),
         }
 
     def resolve(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,13 +124,6 @@ class TokenBudgetPatcher:
             np.pad(patches, padding),
             np.pad(places, padding, constant_values=-1),
             size.width * size.height // self.square**2,
-        )
-
-    def _make_affine(self, settings: Mapping[str, Any]) -> np.ndarray:
-        normalization = {"mean": settings["image_mean"], "std": settings["image_std"]}
-        return make_affine(
-            rescale_factor=settings["rescale_factor"] if settings["do_rescale"] else 1.0,
-            **(normalization if settings["do_normalize"] else {}),
         )
 
 
