@@ -5,7 +5,12 @@ from typing import Any, ClassVar, TypeVar
 
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields
 from mmjax.processing.image_processors.crops import OverlappingCrops
-from mmjax.processing.image_processors.tiling import TileCutter, find_largest_picture
+from mmjax.processing.image_processors.tiling import (
+    HFCutter,
+    HFTileCutter,
+    TileCutter,
+    find_largest_picture,
+)
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalUUIDDict
 from mmjax.processing.prepared import ProcessedPrompt
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -31,11 +36,17 @@ class CropsInfo(FamilyInfo):
 class TiledInfo(FamilyInfo):
     """A row whose `load_hf_processor` gives a `TileCutter` as the image processor."""
 
+    image_processors: ClassVar[Mapping[str, str]] = {"GotOcr2": "got_ocr2"}
+    cutter: ClassVar[type[HFCutter]] = HFTileCutter
+    """Of that class of HF's, where the row keeps it."""
     tile_kwargs: ClassVar[tuple[str, str]] = ("crop_to_patches", "max_patches")
     """Names of the kwargs that enable tiles, and limit their number."""
 
     def get_unit_size(self) -> ImageSize | None:
         """Return nothing: the cutters refuse other tiles themselves."""
+
+    def wrap_image_processor(self, hf_processor: Any) -> HFCutter:
+        return self.cutter(hf_processor, self.unit_side)
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of an image with the most tiles, and how many embeddings it has."""

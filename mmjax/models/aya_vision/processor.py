@@ -9,6 +9,7 @@ that is not cut, TILE_GLOBAL alone. Only the N take embeddings. Of Command A Vis
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError, check_settings
@@ -17,7 +18,7 @@ from mmjax.models.family import make_factories
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
-from mmjax.processing.image_processors.tiling import CanvasCutter, HFTileCutter
+from mmjax.processing.image_processors.tiling import CanvasCutter
 from mmjax.processing.prompt_updates.updates import as_ids
 
 START, PATCH, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"
@@ -44,12 +45,8 @@ class AyaVisionProcessingInfo(TiledInfo):
     def load_hf_processor(self) -> ProcessorOfParts:
         self.check_token(PATCH)
         self.check_grid(self.processor_settings)
-        path = self.ctx.model_config.path
-        return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=HFTileCutter.from_pretrained(path, self.unit_side),
-            defaults={"images_kwargs": {"crop_to_patches": True}},  # as HF's AyaVisionProcessor
-        )
+        defaults = {"images_kwargs": {"crop_to_patches": True}}  # as HF's AyaVisionProcessor
+        return replace(super().load_hf_processor(), defaults=defaults)
 
     def check_grid(self, settings: Mapping[str, Any]) -> None:
         """Refuse a processor that writes another number of tokens than a tile has embeddings."""

@@ -11,7 +11,6 @@ from mmjax.models.got_ocr2.host_inputs import GotOcr2HostInputs
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.tiling import HFTileCutter
 
 IMAGE_PAD, TURN_END = "<imgpad>", "<|im_end|>"
 _SYSTEM = (
@@ -43,10 +42,10 @@ class GotOcr2ProcessingInfo(TiledInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         self.check_token(IMAGE_PAD)
-        cutter = HFTileCutter.from_pretrained(self.ctx.model_config.path, self.unit_side)
+        parts = super().load_hf_processor()
         for name, value in _FILES_LEFT_OUT.items():
-            setattr(cutter.hf, name, value)
-        return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=cutter)
+            setattr(parts.image_processor.hf, name, value)
+        return parts
 
 
 FACTORIES = make_factories(GotOcr2ProcessingInfo)

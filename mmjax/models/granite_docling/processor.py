@@ -21,7 +21,7 @@ from mmjax.models.family import item_fields, make_factories
 from mmjax.models.granite_docling.host_inputs import GraniteDoclingHostInputs
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.chat_turns import GRANITE4_TURNS
-from mmjax.processing.image_processors.image import bad_kwarg, to_pixels
+from mmjax.processing.image_processors.image import check_bool, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import HFCutter, find_largest_picture
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
@@ -38,7 +38,6 @@ _GROWTH = 1.25
 class PageCutter(HFCutter):
     """HF's `GraniteDoclingImageProcessorPil`."""
 
-    folders: ClassVar = {"GraniteDocling": "granite_docling"}
     division = ("layouts", "image_layouts")
     has_fine_route = True
     """Whether the checkpoint has its weights."""
@@ -63,9 +62,7 @@ class PageCutter(HFCutter):
     def takes_fine_route(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether tiles have four times as many embeddings."""
         given = kwargs.get("fine_route")
-        is_fine = self.hf.fine_route if given is None else given
-        if not isinstance(is_fine, bool):
-            raise bad_kwarg("fine_route", is_fine, "true or false")
+        is_fine = check_bool("fine_route", self.hf.fine_route if given is None else given)
         if is_fine and not self.has_fine_route:
             raise RequestValueError(
                 "`fine_route` is true in mm_processor_kwargs, but the checkpoint has no such route "
@@ -107,6 +104,8 @@ class GraniteDoclingProcessingInfo(TiledInfo):
     chat_template = GRANITE4_TURNS
     data_parser = ImagesOnlyDataParser
     host_inputs = GraniteDoclingHostInputs
+    image_processors: ClassVar = {"GraniteDocling": "granite_docling"}
+    cutter = PageCutter
     placeholders: ClassVar = {"image": IMAGE}
     embed_token = IMAGE
     # A page of one tile ends with a newline, which may merge with what is behind it.
@@ -129,14 +128,15 @@ class GraniteDoclingProcessingInfo(TiledInfo):
     def load_hf_processor(self) -> ProcessorOfParts:
         check_settings(self.processor_settings, {"image_seq_len": self._tiles.num_coarse})
         self.check_token(IMAGE)
-        cutter = PageCutter.from_pretrained(self.ctx.model_config.path, self.unit_side)
+        parts = super().load_hf_processor()
+        cutter: PageCutter = parts.image_processor
         cutter.has_fine_route = self.get_hf_config().vision_config.use_fine_route
         if not cutter.has_fine_route:
             source = "by `use_fine_route` of config.json it must be"
             check_settings(
                 cutter.hf, {"fine_route": False}, where="the image processor", source=source
             )
-        return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=cutter)
+        return parts
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]

@@ -14,7 +14,7 @@ BOS is left to the tokenizer, as there: InternLM2's writes one, Qwen2's none.
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -31,7 +31,6 @@ from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import (
     HFFrameCutter,
-    HFTileCutter,
     OriginalFrameCutter,
     OriginalTileCutter,
 )
@@ -160,7 +159,7 @@ class BaseInternVLProcessingInfo(TiledInfo):
 
     @property
     @abstractmethod
-    def tile_size(self) -> int:
+    def unit_side(self) -> int:
         """Side of a tile, in pixels."""
 
     @cached_property
@@ -168,7 +167,7 @@ class BaseInternVLProcessingInfo(TiledInfo):
         """Number of embeddings of a tile, also where the encoder's are refused for their size."""
         hf_config = self.get_hf_config()
         patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
-        return int((self.tile_size // patch_size) ** 2 * hf_config.downsample_ratio**2)
+        return int((self.unit_side // patch_size) ** 2 * hf_config.downsample_ratio**2)
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of whole tiles, thumbnail included, or of whole frames."""
@@ -184,7 +183,7 @@ class BaseInternVLProcessingInfo(TiledInfo):
         )
 
     def get_unit_size(self) -> ImageSize:
-        return ImageSize(width=self.tile_size, height=self.tile_size)
+        return ImageSize(width=self.unit_side, height=self.unit_side)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         fields: dict[str, MultiModalFieldConfig] = {}
@@ -232,7 +231,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
         return self.limits if takes_videos else {"image": None}
 
     @property
-    def tile_size(self) -> int:
+    def unit_side(self) -> int:
         hf_config = self.get_hf_config()
         forced = getattr(hf_config, "force_image_size", None)
         return forced or only_side(hf_config.vision_config.image_size, "image_size")
@@ -240,8 +239,8 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
     def load_hf_processor(self) -> ProcessorOfParts:
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
-            image_processor=OriginalTileCutter(self.get_hf_config(), self.tile_size),
-            video_processor=OriginalFrameCutter(self.tile_size),
+            image_processor=OriginalTileCutter(self.get_hf_config(), self.unit_side),
+            video_processor=OriginalFrameCutter(self.unit_side),
         )
 
 
@@ -253,7 +252,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
     placeholders: ClassVar = {"image": CONTEXT, "video": "<video>"}
 
     @property
-    def tile_size(self) -> int:
+    def unit_side(self) -> int:
         return only_side(self.get_hf_config().vision_config.image_size, "image_size")
 
     def reference_inputs(
@@ -264,21 +263,17 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
-        path, hf_config, side = self.ctx.model_config.path, self.get_hf_config(), self.tile_size
+        path, hf_config = self.ctx.model_config.path, self.get_hf_config()
         facts = {
             "image_token_id": self.get_token_id(CONTEXT),
             "image_seq_length": self.num_unit_tokens,
         }
         source = "its vision_config and the tokenizer give"
         check_settings(hf_config, facts, where="config.json", source=source)
-        return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=HFTileCutter.from_pretrained(path, side),
-            video_processor=HFFrameCutter.from_pretrained(path, side)
-            if "video" in self.limits
-            else None,
-            defaults={"images_kwargs": {"crop_to_patches": True}},  # as HF's InternVLProcessor
-        )
+        has_videos = "video" in self.limits
+        frames = HFFrameCutter.from_pretrained(path, self.unit_side) if has_videos else None
+        defaults = {"images_kwargs": {"crop_to_patches": True}}  # as HF's InternVLProcessor
+        return replace(super().load_hf_processor(), video_processor=frames, defaults=defaults)
 
 
 class QianfanOCRProcessingInfo(InternVLHFProcessingInfo):

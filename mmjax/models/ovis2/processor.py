@@ -27,7 +27,6 @@ ATOM = "<IMG_ATOM>"
 class GridCutter(HFCutter):
     """HF's `Ovis2ImageProcessorPil`."""
 
-    folders: ClassVar = {"Ovis2": "ovis2"}
     division = ("grids", "image_grids")
 
 
@@ -35,6 +34,8 @@ class Ovis2ProcessingInfo(TiledInfo):
     chat_template = write_chatml(write_parts(image=r"<image>\n"), first=QWEN_SYSTEM)
     data_parser = ImagesOnlyDataParser
     host_inputs = Ovis2HostInputs
+    image_processors: ClassVar = {"Ovis2": "ovis2"}
+    cutter = GridCutter
     placeholders: ClassVar = {"image": "<image>"}
     embed_token = ATOM
     item_bounds = (MARKS[0], MARKS[-1])
@@ -46,10 +47,7 @@ class Ovis2ProcessingInfo(TiledInfo):
         check_settings({marks: self._mark_ids}, known, where="config.json", source="tokens are")
         settings = {"image_seq_length": 256, **self.processor_settings}
         check_settings(settings, {"image_seq_length": self.num_unit_tokens})
-        return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=GridCutter.from_pretrained(self.ctx.model_config.path, self.unit_side),
-        )
+        return super().load_hf_processor()
 
     @property
     def _mark_ids(self) -> list[int]:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -16,13 +16,9 @@ from PIL import Image
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.frames import split_pairs
-from mmjax.processing.image_processors.image import bad_kwarg, check_count, to_pixels
+from mmjax.processing.image_processors.image import bad_kwarg, check_bool, check_count, to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
-from mmjax.processing.image_processors.pil_classes import (
-    load_class,
-    load_image_processor,
-    make_image_processor,
-)
+from mmjax.processing.image_processors.pil_classes import load_class, make_image_processor
 from mmjax.processing.items.items import ImageSize
 
 MAX_TILES = 128
@@ -210,9 +206,7 @@ class OriginalTileCutter(PillowTileCutter):
         return choose_arrangement(size, list_arrangements(*limits), self.tile_size)
 
     def is_cut(self, value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise bad_kwarg("dynamic_image_size", value, "true or false")
-        return value
+        return check_bool("dynamic_image_size", value)
 
 
 def list_canvases(most: int) -> list[tuple[int, int]]:
@@ -282,22 +276,15 @@ class OriginalFrameCutter:
 class HFCutter:
     """An image processor of HF's that cuts tiles."""
 
-    folders: ClassVar[Mapping[str, str]]
-    """As `load_image_processor` takes them."""
     division: ClassVar[tuple[str, str]]
     """What HF calls what says how tiles divide among images, and what it is called here."""
 
     def __init__(self, hf_processor: Any, tile_size: int) -> None:
-        self.hf = hf_processor
-        self.tile_size = tile_size
-
-    @classmethod
-    def from_pretrained(cls, path: Path, tile_size: int) -> Self:
-        """Load the checkpoint's image processor, which must fit the tower."""
-        hf_processor = load_image_processor(path, cls.folders)
+        """`hf_processor`: the checkpoint's, which must fit the tower."""
         size = hf_processor.size
         _check_size({"height": size.height, "width": size.width}, tile_size)
-        return cls(hf_processor, tile_size)
+        self.hf = hf_processor
+        self.tile_size = tile_size
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
@@ -333,7 +320,6 @@ class HFCutter:
 class HFTileCutter(HFCutter):
     """HF's `GotOcr2ImageProcessorPil`."""
 
-    folders: ClassVar = {"GotOcr2": "got_ocr2"}
     division = ("num_patches", "image_num_patches")
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
