@@ -3,7 +3,6 @@
 A prompt, of images and text, sees itself in both directions; the answer is causal.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
@@ -14,9 +13,8 @@ from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.linear import Linear
 from mmjax.models.host_inputs import UnitHostInputs
-from mmjax.models.retrieval.vectors import RetrievalModel, inner_rules
+from mmjax.models.retrieval.vectors import RetrievalModel
 from mmjax.models.tower_model import ViTModel
-from mmjax.weights.rules import RuleTypes
 
 
 class PaliGemmaForConditionalGeneration(ViTModel):
@@ -44,13 +42,5 @@ class PaliGemmaForConditionalGeneration(ViTModel):
         return super().__call__(inputs_embeds, positions + 1, kv_cache, metadata, **more)
 
 
-class ColPaliForRetrieval(PaliGemmaForConditionalGeneration, RetrievalModel):
+class ColPaliForRetrieval(RetrievalModel, PaliGemmaForConditionalGeneration):
     """Served as HF's class of this name: a vector for each token."""
-
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        super().__init__(hf_config, dtype=dtype)
-        self.add_projection(hf_config, dtype=dtype)
-
-    @staticmethod
-    def rules(hf_config: Any) -> Sequence[RuleTypes]:
-        return inner_rules(PaliGemmaForConditionalGeneration.rules(hf_config))

@@ -5,7 +5,7 @@ from typing import Any
 
 from mmjax.models.grid_model import GridModel, grid_rules
 from mmjax.models.qwen2_vl.host_inputs import Qwen25VLHostInputs
-from mmjax.models.retrieval.vectors import RetrievalModel, inner_rules
+from mmjax.models.retrieval.vectors import RetrievalModel
 from mmjax.weights.rules import RuleTypes
 
 
@@ -23,13 +23,5 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
     host_inputs = Qwen25VLHostInputs
 
 
-class ColQwen2ForRetrieval(Qwen2VLForConditionalGeneration, RetrievalModel):
+class ColQwen2ForRetrieval(RetrievalModel, Qwen2VLForConditionalGeneration):
     """Served as HF's class of this name: a vector for each token."""
-
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        super().__init__(hf_config, dtype=dtype)
-        self.add_projection(hf_config, dtype=dtype)
-
-    @staticmethod
-    def rules(hf_config: Any) -> Sequence[RuleTypes]:
-        return inner_rules(Qwen2VLForConditionalGeneration.rules(hf_config))

@@ -12,32 +12,30 @@ from mmjax.weights.rules import Rule, RuleTypes, Split
 
 
 class RetrievalModel(MultiModalModel):
-    """A projection of the states, the last of the bases; HF: `ColPaliForRetrieval`."""
+    """A projection of the states of the model that is the other base; HF: `ColPaliForRetrieval`."""
 
-    embedding_proj_layer: Linear
-
-    def add_projection(self, hf_config: Any, *, dtype: Any) -> None:
-        """Add it to the model that the other base has built."""
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        super().__init__(hf_config, dtype=dtype)
         width = hf_config.get_text_config().hidden_size
         self.embedding_proj_layer = Linear(
             width, hf_config.embedding_dim, use_bias=True, dtype=dtype
         )
 
+    @classmethod
+    def rules(cls, hf_config: Any) -> Sequence[RuleTypes]:
+        """Return the other base's rules for files in which `vlm.` stands before its names.
+
+        A head is left out: older files have one, and nothing is generated.
+        """
+        return (
+            Rule(r"^vlm\.(.*\.)?lm_head\.", None),
+            *(_behind(one) for one in super().rules(hf_config)),
+            # HF's module since transformers 5 has the decoder here.
+            Rule(r"^vlm\.(language_model\.)?", "language_model."),
+        )
+
     def project_states(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R _width"]:
         return self.embedding_proj_layer(hidden_states)
-
-
-def inner_rules(rules: Sequence[RuleTypes]) -> Sequence[RuleTypes]:
-    """Return a model's rules for files in which `vlm.` stands before its names.
-
-    A head is left out: older files have one, and nothing is generated.
-    """
-    return (
-        Rule(r"^vlm\.(.*\.)?lm_head\.", None),
-        *(_behind(one) for one in rules),
-        # HF's module since transformers 5 has the decoder here.
-        Rule(r"^vlm\.(language_model\.)?", "language_model."),
-    )
 
 
 def _behind(rule: RuleTypes) -> RuleTypes:
