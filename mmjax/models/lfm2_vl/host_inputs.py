@@ -11,7 +11,6 @@ from mmjax.models.host_inputs import (
     PackedEncoderSpec,
     byte_pixels,
     find_axis_weights,
-    find_places,
     find_square_offsets,
 )
 
@@ -42,21 +41,15 @@ class Lfm2VLHostInputs(HostInputs):
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the patches of all tiles, and what each of them depends on."""
-        factor = self.hf_config.downsample_factor
-        tiles = [(int(rows), int(columns)) for rows, columns in item["spatial_shapes"]]
-        sizes = [rows * columns for rows, columns in tiles]
-        weights = [[find_axis_weights(number, self.side) for number in shape] for shape in tiles]
-        places = [find_places(rows, columns, 1) for rows, columns in tiles]
+        factor, side = self.hf_config.downsample_factor, self.side
+        tiles: list[tuple[int, int]] = item["spatial_shapes"].tolist()
+        offsets = [find_square_offsets(y, x, factor) for y, x in tiles]
+        row_weights = [np.repeat(find_axis_weights(y, side), x, axis=0) for y, x in tiles]
+        column_weights = [np.tile(find_axis_weights(x, side), (y, 1)) for y, x in tiles]
         return {
             "pixel_values": item["pixel_values"],
-            "tile_ids": np.repeat(np.arange(len(tiles)), sizes),
-            "square_offsets": np.concatenate(
-                [find_square_offsets(rows, columns, factor) for rows, columns in tiles]
-            ),
-            **{
-                f"{name}_weights": np.concatenate(
-                    [own[axis][place[:, axis]] for own, place in zip(weights, places, strict=True)]
-                )
-                for axis, name in enumerate(("row", "column"))
-            },
+            "tile_ids": np.repeat(np.arange(len(tiles)), [len(one) for one in offsets]),
+            "square_offsets": np.concatenate(offsets),
+            "row_weights": np.concatenate(row_weights),
+            "column_weights": np.concatenate(column_weights),
         }

@@ -212,16 +212,15 @@ class Lfm2VLImageProcessor:
         plans = [budget.plan(ImageSize(*image.size)) for image in images]
         pairs = list(zip(images, plans, strict=True))
         cut = map_in_threads(lambda pair: self._cut(*pair, budget), pairs)
-        shapes = [[np.array(unit.shape[1:]) for unit in units] for units in cut]
         size = budget.encoder_patch_size
-        patches = [[patchify(unit, size, size) for unit in units] for units in cut]
-        joined = np.concatenate([one for units in patches for one in units])
+        shapes = [np.array([unit.shape[1:] for unit in units]) // size for units in cut]
+        patches = [patchify(unit, size, size) for units in cut for unit in units]
         return {
-            "pixel_values": joined.reshape(-1, size, size, 3),
-            "spatial_shapes": np.concatenate(shapes).reshape(-1, 2) // size,
+            "pixel_values": np.concatenate(patches).reshape(-1, size, size, 3),
+            "spatial_shapes": np.concatenate(shapes),
             "image_tiles": np.array([(plan.rows, plan.columns) for plan in plans], np.int64),
-            "image_num_units": np.array([len(units) for units in cut], np.int64),
-            "image_num_patches": np.array([sum(map(len, units)) for units in patches], np.int64),
+            "image_num_units": np.array([len(own) for own in shapes], np.int64),
+            "image_num_patches": np.array([own.prod(-1).sum() for own in shapes], np.int64),
             "image_affine": self.affine,
         }
 
