@@ -3,6 +3,8 @@
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields
 from mmjax.processing.image_processors.crops import OverlappingCrops
 from mmjax.processing.image_processors.tiling import (
@@ -31,6 +33,23 @@ class CropsInfo(FamilyInfo):
         """Return the size of an image with the most embeddings, and how many."""
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
         return self.get_image_processor().find_largest(kwargs)
+
+
+class TileGridInfo(FamilyInfo):
+    """A row whose items' tokens depend on how many rows and columns of tiles they have."""
+
+    grid_name: ClassVar[str]
+    """The tensor that begins with both numbers. Behind several tiles comes the whole; an item of
+    one (1 and 1), or that is not cut (0 and 0), is one unit."""
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        name = self.grid_name
+        num_tiles = np.prod(np.asarray(outputs.get(name, np.ones((0, 2), int)))[:, :2], axis=1)
+        counts = np.maximum(num_tiles, 1) + (num_tiles > 1)
+        return item_fields("image", units=["pixel_values"], counts=counts, on_host=[name])
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        return tuple(tensors[self.grid_name].tolist())
 
 
 class TiledInfo(FamilyInfo):

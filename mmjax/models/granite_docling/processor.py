@@ -17,16 +17,15 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError, check_settings
-from mmjax.models.family import item_fields, make_factories
+from mmjax.models.family import make_factories
 from mmjax.models.granite_docling.host_inputs import GraniteDoclingHostInputs
-from mmjax.models.tiles import TiledInfo
+from mmjax.models.tiles import TiledInfo, TileGridInfo
 from mmjax.processing.chat_turns import GRANITE4_TURNS
 from mmjax.processing.image_processors.image import check_bool, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import HFCutter, find_largest_picture
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.prompt_updates.updates import as_ids
-from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 _MOST_SIDE = 16
@@ -100,12 +99,13 @@ class PageCutter(HFCutter):
         return found
 
 
-class GraniteDoclingProcessingInfo(TiledInfo):
+class GraniteDoclingProcessingInfo(TileGridInfo, TiledInfo):
     chat_template = GRANITE4_TURNS
     data_parser = ImagesOnlyDataParser
     host_inputs = GraniteDoclingHostInputs
     image_processors: ClassVar = {"GraniteDocling": "granite_docling"}
     cutter = PageCutter
+    grid_name = "image_layouts"
     placeholders: ClassVar = {"image": IMAGE}
     embed_token = IMAGE
     # A page of one tile ends with a newline, which may merge with what is behind it.
@@ -160,19 +160,6 @@ class GraniteDoclingProcessingInfo(TiledInfo):
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
         size, number = cutter.find_largest(kwargs, self.get_media_limits().max_image_pixels)
         return size, number * self._tiles.count_tile_tokens(cutter.takes_fine_route(kwargs))
-
-    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        grids = np.asarray(outputs.get("image_layouts", np.ones((0, 3), int)))[:, :2]
-        tiles = grids.prod(-1)
-        return item_fields(
-            "image",
-            units=["pixel_values"],
-            counts=tiles + (tiles > 1),
-            on_host=["image_layouts"],
-        )
-
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-        return tuple(tensors["image_layouts"].tolist())
 
     def write_item(self, modality: str, size: tuple[int, int, int]) -> list[int]:
         """Write a page of (rows, columns) of tiles, by the coarse route (0) or the fine one."""

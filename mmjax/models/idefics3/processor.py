@@ -10,7 +10,7 @@ Pictures and frames -> tiles, as HF's Idefics3 image processor for Pillow makes 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -19,8 +19,9 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError, check_settings
-from mmjax.models.family import FamilyInfo, item_fields, make_factories
+from mmjax.models.family import item_fields, make_factories
 from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
+from mmjax.models.tiles import TileGridInfo
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.frames import Timing, read_timing, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
@@ -172,13 +173,14 @@ DOCLING_TASKS = {
 }
 
 
-class Idefics3ProcessingInfo(FamilyInfo):
+class Idefics3ProcessingInfo(TileGridInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = Idefics3HostInputs
     image_processors: ClassVar = {"Idefics3": "idefics3"}
     placeholders: ClassVar = {"image": IMAGE}
     embed_token = IMAGE
+    grid_name = "image_grid"
 
     def get_tasks(self) -> Mapping[str, str]:
         """Return Granite-Docling's; others are asked in words of one's own."""
@@ -218,14 +220,6 @@ class Idefics3ProcessingInfo(FamilyInfo):
         side = max(number, 1) * self.unit_side
         return ImageSize(width=side, height=side), (number**2 + 1) * self.num_unit_tokens
 
-    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        grids = np.asarray(outputs.get("image_grid", np.empty((0, 2), int)))
-        tiles = grids.prod(-1) + 1
-        return item_fields("image", units=["pixel_values"], counts=tiles, on_host=["image_grid"])
-
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-        return tuple(tensors["image_grid"].tolist())
-
     def write_item(self, modality: str, size: tuple[int, ...]) -> list[int]:
         """Write a picture of (rows, columns) of tiles, (0, 0) where it is not split."""
         rows, columns = size
@@ -263,7 +257,7 @@ class SmolVLMProcessingInfo(Idefics3ProcessingInfo):
             **item_fields("video", units_on_host=["video_seconds"], counts=counts + 1),
         }
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
         if modality == "image":
             return super().measure_item(modality, tensors)
         return tuple(tensors["video_seconds"].tolist())

@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import check_settings
-from mmjax.models.family import Target, item_fields, make_factories
+from mmjax.models.family import Target, make_factories
 from mmjax.models.llama4.host_inputs import Llama4HostInputs, normalize, to_bfloat16
-from mmjax.models.tiles import TiledInfo
+from mmjax.models.tiles import TiledInfo, TileGridInfo
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import check_bool, check_count, to_pixels
@@ -25,7 +25,6 @@ from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image
 from mmjax.processing.image_processors.tiling import MAX_TILES, list_arrangements
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.items.parse import ImagesOnlyDataParser
-from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 IMAGE, PATCH, START, END = "<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"
 COLUMN, ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
@@ -149,7 +148,7 @@ class PaddedTileCutter:
         return tiles + whole
 
 
-class Llama4ProcessingInfo(TiledInfo):
+class Llama4ProcessingInfo(TileGridInfo, TiledInfo):
     chat_template = write_turns(
         start=r"'<|header_start|>' + message.role + '<|header_end|>\n\n'",
         content=write_parts(image=IMAGE),
@@ -162,6 +161,7 @@ class Llama4ProcessingInfo(TiledInfo):
     placeholders: ClassVar = {"image": IMAGE}
     embed_token = PATCH
     reserves_embed_token = True
+    grid_name = "aspect_ratios"
     tile_kwargs = ("resize_to_max_canvas", "max_patches")
 
     def load_hf_processor(self) -> ProcessorOfParts:
@@ -178,15 +178,6 @@ class Llama4ProcessingInfo(TiledInfo):
 
     def get_target(self, modality: str) -> Target:
         return [self.get_token_id(IMAGE)]
-
-    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        num_tiles = np.prod(outputs.get("aspect_ratios", np.ones((0, 2), int)), axis=1)
-        counts = num_tiles + (num_tiles > 1)
-        kept = ["aspect_ratios"]
-        return item_fields("image", units=["pixel_values"], counts=counts, on_host=kept)
-
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-        return tuple(tensors["aspect_ratios"].tolist())
 
     def write_item(self, modality: str, size: tuple[int, int]) -> list[int]:
         """Write a picture of so many rows and columns of tiles."""

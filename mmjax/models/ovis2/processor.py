@@ -6,20 +6,19 @@ cut: `<IMG_START><IMG_ATOM>*N<IMG_GRID><IMG_END>`. All of them take embeddings.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from mmjax.errors import check_settings
-from mmjax.models.family import item_fields, make_factories
+from mmjax.models.family import make_factories
 from mmjax.models.ovis2.host_inputs import MARKS, Ovis2HostInputs, arrange
-from mmjax.models.tiles import TiledInfo
+from mmjax.models.tiles import TiledInfo, TileGridInfo
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import HFCutter
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.items.parse import ImagesOnlyDataParser
-from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 ATOM = "<IMG_ATOM>"
 
@@ -30,12 +29,13 @@ class GridCutter(HFCutter):
     division = ("grids", "image_grids")
 
 
-class Ovis2ProcessingInfo(TiledInfo):
+class Ovis2ProcessingInfo(TileGridInfo, TiledInfo):
     chat_template = write_chatml(write_parts(image=r"<image>\n"), first=QWEN_SYSTEM)
     data_parser = ImagesOnlyDataParser
     host_inputs = Ovis2HostInputs
     image_processors: ClassVar = {"Ovis2": "ovis2"}
     cutter = GridCutter
+    grid_name = "image_grids"
     placeholders: ClassVar = {"image": "<image>"}
     embed_token = ATOM
     item_bounds = (MARKS[0], MARKS[-1])
@@ -67,14 +67,6 @@ class Ovis2ProcessingInfo(TiledInfo):
         side = cutter.tile_size + cutter.tile_size // 8
         num_embeds = len(arrange(1, most, self.num_unit_tokens))
         return ImageSize(width=most * side, height=side), num_embeds
-
-    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
-        num_tiles = np.prod(outputs.get("image_grids", np.ones((0, 2), int)), axis=1)
-        counts = num_tiles + (num_tiles > 1)
-        return item_fields("image", units=["pixel_values"], counts=counts, on_host=["image_grids"])
-
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-        return tuple(tensors["image_grids"].tolist())
 
     def write_item(self, modality: str, size: tuple[int, int]) -> list[int]:
         rows = arrange(*size, self.num_unit_tokens)
