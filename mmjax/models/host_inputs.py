@@ -24,6 +24,8 @@ window (R-SWA, arXiv 2606.23050). And what a prompt's tokens see beside those be
 their own run of an item's embeddings; all embeddings of all items; all of the prompt."""
 AHEAD: frozenset[Sees] = frozenset({"items", "all_items", "prompt"})
 """Where tokens see what comes behind them, which then is computed in one step with them."""
+NEWLINE = -1
+"""The first of a model's extra embeddings, as `embed_rows` counts them, where it ends lines."""
 _NUM_COLOURS = 3
 _NOWHERE = 2**30
 """How far away from a patch one stands that there is not: with any row's number an int32."""
@@ -300,6 +302,21 @@ def choose_features(num_features: int, strategy: str) -> slice:
             f"it must be one of {', '.join(kept)}"
         )
     return slice(*kept[strategy].indices(num_features))
+
+
+def number_cells(tiles: tuple[int, int], side: int) -> np.ndarray:
+    """Return int[rows, columns] of patches: the number of each among those of the tiles.
+
+    `tiles`: rows and columns of them; `side`: patches along a tile's.
+    """
+    rows, columns = tiles
+    cells = np.arange(rows * columns * side**2).reshape(rows, columns, side, side)
+    return cells.swapaxes(1, 2).reshape(rows * side, columns * side)
+
+
+def end_lines(cells: np.ndarray) -> np.ndarray:
+    """Return int[rows * (columns + 1)] of int[rows, columns]: `NEWLINE` stands behind each row."""
+    return np.pad(cells, ((0, 0), (0, 1)), constant_values=NEWLINE).reshape(-1)
 
 
 def find_places(rows: int, columns: int, merge_size: int) -> np.ndarray:

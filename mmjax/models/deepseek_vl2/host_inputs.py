@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import UnitHostInputs
+from mmjax.models.host_inputs import UnitHostInputs, end_lines, number_cells
 from mmjax.rounding import cdiv
 
-NEWLINE, SEPARATOR = -1, -2
-"""As `embed_rows` counts the model's extra embeddings."""
+SEPARATOR = -2
+"""As `embed_rows` counts the model's extra embeddings, behind `NEWLINE`."""
 
 _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "vision_config": {
@@ -85,15 +85,7 @@ class DeepseekVLV2HostInputs(UnitHostInputs):
 
     def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the rows of the view, the separator, and the rows across the tiles."""
-        side, (columns, rows) = (
-            count_side_tokens(self.hf_config),
-            item["images_spatial_crop"].tolist(),
-        )
-        cells = np.arange(side**2 * (1 + columns * rows), dtype=np.int32)
-        view = cells[: side**2].reshape(side, side)
-        tiles = cells[side**2 :].reshape(rows, columns, side, side).transpose(0, 2, 1, 3)
-        grids = [view, tiles.reshape(rows * side, columns * side)]
-        view_rows, tile_rows = (
-            np.pad(grid, ((0, 0), (0, 1)), constant_values=NEWLINE).reshape(-1) for grid in grids
-        )
-        return np.concatenate([view_rows, np.array([SEPARATOR], np.int32), tile_rows])
+        side = count_side_tokens(self.hf_config)
+        columns, rows = item["images_spatial_crop"].tolist()
+        view, tiles = number_cells((1, 1), side), side**2 + number_cells((rows, columns), side)
+        return np.concatenate([end_lines(view), [SEPARATOR], end_lines(tiles)]).astype(np.int32)

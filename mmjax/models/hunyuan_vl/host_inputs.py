@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from mmjax.models.grid_inputs import GridHostInputs, read_grid
-from mmjax.models.host_inputs import PromptItem, RotaryPositions, byte_pixels
+from mmjax.models.host_inputs import PromptItem, RotaryPositions, byte_pixels, end_lines
 from mmjax.rounding import mark
 
-NEWLINE, BEGIN, END = -1, -2, -3
-"""As `embed_rows` counts the model's extra embeddings."""
+BEGIN, END = -2, -3
+"""As `embed_rows` counts the model's extra embeddings, behind `NEWLINE`."""
 
 
 class HunYuanVLHostInputs(GridHostInputs):
@@ -37,8 +37,7 @@ class HunYuanVLHostInputs(GridHostInputs):
         _, rows, columns = read_grid(item)
         shape = (rows // self.merge_size, columns // self.merge_size)
         cells = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
-        lines = np.pad(cells, ((0, 0), (0, 1)), constant_values=NEWLINE).reshape(-1)
-        return np.concatenate([[BEGIN], lines, [END]]).astype(np.int32)
+        return np.concatenate([[BEGIN], end_lines(cells), [END]]).astype(np.int32)
 
     def rotary_positions(
         self, num_tokens: int, items: Sequence[PromptItem]

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
+from mmjax.models.host_inputs import end_lines, number_cells
 from mmjax.processing.items.items import ImageSize
-
-NEWLINE = -1
-"""`image_newline`, as `embed_rows` counts the model's extra embeddings."""
 
 
 def read_canvases(hf_config: Any) -> list[ImageSize]:
@@ -43,16 +41,6 @@ def find_kept(size: ImageSize, rows: int, columns: int) -> tuple[slice, slice]:
     return slice(0, rows), slice(margin, columns - margin)
 
 
-def number_cells(tiles: tuple[int, int], side: int) -> np.ndarray:
-    """Return int[rows, columns] of patches: the number of each among those of the tiles.
-
-    `tiles`: rows and columns of them; `side`: patches along a tile's.
-    """
-    rows, columns = tiles
-    cells = np.arange(rows * columns * side**2).reshape(rows, columns, side, side)
-    return cells.swapaxes(1, 2).reshape(rows * side, columns * side)
-
-
 def arrange(size: ImageSize, tiles: tuple[int, int], side: int) -> np.ndarray:
     """Return int32[num_embeds] of a picture on so many rows and columns of tiles, as `embed_rows`.
 
@@ -60,8 +48,7 @@ def arrange(size: ImageSize, tiles: tuple[int, int], side: int) -> np.ndarray:
     """
     cells = side**2 + number_cells(tiles, side)
     kept = cells[find_kept(size, *cells.shape)]
-    lines = np.pad(kept, ((0, 0), (0, 1)), constant_values=NEWLINE)
-    return np.concatenate([np.arange(side**2), lines.reshape(-1)]).astype(np.int32)
+    return np.concatenate([np.arange(side**2), end_lines(kept)]).astype(np.int32)
 
 
 def resample(cells: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,19 +11,15 @@ import numpy as np
 
 from mmjax.errors import CheckpointError
 from mmjax.models.host_inputs import (
+    NEWLINE,
     PackedEncoderSpec,
     UnitHostInputs,
     byte_pixels,
     choose_features,
-)
-from mmjax.models.llava.anyres import (
-    NEWLINE,
-    arrange,
-    find_kept,
+    end_lines,
     number_cells,
-    read_canvases,
-    resample,
 )
+from mmjax.models.llava.anyres import arrange, find_kept, read_canvases, resample
 from mmjax.models.llava.granite4_config import read_fed_layers, read_window
 from mmjax.processing.image_processors.image import patchify
 from mmjax.processing.image_processors.tiling import choose_resolution
@@ -284,9 +280,8 @@ def _lay_out(size: ImageSize, tiles: tuple[int, int], side: int, most_patches: i
     else:
         taps, weights, _ = _as_is(kept.reshape(-1, 1), ())
     lines = side**2 + np.arange(rows * columns).reshape(rows, columns)
-    lines = np.pad(lines, ((0, 0), (0, 1)), constant_values=NEWLINE)
     return Layout(
         np.concatenate([whole.taps, taps]),
         np.concatenate([whole.weights, weights]),
-        np.concatenate([np.arange(side**2), lines.reshape(-1)]).astype(np.int32),
+        np.concatenate([np.arange(side**2), end_lines(lines)]).astype(np.int32),
     )
