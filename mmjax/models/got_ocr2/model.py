@@ -66,7 +66,3 @@ class GotOcr2ForConditionalGeneration(TowerModel):
             *text_rules(hf_config),
             *WRAPPER_RULES,
         )
-
-    def encode_units(self, pixel_values: Float[Array, "I C S S"]) -> Float[Array, "I P D"]:
-        """Return the tower's states of every tile."""
-        return self.vision_tower(pixel_values.astype(self.vision_tower.pos_embed.dtype))
