@@ -317,6 +317,7 @@ def _list_llama4(text_config: Any) -> tuple[RuleTypes, ...]:
 _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
     {
         **dict.fromkeys(("bart", "opt", "whisper"), _list_bart),
+        "deepseek_ocr2_text": _list_experts,
         "deepseek_v3": _list_deepseek,
         "ernie4_5_vl_moe_text": _list_ernie,
         "gemma4_text": _list_experts,
@@ -338,6 +339,7 @@ _RULES: Mapping[str, Callable[[Any], tuple[RuleTypes, ...]]] = MappingProxyType(
         "qwen3_moe": _list_experts,
         "qwen3_omni_moe_text": _list_experts,
         "qwen3_vl_moe_text": _list_experts,
+        "unlimited_ocr_text": _list_experts,
     }
 )
 """By `model_type`, where files are not as the tree but for the prefix."""

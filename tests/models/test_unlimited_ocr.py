@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,18 @@ def test_kwargs_that_no_picture_can_have(kwargs: dict[str, Any], match: str):
     processor = create_processor(str(UNLIMITED_OCR.path()))
     with pytest.raises(RequestError, match=match):
         processor.apply("<image>", {"image": draw(200, 90)}, hf_processor_mm_kwargs=kwargs)
+
+
+def test_a_request_has_pictures_cut_that_the_files_leave_whole(tmp_path: Path):
+    path = shutil.copytree(UNLIMITED_OCR.path(), tmp_path / "whole")
+    file = path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "crop_to_patches": False}))
+    processor = create_processor(str(path))
+    for kwargs, num_tiles in (({}, 0), ({"crop_to_patches": True}, 2)):
+        inputs = processor.apply("<image>", {"image": draw(190, 90)}, hf_processor_mm_kwargs=kwargs)
+        tensors = inputs.mm_kwargs.get_item("image", 0).get_data()
+        assert tensors["num_local_patches"] == num_tiles
+        assert tensors["pixel_values"].shape == (3, VIEW, VIEW)
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,19 @@ Views and tiles have different sizes. So a unit has room for all tiles, of which
 those that an image has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels, end_lines, number_cells
 
 VIEW_TOKENS, TILE_TOKENS = 256, 144
 """DeepSeek-OCR 2's learned queries of a view and of a tile, which are their embeddings: 16 x 16 and
 12 x 12."""
 STRIDE = 4
 """Patches, along a side, that SAM makes one state of."""
-NEWLINE, SEPARATOR = -1, -2
-"""Of `embed_rows`: what stands behind a row of states, and behind an image (`extra_embeds`)."""
 
 
 class Sides(NamedTuple):
@@ -27,14 +25,20 @@ class Sides(NamedTuple):
     view: int
     tile: int
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same, as HF's image processors have it."""
+        return {"size": {"height": self.view, "width": self.view}, "tile_size": self.tile}
+
 
 class ViewHostInputs(HostInputs):
-    """An image's view, its tiles and how many it has."""
+    """An image's view, its tiles and how many it has; a separator stands behind its embeddings."""
 
     max_tiles: ClassVar[int]
     """As many as the model was trained with (`max_patches` of the image processor)."""
-    num_more_rows: ClassVar[int] = 0
-    """That the encoder gives behind those of the view."""
+    write_cells: ClassVar[Callable[[np.ndarray], np.ndarray]]
+    """Writes int[rows, columns] of states, by their numbers, as they stand among embeddings."""
+    num_extra_rows = 1
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
@@ -42,7 +46,6 @@ class ViewHostInputs(HostInputs):
         pixels = STRIDE * hf_config.vision_config.sam_config.patch_size
         self.states = Sides(sides.view // pixels, sides.tile // pixels)
         """SAM's, along a side."""
-        num_rows = self.max_tiles * self.states.tile**2 + self.states.view**2
         self.encoder_spec = EncoderSpec(
             inputs={
                 **byte_pixels("pixel_values", (3, sides.view, sides.view)),
@@ -50,7 +53,7 @@ class ViewHostInputs(HostInputs):
                 "pixel_values_local": ((3, self.max_tiles, sides.tile, sides.tile), "uint8"),
                 "num_tiles": ((), "int32"),
             },
-            tokens_per_unit=num_rows + self.num_more_rows,
+            tokens_per_unit=self.max_tiles * self.states.tile**2 + self.states.view**2,
         )
 
     @staticmethod
@@ -69,17 +72,27 @@ class ViewHostInputs(HostInputs):
             "num_tiles": np.array([tiles.shape[1]]),
         }
 
+    def arrange(self, columns: int, rows: int) -> np.ndarray:
+        """Return int32[num_embeds] of an image of so many tiles, or of none: as `embed_rows`."""
+        tiles = number_cells((rows, columns), self.states.tile)
+        view = self.max_tiles * self.states.tile**2 + number_cells((1, 1), self.states.view)
+        parts = [self.write_cells(tiles), self.write_cells(view), [-self.num_extra_rows]]
+        return np.concatenate(parts).astype(np.int32)
 
-def count_tokens(num_tiles: int) -> int:
-    """Return the embeddings of DeepSeek-OCR 2's image, the separator at its end included."""
-    return num_tiles * TILE_TOKENS + VIEW_TOKENS + 1
+    def count_tokens(self, columns: int, rows: int) -> int:
+        """Return how many embeddings such an image has."""
+        return len(self.arrange(columns, rows))
+
+    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the rows of the tiles, one behind the other, the view's, and the separator."""
+        return self.arrange(1, int(item["num_local_patches"]))
 
 
 class DeepseekOcr2HostInputs(ViewHostInputs):
-    """Of the rows, those of the tiles that an image has, the view's, and the separator."""
+    """Of the rows, those of the tiles that an image has, and the view's."""
 
     max_tiles = 6
-    num_more_rows = 1
+    write_cells = staticmethod(np.ravel)
 
     @staticmethod
     def read_sides(hf_config: Any) -> Sides:
@@ -97,21 +110,15 @@ class DeepseekOcr2HostInputs(ViewHostInputs):
             )
         return sides
 
-    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the rows of the tiles, the view's, and the separator."""
-        end = len(item["pixel_values_local"]) * TILE_TOKENS
-        view = self.max_tiles * TILE_TOKENS
-        rows = [np.arange(end), np.arange(view, count_tokens(self.max_tiles))]
-        return np.concatenate(rows).astype(np.int32)
 
-
-class UnlimitedOcrHostInputs(ViewHostInputs):
+class DeepseekOcrHostInputs(ViewHostInputs):
     """Of the rows, those of the tiles as they lie in the image, and the view's.
 
-    Behind each row of states is a newline, and a separator at the end.
+    Behind each line of states is a newline.
     """
 
-    max_tiles = 32
+    max_tiles = 9
+    write_cells = staticmethod(end_lines)
     num_extra_rows = 2
 
     @staticmethod
@@ -127,31 +134,13 @@ class UnlimitedOcrHostInputs(ViewHostInputs):
             )
         return sides
 
-    def arrange(self, columns: int, rows: int) -> np.ndarray:
-        """Return int32[num_embeds] of an image of so many tiles, or of none: as `embed_rows`."""
-        view, tile = self.states.view, self.states.tile
-        start = self.max_tiles * tile**2
-        places = np.arange(columns * rows * tile**2).reshape(rows, columns, tile, tile)
-        parts = [
-            places.swapaxes(1, 2).reshape(rows * tile, columns * tile),
-            np.arange(start, start + view**2).reshape(view, view),
-        ]
-        lines = [np.pad(one, ((0, 0), (0, 1)), constant_values=NEWLINE) for one in parts]
-        flat = [one.reshape(-1) for one in (lines if columns * rows else lines[1:])]
-        return np.concatenate([*flat, [SEPARATOR]]).astype(np.int32)
-
-    def count_tokens(self, columns: int, rows: int) -> int:
-        """Return the embeddings of an image of so many tiles, newlines and separator included."""
-        view, tile = self.states.view, self.states.tile
-        return rows * tile * (columns * tile + 1) + view * (view + 1) + 1
-
     def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the rows of the tiles, line by line, the view's, and the separator."""
         columns, rows = item["patches_grid"].tolist()
         return self.arrange(columns, rows) if item["num_local_patches"] else self.arrange(0, 0)
 
 
-class DeepseekOcrHostInputs(UnlimitedOcrHostInputs):
-    """The same of fewer tiles."""
+class UnlimitedOcrHostInputs(DeepseekOcrHostInputs):
+    """The same of more tiles."""
 
-    max_tiles = 9
+    max_tiles = 32
