@@ -159,6 +159,7 @@ UNLIMITED_OCR = Family(
     tensors={"pixel_values": 1e-6, "num_local_patches": 0.0, "patches_grid": 0.0},
     published=Published(layouts={"module": MODULE}),
     words=(*Family.words, "<|grounding|>", "<|det|>a<|/det|>"),
+    takes_size=lambda width, height: 256 * min(width, height) > max(width, height),  # 2 views
 )
 
 

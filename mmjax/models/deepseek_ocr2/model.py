@@ -152,6 +152,7 @@ class DeepseekOcr2ForConditionalGeneration(TowerModel):
         Those of tiles that an image lacks are zeros, or of black squares.
         """
         encode = super().embed_multimodal
+        # First: `mmjax.parity` records what modules give at once, and not inside of the loop.
         view = encode(pixel_values)
         images, _, max_tiles = pixel_values_local.shape[:3]
         one_tile = jax.eval_shape(encode, pixel_values_local[:, :, 0])
