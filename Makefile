@@ -77,11 +77,13 @@ lint: $(VENV)/.dev
 	@$(BIN)/pyrefly check --summary=none
 	@$(BIN)/lint-imports --no-cache --no-logo
 
+# The newest pip: that of Python 3.11 takes three times as long to find what is to be installed.
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "mmjax needs Python 3.11 or newer, and found none as python3," \
 	  "python3.12 or python3.11; install one, or say PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --no-compile --upgrade pip || true
 
 # Each stamp says that its extras stand in .venv as pyproject.toml and the pins now ask.
 $(VENV)/.serve: $(INPUTS) | $(BIN)/python
