@@ -49,8 +49,6 @@ from mmjax.layers.rope import (
 from mmjax.layers.tpu.groups import tpu_group_product
 from tests.kit import each_once
 
-pytestmark = pytest.mark.as_served
-
 SHAPES = [(512, 1024), (1280, 640), (1281, 640), (262, 1031), (300, 1000)]
 ODD = (262, 1031)
 """Neither of which is a multiple of a tile's or of a vector's."""
@@ -134,6 +132,7 @@ def lower(dtypes: tuple[str, str], x: np.ndarray, weight: np.ndarray):
     return jax.jit(lambda x, weight: FORMS[dtypes](x, weight)).lower(x, weight)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(("shape", "dtypes"), PRODUCTS, ids=name_of)
 def test_a_kernel_equals_xla_up_to_the_order_of_sums(
     kernels: str, shape: tuple[int, int], dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
@@ -158,6 +157,7 @@ def test_a_kernel_equals_xla_up_to_the_order_of_sums(
             np.testing.assert_allclose(got, expected, atol=4e-4 * scale, rtol=0)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(("shape", "dtypes"), PRODUCTS, ids=name_of)
 def test_a_row_has_the_same_bits_beside_any_others(
     kernels: str, shape: tuple[int, int], dtypes: tuple[str, str]
@@ -172,6 +172,7 @@ def test_a_row_has_the_same_bits_beside_any_others(
             np.testing.assert_array_equal(got, whole[first : first + rows])
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(
     ("shape", "dtypes"), [*PRODUCTS, *(((300, 2100), dtypes) for dtypes in FORMS)], ids=name_of
 )
@@ -221,6 +222,7 @@ def draw_groups(layout: Layout, *shape: int) -> Grouped:
     return Grouped(layout=layout, codes=codes, scale=scale, zero=zero, order=order)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(
     ("shape", "layout", "dtype"),
     each_once([(515, 640), (300, 1000), (400, 352)], GROUPS, ["bfloat16", "float32"]),
@@ -270,6 +272,7 @@ def test_prompts_of_groups_are_multiplied_as_xla_does(
         np.testing.assert_allclose(got, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_stays_in_its_row(kernels: str, number: float) -> None:
     """Where inputs become integers, of which each is a number."""
@@ -291,6 +294,7 @@ def test_numbers_of_any_size_are_multiplied(kernels: str, exponent: int) -> None
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("layout", GROUPS[:3], ids=str)
 @pytest.mark.parametrize("rows", [2, 7, 12])
 def test_groups_of_numbers_of_any_size_are_multiplied(
@@ -327,6 +331,7 @@ def draw_experts(layout: Layout, dtype: Any) -> tuple[Experts, Experts]:
     return whole, packed
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("layout", [None, *GROUPS], ids=str)
 def test_prompts_of_experts_are_multiplied_by_tiles(
     kernels: str, layout: Layout | None, monkeypatch: pytest.MonkeyPatch
@@ -375,6 +380,7 @@ def test_experts_in_groups_are_the_numbers_that_they_stand_for(
     np.testing.assert_allclose(ragged, expected, **close)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(("layout", "width"), each_once(GROUPS, [640, 1000]), ids=name_of)
 def test_on_tpus_inputs_move_and_numbers_stay_the_same(layout: Layout, width: int) -> None:
     weight = draw_groups(replace(layout, has_order=False), 48, width)
@@ -490,6 +496,7 @@ def angles_of(x: jax.Array, num_pairs: int) -> tuple[jax.Array, jax.Array]:
     return rotary_angles(positions, frequencies)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(("name", "dtype"), each_once(ROWS, ["float32", "bfloat16"]))
 def test_rows_are_normed_and_rotated_as_by_xla(
     kernels: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -512,12 +519,14 @@ def test_rows_are_normed_and_rotated_as_by_xla(
         )
 
 
+@pytest.mark.as_served
 def test_products_of_bfloat16_are_rounded_once(kernels: str) -> None:
     x, weight = draw(5, (1281, 640), ("bfloat16", "bfloat16"))
     sums = jax.jit(lambda x, w: product(x, w, jnp.dtype(jnp.float32)))(x, weight)
     np.testing.assert_array_equal(jax.jit(product)(x, weight), sums.astype(jnp.bfloat16))
 
 
+@pytest.mark.as_served
 def test_concurrent_calls_do_not_disturb_each_other(kernels: str) -> None:
     """Calls that are in flight together share the pool of threads."""
     x, weight = draw(4, (2048, 640), ("float32", "float32"))

@@ -25,8 +25,6 @@ from mmjax.layers.moe import (
 from mmjax.layers.tpu.groups import choose_tiles, tpu_group_product
 from tests.kit import each_once
 
-pytestmark = pytest.mark.as_served
-
 WIDTH, INNER, NUM_EXPERTS = 24, 20, 8
 
 
@@ -155,6 +153,7 @@ def test_no_accelerator_copies_the_matrices_of_all_experts(platform: str, expect
     assert "ragged_dot" not in text
 
 
+@pytest.mark.as_served
 def test_a_row_has_the_same_bits_among_any_others():
     """Shapes are static, and a token's experts are summed in the order of its choices."""
     moe = fill(
@@ -224,6 +223,7 @@ def test_routers_choose_and_weigh_as_their_keys_say(changes: dict[str, Any]):
     np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
+@pytest.mark.as_served
 def test_a_router_computes_in_float32_whatever_the_models_dtype():
     router = fill(Router(WIDTH, router_config(), dtype=jnp.bfloat16))
     x = draw_rows(40).astype(jnp.bfloat16)

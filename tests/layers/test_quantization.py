@@ -35,8 +35,6 @@ from mmjax.weights.load import load_params
 from tests.engine.tiny import engine_config, tiny_config
 from tests.kit import draw, tiny_gemma3_checkpoint
 
-pytestmark = pytest.mark.as_served
-
 BOTH: tuple[Quantization, ...] = ("int8", "int8-weights")
 
 
@@ -119,6 +117,7 @@ def test_rows_of_zeros_and_of_large_numbers_stay_apart():
     np.testing.assert_allclose(got[2], 1e-30 * weight[:, 0], rtol=0.5, atol=2e-32)
 
 
+@pytest.mark.as_served
 def test_a_row_has_the_same_bits_among_any_others():
     rng = np.random.default_rng(3)
     layer = make_layer("int8", rng.normal(size=(96, 640)))
@@ -136,6 +135,7 @@ def test_bfloat16_in_is_bfloat16_out():
     np.testing.assert_allclose(layer(x).astype(jnp.float32), x.astype(jnp.float32), atol=0.05)
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_table_is_the_formula(dtype: str):
     rng = np.random.default_rng(4)
@@ -182,6 +182,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gemma3_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
+@pytest.mark.as_served
 def test_weights_are_rounded_as_they_are_loaded(checkpoint: Path):
     config = load_model_config(str(checkpoint))
     loaded = []
@@ -209,6 +210,7 @@ def test_weights_are_rounded_as_they_are_loaded(checkpoint: Path):
         assert 4 * rounded[name].nbytes == array.nbytes
 
 
+@pytest.mark.as_served
 def test_four_bits_are_made_as_they_are_loaded(checkpoint: Path):
     config = load_model_config(str(checkpoint))
     model_class = Gemma3ForConditionalGeneration
@@ -243,6 +245,7 @@ def ask(model: Path, **settings: Any) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.as_served
 @pytest.mark.parametrize(
     ("quantization", "size"),
     [
