@@ -382,11 +382,12 @@ class EngineCore:
         deltas = self._scheduler.update_from_output(output, sampled, encode_s=encode_s)
         self._open_outputs.pop(0)
         speculation = self._scheduler.speculation
-        if speculation is not None and (output.is_plain or output.has_guesses):
+        has_guesses = speculation is not None and output.has_guesses
+        if speculation is not None and (has_guesses or output.is_plain):
             host_s += time.monotonic() - self._read_at
             # What the host takes where the device waits for it counts apart (`note_step`).
-            start = max(start, sent_at) if output.has_guesses else start
-            waited = None if output.has_guesses else host_s
+            start = max(start, sent_at) if has_guesses else start
+            waited = None if has_guesses else host_s
             speculation.note_step(len(output.requests), self._read_at - start, waited)
         return deltas
 

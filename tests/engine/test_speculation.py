@@ -105,6 +105,22 @@ def test_what_repeats_is_trusted_and_what_does_not_is_not() -> None:
     assert forecast_of([*range(60)]).chance == 0.0
 
 
+def test_looks_that_find_nothing_are_spaced_and_a_repeat_is_found_soon() -> None:
+    looks: list[int] = []
+
+    class Counted(NgramProposer):
+        def propose(self, token_ids: np.ndarray, most: int) -> list[int]:
+            looks.append(len(token_ids))
+            return super().propose(token_ids, most)
+
+    forecast, tokens = LookupForecast(Counted(4, 2), 4), [*range(40), *range(10)]
+    for number in range(1, len(tokens) + 1):
+        forecast.note(np.array(tokens[:number], np.int32), 0, 1)
+    assert looks[:5] == [1, 3, 6, 10, 14]
+    assert len(looks) < 20
+    assert forecast.chance > 0, "10 tokens stood before"
+
+
 def test_a_long_answer_without_repetition_is_hardly_guessed() -> None:
     """Pairs repeat by chance: a wrong guess takes a row of the device's time, or some."""
     rng, decides = random.Random(1), Speculation(SpeculativeConfig.parse(NGRAM))  # type: ignore[arg-type]

@@ -543,9 +543,10 @@ class Scheduler:
             return False
         if before.has_guesses:
             return True
-        if self._suspects or not before.is_plain:
+        if self._suspects:
             return False
-        return bool(self._share_out(self.running, self._limits.max_num_rows - len(self.running)))
+        shares = self._share_out(self.running, self._limits.max_num_rows - len(self.running))
+        return bool(shares) and before.is_plain
 
     def _share_out(self, requests: Sequence[Request], num_rows: int) -> Mapping[int, int]:
         """Return how many guessed tokens the requests get, by their places."""

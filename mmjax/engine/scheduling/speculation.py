@@ -32,6 +32,10 @@ FIRST_CHANCE, FIRST_ASKED = 0.75, 4.0
 MAX_STEPS_UNASKED = 64
 """After so many steps without guesses a draft model makes one of one token, whether or not it
 would pay: else nobody would know when it does."""
+MAX_STEPS_UNCOUNTED = 16
+"""After so many steps without guesses what they would cost is found anew."""
+MAX_UNREAD = 3
+"""Tokens that pass at most between two looks for an n-gram that find none: one more each time."""
 MAX_PLACES = 32
 """How many places of an n-gram are looked at, the last ones: in a text of few different tokens one
 has thousands."""
@@ -87,11 +91,12 @@ class NgramProposer:
 
     def _read(self, token_ids: np.ndarray) -> None:
         """Take in the tokens that came since the last call."""
-        self._tokens += token_ids[len(self._tokens) :].tolist()
-        first = len(self._earlier) - self._shortest + 1
-        for ngram in zip(*(self._tokens[first + i :] for i in range(self._shortest)), strict=False):
+        tokens, size = self._tokens, self._shortest
+        tokens += token_ids[len(tokens) :].tolist()
+        for last in range(len(self._earlier), len(tokens)):
+            ngram = tuple(tokens[last + 1 - size : last + 1])
             self._earlier.append(self._last.get(ngram, -1))
-            self._last[ngram] = len(self._earlier) - 1
+            self._last[ngram] = last
 
     def _count_agreeing(self, place: int) -> int:
         """Return how many tokens up to index `place` are the last ones, at most `longest`."""
@@ -117,6 +122,8 @@ class LookupForecast:
         self._sum_right, self._sum_asked = 0.0, 2.0
         self._num_known = 0
         """How many tokens it was told of; behind a guess there may be others (`can_pay`)."""
+        self._num_unread, self._most_unread = 0, 0
+        """Tokens since the last look that found nothing, and how many pass before the next."""
 
     @property
     def chance(self) -> float:
@@ -131,6 +138,9 @@ class LookupForecast:
         As `Forecast.note`; guesses that were not verified are compared, too.
         """
         del num_guessed
+        if not self._guess and self._num_unread + num_new <= self._most_unread:
+            self._num_known, self._num_unread = len(token_ids), self._num_unread + num_new
+            return
         if self._num_known != len(token_ids) - num_new:
             self._guess = []
         self._num_known = len(token_ids)
@@ -158,7 +168,8 @@ class LookupForecast:
 
     def _begin(self, token_ids: np.ndarray) -> None:
         self._guess = self._proposer.propose(token_ids, self._most)
-        self._num_right = 0
+        self._num_right = self._num_unread = 0
+        self._most_unread = 0 if self._guess else min(self._most_unread + 1, MAX_UNREAD)
 
 
 class DraftForecast:
@@ -199,6 +210,9 @@ class Speculation:
         """Guesses that were verified, their tokens, and the right ones among these."""
         self.can_pay = True
         """Whether guesses that are all right would pay; else nobody looks for any."""
+        self._costs: Sequence[float] = ()
+        self._costs_of = (0, 0)
+        """What `_find_costs` has returned, and of how many requests and rows."""
         self._drafts = DraftForecast()
         """What the draft model's guesses of all requests have shown."""
         self._times = StepTimes()
@@ -302,14 +316,28 @@ class Speculation:
         most = max(0, min(num_rows, self._most * number))
         if self._draft is not None:
             most = min(most, self._times.find_widest(number) - number)
-        costs = [self._find_cost(number, rows) for rows in range(1, most + 1)]
-        self.can_pay = any(rows / number > cost for rows, cost in enumerate(costs, 1))
+        costs = self._find_costs(number, most)
         best_chance = max(chances, default=0.0)
         if not best_chance or not most:
             return Counter()
-        found = self._choose(chances, costs) if self.can_pay else Counter[int]()
+        found = Counter[int]()
+        # No token is likelier than the best.
+        if any(rows * best_chance / number > cost for rows, cost in enumerate(costs, 1)):
+            found = self._choose(chances, costs)
         is_due = self._draft is not None and self._num_unasked >= MAX_STEPS_UNASKED
         return Counter({chances.index(best_chance): 1}) if not found and is_due else found
+
+    def _find_costs(self, number: int, most: int) -> Sequence[float]:
+        """Return what a step of so many requests takes longer with one row more, two, ... `most`.
+
+        Of n-grams these change slowly, by what the host takes.
+        """
+        is_known = self._costs_of == (number, most) and self._num_unasked % MAX_STEPS_UNCOUNTED
+        if self._draft is not None or not is_known:
+            self._costs = [self._find_cost(number, rows) for rows in range(1, most + 1)]
+            self._costs_of = (number, most)
+            self.can_pay = any(rows / number > cost for rows, cost in enumerate(self._costs, 1))
+        return self._costs
 
     def _find_cost(self, number: int, num_more: int) -> float:
         """Return how much longer a step takes with so many rows more, of what it takes.
