@@ -1,5 +1,6 @@
 """`LLM`: offline inference in the caller's process, for scripts and notebooks."""
 
+import copy
 import threading
 import time
 from collections import deque
@@ -155,7 +156,7 @@ class LLM(PoolingMethods):
         self._failures: list[Exception] = []
         self._requests = RequestTable(
             self._input_processor.committer,
-            self._input_processor.tokenizer,
+            copy.deepcopy(self.get_tokenizer()),  # which the caller may use in another thread
             send=self._send,
             fail=lambda _, error: self._failures.append(error),
             on_commit=self._committed.append,

@@ -93,7 +93,7 @@ def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any
         enable_prefix_caching=engine.cache.finds_items,
         enable_tower_connector_lora=engine.lora.enable_tower_connector_lora,
     )
-    input_processor.warm_up()
+    input_processor.warm_up(server.renderer_num_workers)
     client = AsyncEngineClient(
         input_processor,
         supervisor,

@@ -210,6 +210,11 @@ def test_an_idle_engine_runs_each_program_once_on_padding(monkeypatch: pytest.Mo
     request = message("a", [text(77, 50)], max_tokens=3)
     expected = answer(engine, request)
     monkeypatch.setattr(compilation, "_MAX_FIRST_RUN_S", 60.0)
+    num_left = [len(engine._programs._uncalled)]
+    engine.step()
+    assert len(engine._programs._uncalled) == num_left[0], "another request may come at once"
+    assert engine.is_warming
+    monkeypatch.setattr(compilation, "_PAUSE_S", 0.0)
     engine.step()
     num_left = [len(engine._programs._uncalled)]
     while engine.is_warming:
@@ -229,6 +234,7 @@ def test_an_idle_engine_runs_each_program_once_on_padding(monkeypatch: pytest.Mo
 def test_of_slow_programs_one_is_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(max_num_batched_tokens=16, precompile="all")
     monkeypatch.setattr(compilation, "_MAX_FIRST_RUN_S", 0.0)
+    monkeypatch.setattr(compilation, "_PAUSE_S", 0.0)
     before = set(engine._programs._uncalled)
     engine.step()
     while engine.is_warming:

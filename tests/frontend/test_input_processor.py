@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +14,7 @@ from mmjax.errors import (
     RequestTypeError,
     RequestValueError,
 )
+from mmjax.frontend.prompt import processor_pool
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_model_config
@@ -224,6 +226,18 @@ def test_uuids_are_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert read == ["image"]
 
 
+def test_mere_text_is_no_control_token_and_what_follows_it_may_be(
+    input_processor: InputProcessor,
+) -> None:
+    (start,) = input_processor.tokenizer.encode(IMAGE_START, add_special_tokens=False)
+    pieces = [(IMAGE_START, False), (IMAGE_START, True), (IMAGE_START, False)]
+    first, *text, last = input_processor.tokenize_pieces(pieces, add_special_tokens=False)
+    assert (first, last) == (start, start)
+    assert text
+    assert start not in text
+    assert input_processor.detokenize(text) == IMAGE_START
+
+
 def test_other_types_are_no_prompt(input_processor: InputProcessor) -> None:
     prompt: Any = {"prompt": "red", "mm_processor_kwargs": 3}
     with pytest.raises(RequestTypeError, match="mm_processor_kwargs"):
@@ -232,6 +246,22 @@ def test_other_types_are_no_prompt(input_processor: InputProcessor) -> None:
 
 def test_warm_up_processes_an_image(input_processor: InputProcessor) -> None:
     input_processor.warm_up()
+
+
+def test_after_the_warm_up_no_thread_waits_until_a_processor_is_made(
+    input_processor: InputProcessor,
+) -> None:
+    input_processor.warm_up(3)
+    pool = input_processor._pool
+    with (
+        patch.object(processor_pool, "create_processor", side_effect=AssertionError("made one")),
+        pool.borrow() as first,
+        pool.borrow() as second,
+        pool.borrow() as third,
+    ):
+        assert first is pool.first  # which requests one after the other share
+        processors = [first, second, third]
+        assert len({id(one.info.get_tokenizer()) for one in processors}) == 3
 
 
 def test_a_larger_picture_than_the_operator_described_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Compilation: in parallel, while others serve or when a call first needs it; counted meanwhile."""
 
+import math
 import os
 import sys
 import threading
@@ -30,8 +31,10 @@ _STACK_BYTES = 64 * 2**20
 MAX_COMPILE_THREADS = 8
 _SHORT_FUNCTIONS: tuple[str, ...] = ("step", "sample", "write", "pool")
 """Those whose programs may be run before they are needed."""
-_MAX_FIRST_RUN_S = 0.2
+_MAX_FIRST_RUN_S = 0.5
 """Of a program that is run before it is needed: behind it larger ones are left."""
+_PAUSE_S = 1.0
+"""After a call, in which no program is run ahead: who has an answer may ask again at once."""
 _ONE_ORDER = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 """Leaves only products to XLA's CPU library (YNNPACK). By default it also computes sums of 4,096
 numbers and more, in another order than XLA's own loops compute shorter ones."""
@@ -270,6 +273,7 @@ class CompiledPrograms:
         """Those that were compiled and never called."""
         self._slow_widths: dict[str, int] = dict.fromkeys(_SHORT_FUNCTIONS, sys.maxsize)
         """Of functions, from which width on programs are not called before they are needed."""
+        self._last_call = -math.inf
         self._changed = threading.Condition()
         self._is_closed = False
         self._after: CompiledPrograms | None = None
@@ -288,23 +292,30 @@ class CompiledPrograms:
             self._compile([key], use_tqdm=self._use_tqdm)
             compiled = self._compiled[key]
         self._uncalled.discard(key)
+        self._last_call = time.perf_counter()
         return compiled(**arguments)
 
-    def find_uncalled(self) -> ProgramKey | None:
-        """Return the smallest program that is compiled, was never called, and is worth a first run.
+    def run_ahead(self, run: Callable[[ProgramKey], None]) -> bool:
+        """`run` a program for the first time, if none was called a moment ago; False: none is left.
 
-        Encoders are not, nor what is larger than a program whose own time is long beside that.
+        Encoders are not worth it, nor what is larger than a program whose own time is long beside
+        what a first run prepares.
         """
+        key = self._find_uncalled()
+        last_call = self._last_call
+        if key is not None and (start := time.perf_counter()) >= last_call + _PAUSE_S:
+            run(key)
+            self._last_call = last_call
+            if time.perf_counter() - start > _MAX_FIRST_RUN_S:
+                self._slow_widths[key.function] = _width(key)
+        return key is not None
+
+    def _find_uncalled(self) -> ProgramKey | None:
         with self._changed:
             uncalled = list(self._uncalled)
         slow = self._slow_widths
         left = [key for key in uncalled if _width(key) < slow.get(key.function, 0)]
         return min(left, key=_width, default=None)
-
-    def note_first_run(self, key: ProgramKey, seconds: float) -> None:
-        """Note how long a program took."""
-        if seconds > _MAX_FIRST_RUN_S:
-            self._slow_widths[key.function] = _width(key)
 
     @property
     def num_left(self) -> int:

@@ -3,7 +3,6 @@
 Every array on the device has its final size from the start.
 """
 
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -656,18 +655,15 @@ class ModelRunner:
     def run_ahead(self) -> bool:
         """Run one program for the first time, on padding; False: none is left that is worth it.
 
-        So no request waits for what a first run prepares: products of XLA's library on the CPU, a
-        millisecond each, kernels and graphs on a GPU. Nothing may be in flight.
+        So no request waits for what a first run prepares: products of XLA's library on the CPU, one
+        to three milliseconds each, kernels and graphs on a GPU. Nothing may be in flight.
         """
-        key = None if self._placement.is_shared else self._compiled.find_uncalled()
-        if key is None:
-            return False
-        start = time.perf_counter()
+        return not self._placement.is_shared and self._compiled.run_ahead(self._run_first)
+
+    def _run_first(self, key: ProgramKey) -> None:
         packed = np.zeros(self._programs.sample_layout.size, np.int32)
         self._run_padding(key, self._placement.put(packed))
         jax.block_until_ready((self._state, self._pool, self._previous))
-        self._compiled.note_first_run(key, time.perf_counter() - start)
-        return True
 
     def _run_padding(
         self, key: ProgramKey, rest: Array | None, kind: SampleKind = SampleKind.NO_TABLES

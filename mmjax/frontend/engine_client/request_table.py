@@ -14,7 +14,6 @@ after them. Used by one thread: an event loop's, or that of `LLM`. Commits may b
 wherever `run` lets them; those of messages that are sent again one after the other.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -65,13 +64,14 @@ class RequestTable:
 
         Args:
             committer: Completes messages.
-            tokenizer: Is copied: tokenizers are not thread-safe, and threads encode meanwhile.
+            tokenizer: Decodes outputs. Tokenizers are not thread-safe: no other thread may encode
+                with it.
             send: Sends to the engine; may report a cache miss before it returns.
             fail: Called for a request that failed, once it is removed.
             on_commit: Called with a message that was completed again: it is for `put`.
             run: See `RunAside`.
         """
-        self.outputs = OutputProcessor(copy.deepcopy(tokenizer))
+        self.outputs = OutputProcessor(tokenizer)
         self._committer = committer
         self._send = send
         self._fail = fail

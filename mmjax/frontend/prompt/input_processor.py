@@ -6,9 +6,7 @@ changes nothing. `committer.commit` updates the sender cache and passes the mess
 Knows nothing of HTTP, of chat or of the engine.
 """
 
-import copy
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -87,8 +85,6 @@ class InputProcessor:
         text_config = model_config.hf_config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
         self._described_tokens: Mapping[str, int] | None = None
-        self._literal_lock = threading.Lock()
-        self._literal_tokenizer: Any = None
         added = self.tokenizer.added_tokens_decoder
         self.special_ids = {
             *self.tokenizer.all_special_ids,
@@ -137,20 +133,14 @@ class InputProcessor:
             tokenizer = processor.info.get_tokenizer()
             for place, (text, is_literal) in enumerate(pieces):
                 if is_literal:
-                    token_ids += self._tokenize_literal(text)
+                    token_ids += self._tokenize_literal(tokenizer, text)
                 else:
                     is_first = add_special_tokens and place == 0
                     token_ids += tokenizer.encode(text, add_special_tokens=is_first)
         return token_ids
 
-    def _tokenize_literal(self, text: str) -> list[int]:
-        # A tokenizer of its own: whether special tokens are found is a state of the tokenizer.
-        with self._literal_lock:
-            if self._literal_tokenizer is None:
-                self._literal_tokenizer = copy.deepcopy(self.tokenizer)
-            ids = self._literal_tokenizer.encode(
-                text, add_special_tokens=False, split_special_tokens=True
-            )
+    def _tokenize_literal(self, tokenizer: Any, text: str) -> list[int]:
+        ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         if self.special_ids & set(ids):
             raise RequestValueError(
                 f"a text holds `{text}`, which this model reads as a control token; remove it, or "
@@ -183,8 +173,12 @@ class InputProcessor:
         """Return the checkpoint's default sampling parameters (generation_config.json)."""
         return SamplingParams(**self.generation_defaults.sampling)
 
-    def warm_up(self) -> None:
-        """Process one image, so that the first request waits for no imports."""
+    def warm_up(self, num_processors: int = 1) -> None:
+        """Process one image, so that the first request waits for no imports.
+
+        `num_processors`: used at a time, so that no request waits until one is made.
+        """
+        self._pool.fill(num_processors)
         limits = [name for name, limit in self.info.allowed_mm_limits.items() if limit > 0]
         with self._pool.borrow() as processor:
             inputs = processor.dummy_inputs.get_dummy_processor_inputs(

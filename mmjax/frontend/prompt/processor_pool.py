@@ -107,6 +107,18 @@ class ProcessorPool:
             with self._lock:
                 self._idle.append(processor)
 
+    def fill(self, num_instances: int) -> None:
+        """Make processors until there are `num_instances`.
+
+        To copy a large tokenizer stops all threads for a quarter of a second, so that it is better
+        done before there are requests.
+        """
+        while self.num_instances < num_instances:
+            processor = self._make()
+            with self._lock:
+                # Behind the first, which requests one after the other share with its caches.
+                self._idle.insert(0, processor)
+
     def _make(self) -> BaseMultiModalProcessor[Any]:
         tokenizer = copy.deepcopy(self.tokenizer)
         processor = create_processor(self._model_config, tokenizer, cache=self._cache)
