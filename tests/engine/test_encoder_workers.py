@@ -274,7 +274,7 @@ def test_a_killed_worker_costs_no_request(num_kills: int, tmp_path: Path, worker
     expected = [tokens_of(one) for one in serve_all(tiny_engine(**SIZES), requests)]
     with ExitStack() as opened:
         core = opened.enter_context(closing(start(addresses)))
-        workers = opened.enter_context(processes(*addresses[: min(num_kills, 2)]))
+        workers = [*opened.enter_context(processes(*addresses[: min(num_kills, 2)]))]
         for kill in range(num_kills):
             before = core.stats().encoder_workers_items
             for request in requests:
