@@ -9,7 +9,7 @@ of `FamilyProcessor`.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from transformers import BatchFeature
@@ -103,11 +103,11 @@ class FamilyInfo(BaseProcessingInfo):
     @cached_property
     def encoder_spec(self) -> Any:
         """The units that the model's encoder takes."""
-        return self._own_host_inputs.encoder_spec
+        return self.own_inputs.encoder_spec
 
     @cached_property
-    def _own_host_inputs(self) -> HostInputs:
-        # Once: a family's may read files.
+    def own_inputs(self) -> Any:
+        """One of the class `host_inputs`; made once, since a family's may read files."""
         return self.host_inputs(self.get_hf_config())
 
     @property
@@ -277,7 +277,7 @@ class FamilyInfo(BaseProcessingInfo):
 
     def get_expected_hidden_size(self) -> int | None:
         width = super().get_expected_hidden_size()
-        return None if width is None else width * (1 + len(self._own_host_inputs.fed_layers))
+        return None if width is None else width * (1 + len(self.own_inputs.fed_layers))
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return self.limits
@@ -408,7 +408,7 @@ class WindowedClipsInfo(FamilyInfo):
     @property
     def clip_windows(self) -> ClipWindows:
         """How clips are cut."""
-        return cast(Any, self._own_host_inputs).windows
+        return self.own_inputs.windows
 
     def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
         num_frames = self.clip_windows.count_frames(self.get_max_clip_tokens(seq_len, mm_counts))

@@ -309,8 +309,7 @@ class Gemma4ProcessingInfo(FamilyInfo):
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | Frames:
         if modality == "audio":
             _, number = tensors["num_clip_frames"]
-            host_inputs: Any = self._own_host_inputs
-            return host_inputs.count_rows(int(number))
+            return self.own_inputs.count_rows(int(number))
         num_embeds = int(tensors[f"num_soft_tokens_per_{modality}"])
         if modality == "image":
             return num_embeds

@@ -8,7 +8,7 @@ whose tokens have other names, they come by their times.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,12 +20,7 @@ from mmjax.models.family import (
     make_factories,
 )
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
-from mmjax.models.qwen2_5_omni.host_inputs import (
-    OmniHostInputs,
-    Piece,
-    Qwen3OmniHostInputs,
-    Qwen25OmniHostInputs,
-)
+from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen3OmniHostInputs, Qwen25OmniHostInputs
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
 from mmjax.processing.image_processors.frames import read_speed, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts
@@ -221,11 +216,6 @@ class Qwen25OmniProcessingInfo(GridInfo):
         kept = {k: v for k, v in own.items() if k not in ("size", "min_pixels", "max_pixels")}
         return {**kept, **self.video_defaults}
 
-    @property
-    def omni_inputs(self) -> OmniHostInputs:
-        """The host inputs, which count what items have."""
-        return cast(OmniHostInputs, self._own_host_inputs)
-
     @cached_property
     def log_mel(self) -> LogMel:
         made = LogMel.from_settings(self.load_feature_settings())
@@ -248,7 +238,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
         )
 
     def load_hf_processor(self) -> ProcessorOfParts:
-        features = self.features(log_mel=self.log_mel, count=self.omni_inputs.count_rows)
+        features = self.features(log_mel=self.log_mel, count=self.own_inputs.count_rows)
         parts = super().load_hf_processor()
         parts.video_processor.features = features
         return replace(parts, feature_extractor=features)
@@ -270,7 +260,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
     def get_max_clip_tokens(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> int:
-        most = self.omni_inputs.count_rows(self.log_mel.num_frames)
+        most = self.own_inputs.count_rows(self.log_mel.num_frames)
         return min(most, self.ctx.model_config.max_model_len)
 
     def get_mm_max_tokens_per_item(
@@ -302,7 +292,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
         return [self.get_embed_token_id(modality), *heard]
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | tuple[Piece, ...]:
-        host_inputs = self.omni_inputs
+        host_inputs = self.own_inputs
         if modality == "audio":
             return host_inputs.count_rows(int(tensors["num_clip_frames"]))
         if host_inputs.count_sound(tensors):
