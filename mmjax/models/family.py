@@ -78,7 +78,7 @@ class FamilyInfo(BaseProcessingInfo):
     placeholders: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Modality -> what stands for an item in a text; nothing where updates insert."""
     embed_token: ClassVar[str | None] = None
-    """At whose places an item's embeddings go; None: config.json's `image_token_id`."""
+    """At whose places an item's embeddings go; None: config.json's, as `image_token_id`."""
     reserves_embed_token: ClassVar[bool] = False
     """Whether only updates may write it: a prompt that has it is refused."""
     item_bounds: ClassVar[tuple[str, str] | None] = None
@@ -146,7 +146,7 @@ class FamilyInfo(BaseProcessingInfo):
     def get_embed_token_id(self, modality: str) -> int:
         """Return the token at whose places the embeddings of an item go."""
         if self.embed_token is None:
-            return self.get_hf_config().image_token_id
+            return getattr(self.get_hf_config(), f"{modality}_token_id")
         return self.get_token_id(self.embed_token)
 
     def get_embed_token_ids(self, modality: str) -> Sequence[int]:

@@ -117,10 +117,6 @@ class GridInfo(FamilyInfo):
         """Return the pad token, without the tokens around it, which the chat template adds."""
         return self.get_tokenizer().decode(self.get_target(modality))
 
-    def get_embed_token_id(self, modality: str) -> int:
-        """Return the placeholder token of a modality's items and embeddings."""
-        return getattr(self.get_hf_config(), f"{modality}_token_id")
-
     @property
     def patch_depth(self) -> int:
         """How many frames a patch of the tower has."""

@@ -175,9 +175,6 @@ class Gemma4ProcessingInfo(FamilyInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {**self.limits, **(self.sound_limits if self.hears else {})}
 
-    def get_embed_token_id(self, modality: str) -> int:
-        return getattr(self.get_hf_config(), f"{modality}_token_id")
-
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what AutoProcessor would, which wants torchvision."""
         path, config = self.ctx.model_config.path, self.get_hf_config()

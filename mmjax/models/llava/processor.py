@@ -295,10 +295,6 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
     def _largest_image(self) -> ImageSize:
         return self.own_inputs.find_largest()
 
-    def get_embed_token_id(self, modality: str) -> int:
-        hf_config = self.get_hf_config()
-        return hf_config.video_token_id if modality == "video" else hf_config.image_token_id
-
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         counts = "video_num_patches"
         frames = outputs.get(counts, ())
