@@ -130,6 +130,8 @@ class GridInfo(FamilyInfo):
         return self.parser(
             merge_size=self.merge_size,
             count_embeds=self.count_embeds,
+            target_sr=self.audio_rate,
+            target_channels=None if self.audio_rate is None else 1,
             limits=self.get_media_limits(),
             expected_hidden_size=self.get_expected_hidden_size(),
         )

@@ -13,12 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmjax.errors import RequestTypeError, RequestValueError, check_settings
-from mmjax.models.family import (
-    FamilyProcessor,
-    WindowedClipsInfo,
-    item_fields,
-    make_factories,
-)
+from mmjax.models.family import WindowedClipsInfo, item_fields, make_factories
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
 from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen3OmniHostInputs, Qwen25OmniHostInputs
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
@@ -227,16 +222,6 @@ class Qwen25OmniProcessingInfo(GridInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {**self.limits, **self.sound_limits}
 
-    def get_data_parser(self) -> MultiModalDataParser:
-        return self.parser(
-            merge_size=self.merge_size,
-            count_embeds=self.count_embeds,
-            target_sr=self.audio_rate,
-            target_channels=1,
-            limits=self.get_media_limits(),
-            expected_hidden_size=self.get_expected_hidden_size(),
-        )
-
     def load_hf_processor(self) -> ProcessorOfParts:
         features = self.features(log_mel=self.log_mel, count=self.own_inputs.count_rows)
         parts = super().load_hf_processor()
@@ -253,6 +238,17 @@ class Qwen25OmniProcessingInfo(GridInfo):
                 param="mm_processor_kwargs",
             )
         return asked
+
+    def choose_items(
+        self, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, object]
+    ) -> MultiModalDataItems:
+        """Have the files of videos heard as well, if it is asked."""
+        mm_items = super().choose_items(mm_items, mm_kwargs)
+        videos = mm_items.get("video")
+        if not self.hears_videos(mm_kwargs) or not isinstance(videos, VideoProcessorItems):
+            return mm_items
+        heard = {**mm_items, "video": videos.with_sound(self.log_mel.sampling_rate)}
+        return MultiModalDataItems(heard).with_cancellation(mm_items.cancellation)
 
     def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
         return self.get_max_clip_tokens() * 4 * self.log_mel.hop_length
@@ -370,19 +366,5 @@ class Qwen3OmniProcessingInfo(WindowedClipsInfo, Qwen25OmniProcessingInfo):
         return int(num_frames.max())
 
 
-class Qwen25OmniProcessor(FamilyProcessor[Qwen25OmniProcessingInfo]):
-    def _choose_items(
-        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> MultiModalDataItems:
-        """Have the files of videos heard, if it is asked."""
-        mm_items = super()._choose_items(mm_items, hf_processor_mm_kwargs)
-        videos = mm_items.get("video")
-        is_heard = self.info.hears_videos(hf_processor_mm_kwargs)
-        if not is_heard or not isinstance(videos, VideoProcessorItems):
-            return mm_items
-        heard = {**mm_items, "video": videos.with_sound(self.info.log_mel.sampling_rate)}
-        return MultiModalDataItems(heard).with_cancellation(mm_items.cancellation)
-
-
-FACTORIES = make_factories(Qwen25OmniProcessingInfo, Qwen25OmniProcessor)
-QWEN3_FACTORIES = make_factories(Qwen3OmniProcessingInfo, Qwen25OmniProcessor)
+FACTORIES = make_factories(Qwen25OmniProcessingInfo)
+QWEN3_FACTORIES = make_factories(Qwen3OmniProcessingInfo)
