@@ -39,11 +39,11 @@ from mmjax.processing.items.parse import (
     MultiModalDataItems,
     MultiModalDataParser,
 )
+from mmjax.processing.media.audio import long_clip_error, unheard_clip_error
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 SAMPLING_RATE = 16_000
-_PARAM = "multi_modal_data.audio"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +101,8 @@ class Gemma4Features:
         }
 
     def _make_frames(self, clip: np.ndarray) -> tuple[np.ndarray, int]:
-        seconds = len(clip) / SAMPLING_RATE
         if len(clip) > self.num_samples:
-            raise RequestValueError(
-                f"a clip lasts {seconds:.1f} s, and the model hears "
-                f"{self.num_samples / SAMPLING_RATE:g} s at once; cut it, and send its parts as "
-                "several",
-                param=_PARAM,
-            )
+            raise long_clip_error(len(clip) / SAMPLING_RATE, self.num_samples / SAMPLING_RATE)
         if self.extractor is None:
             size = self.samples_per_frame
             frames = np.pad(clip, (0, -len(clip) % size)).reshape(-1, size).astype(np.float32)
@@ -117,11 +111,7 @@ class Gemma4Features:
         outputs = self.extractor([clip], truncation=False, return_tensors="np")
         number = int(outputs["input_features_mask"][0].sum())
         if not number:
-            raise RequestValueError(
-                f"a clip has {len(clip)} samples, {seconds:.3f} s, of which no embedding is made; "
-                f"send one of more than {self.extractor.hop_length}",
-                param=_PARAM,
-            )
+            raise unheard_clip_error(len(clip), SAMPLING_RATE, self.extractor.hop_length)
         return outputs["input_features"][0], number
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import RequestTypeError, RequestValueError, check_settings
+from mmjax.errors import RequestTypeError, check_settings
 from mmjax.models.family import WindowedClipsInfo, item_fields, make_factories
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
 from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen3OmniHostInputs, Qwen25OmniHostInputs
@@ -26,7 +26,7 @@ from mmjax.processing.items.items import (
     VideoProcessorItems,
 )
 from mmjax.processing.items.parse import MultiModalDataParser
-from mmjax.processing.media.audio import AudioSpec, parse_audio
+from mmjax.processing.media.audio import AudioSpec, long_clip_error, parse_audio, unheard_clip_error
 from mmjax.processing.media.encoded import EncodedAudio
 from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -46,7 +46,6 @@ USE_AUDIO = "use_audio_in_video"
 """The name in `mm_processor_kwargs` of whether videos are heard, as in vLLM."""
 SOUND = "sound"
 """What metadata of a video call its samples."""
-_PARAM = "multi_modal_data.{modality}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +61,8 @@ class OmniFeatures:
         """Return the frames of all clips, float32[frames, bins], and their numbers."""
         for clip in clips:
             if not self.count_rows(clip):
-                raise RequestValueError(
-                    f"a clip has {len(clip)} samples, {self._tell_seconds(clip):.3f} s, of which "
-                    f"no embedding is made; send one of more than {self.most_unheard}",
-                    param=_PARAM.format(modality="audio"),
-                )
+                rate = self.log_mel.sampling_rate
+                raise unheard_clip_error(len(clip), rate, self.most_unheard)
         found = [self.make_frames(clip, "a clip", "audio") for clip in clips]
         return {
             "input_features": np.concatenate(found),
@@ -86,19 +82,13 @@ class OmniFeatures:
         """Return float32[frames, bins] of samples at the model's rate; errors name `what`."""
         made = self.log_mel
         if len(samples) > made.num_samples:
-            raise RequestValueError(
-                f"{what} lasts {self._tell_seconds(samples):.1f} s, and the model hears "
-                f"{made.chunk_length} s at once; cut it, and send its parts as several",
-                param=_PARAM.format(modality=modality),
-            )
+            seconds = len(samples) / made.sampling_rate
+            raise long_clip_error(seconds, made.chunk_length, what=what, modality=modality)
         num_frames = cdiv(len(samples), made.hop_length)
         # HF pads to the longest clip that there may be: of its silence, what a frame reaches.
         end = min(made.num_samples, (num_frames + 1) * made.hop_length + made.n_fft)
         padded = np.pad(samples, (0, max(end - len(samples), 0)))
         return made(padded)[:, :num_frames].T
-
-    def _tell_seconds(self, samples: np.ndarray) -> float:
-        return len(samples) / self.log_mel.sampling_rate
 
 
 class Qwen3OmniFeatures(OmniFeatures):
