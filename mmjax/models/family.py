@@ -369,11 +369,19 @@ class FamilyInfo(BaseProcessingInfo):
                 f"{expected}"
             )
 
-    def check_rows(self, modality: str, num_embeds: int, known: Sequence[int], hint: str) -> None:
-        """Refuse embeddings of an item with as many rows as no item has."""
+    def check_rows(
+        self,
+        modality: str,
+        num_embeds: int,
+        known: Sequence[int],
+        hint: str,
+        *,
+        what: str = "an image",
+    ) -> None:
+        """Refuse embeddings of an item with as many rows as no item (`what`) has."""
         if num_embeds not in known:
             raise RequestValueError(
-                f"{modality} embeddings have {num_embeds} rows; an image has {hint}",
+                f"{modality} embeddings have {num_embeds} rows; {what} has {hint}",
                 param="multi_modal_data",
             )
 

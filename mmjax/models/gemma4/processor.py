@@ -259,15 +259,12 @@ class Gemma4ProcessingInfo(FamilyInfo):
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         if modality == "audio":
             super().check_num_embeds(modality, num_embeds)
-            if num_embeds > self.max_clip_rows:
-                raise RequestValueError(
-                    f"{modality} embeddings have {num_embeds} rows; a clip has "
-                    f"{self.max_clip_rows} at most",
-                    param="multi_modal_data",
-                )
-            return
-        most = self.get_budget("image")
-        self.check_rows(modality, num_embeds, range(1, most + 1), f"1 to {most}")
+            most, what = self.max_clip_rows, "a clip"
+            hint = f"{most} at most"
+        else:
+            most, what = self.get_budget("image"), "an image"
+            hint = f"1 to {most}"
+        self.check_rows(modality, num_embeds, range(1, most + 1), hint, what=what)
 
     # ---- tokens ----------------------------------------------------------------------------------
 

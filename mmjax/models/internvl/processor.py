@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import RequestValueError, check_settings
+from mmjax.errors import check_settings
 from mmjax.models.family import FamilyProcessor, item_fields, make_factories
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
 from mmjax.models.internvl.tokenizer import load_tokenizer
@@ -171,16 +171,11 @@ class BaseInternVLProcessingInfo(TiledInfo):
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of whole tiles, thumbnail included, or of whole frames."""
-        part = {"image": "tile", "video": "frame"}[modality]
+        part, each = {"image": "tile", "video": "frame"}[modality], self.num_unit_tokens
         most = self.get_max_image_tokens() if modality == "image" else num_embeds
-        if 0 < num_embeds <= most and num_embeds % self.num_unit_tokens == 0:
-            return
         many = f", {most} rows at most" * (modality == "image")
-        raise RequestValueError(
-            f"{modality} embeddings have {num_embeds} rows; a {part} has {self.num_unit_tokens}: "
-            f"give those of whole {part}s{many}",
-            param="multi_modal_data",
-        )
+        hint = f"{each}: give those of whole {part}s{many}"
+        self.check_rows(modality, num_embeds, range(each, most + 1, each), hint, what=f"a {part}")
 
     def get_unit_size(self) -> ImageSize:
         return ImageSize(width=self.unit_side, height=self.unit_side)

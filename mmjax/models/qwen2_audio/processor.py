@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import RequestValueError
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.qwen2_audio.host_inputs import Qwen2AudioHostInputs
 from mmjax.processing.image_processors.parts import ProcessorOfParts
@@ -95,12 +94,8 @@ class Qwen2AudioProcessingInfo(FamilyInfo):
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         super().check_num_embeds(modality, num_embeds)
-        if num_embeds > self.num_unit_tokens:
-            raise RequestValueError(
-                f"{modality} embeddings have {num_embeds} rows; a clip of "
-                f"{self.log_mel.chunk_length} s has {self.num_unit_tokens}",
-                param="multi_modal_data",
-            )
+        most, what = self.num_unit_tokens, f"a clip of {self.log_mel.chunk_length} s"
+        self.check_rows(modality, num_embeds, range(1, most + 1), f"{most}", what=what)
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]

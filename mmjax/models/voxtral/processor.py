@@ -175,12 +175,10 @@ class VoxtralProcessingInfo(FamilyInfo):
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         super().check_num_embeds(modality, num_embeds)
-        if num_embeds % self.num_unit_tokens:
-            raise RequestValueError(
-                f"{modality} embeddings have {num_embeds} rows; a clip has {self.num_unit_tokens} "
-                f"for each {self.log_mel.chunk_length} s that it begins",
-                param="multi_modal_data",
-            )
+        each = self.num_unit_tokens
+        hint = f"{each} for each {self.log_mel.chunk_length} s that it begins"
+        known = range(each, num_embeds + 1, each)
+        self.check_rows(modality, num_embeds, known, hint, what="a clip")
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
