@@ -16,7 +16,7 @@ import numpy as np
 from mmjax.errors import CheckpointError
 from mmjax.models.grid_inputs import TimedGridHostInputs, WindowGridHostInputs, read_grid
 from mmjax.models.host_inputs import EncoderSpec, PromptItem, RotaryPositions
-from mmjax.processing.media.clip_windows import ClipWindows
+from mmjax.processing.media.clip_windows import ClipWindows, cut_frames
 
 
 class Piece(NamedTuple):
@@ -136,13 +136,8 @@ class Qwen25OmniHostInputs(OmniHostInputs, WindowGridHostInputs):
 
     def cut(self, features: np.ndarray) -> dict[str, np.ndarray]:
         """Return a spectrogram's chunks, the last one with zeros behind it."""
-        frames = np.asarray(features)  # frames, bins
-        num_chunks = -(-len(frames) // self.chunk_size)
-        padded = np.zeros((num_chunks * self.chunk_size, frames.shape[1]), np.float32)
-        padded[: len(frames)] = frames
-        left = len(frames) - self.chunk_size * np.arange(num_chunks)
-        chunks = padded.reshape(num_chunks, self.chunk_size, -1).transpose(0, 2, 1)
-        return {"input_features": chunks, "num_frames": np.minimum(left, self.chunk_size)}
+        chunks, num_frames = cut_frames(np.asarray(features), self.chunk_size)
+        return {"input_features": chunks.transpose(0, 2, 1), "num_frames": num_frames}
 
     def count_rows(self, num_frames: int) -> int:
         """Return how many embeddings a clip has; none where it is too short."""
