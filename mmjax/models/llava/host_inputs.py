@@ -43,19 +43,13 @@ def count_extra_features(hf_config: Any) -> int:
     return _NUM_EXTRA_FEATURES[tower]
 
 
-def count_kept_features(num_features: int, strategy: str) -> int:
-    """Return how many of a tower's features `vision_feature_select_strategy` leaves."""
-    kept = choose_features(num_features, strategy)
-    return kept.stop - kept.start
-
-
 def count_image_tokens(hf_config: Any) -> int:
     """Return how many embeddings a picture has: the features of the tower that are kept."""
     vision = hf_config.vision_config
     num_patches = (vision.image_size // vision.patch_size) ** 2
-    return count_kept_features(
-        num_patches + count_extra_features(hf_config), hf_config.vision_feature_select_strategy
-    )
+    num_features = num_patches + count_extra_features(hf_config)
+    kept = choose_features(num_features, hf_config.vision_feature_select_strategy)
+    return kept.stop - kept.start
 
 
 class LlavaHostInputs(UnitHostInputs):
