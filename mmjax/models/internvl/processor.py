@@ -12,10 +12,8 @@ BOS is left to the tokenizer, as there: InternLM2's writes one, Qwen2's none.
 """
 
 import json
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -24,7 +22,7 @@ from transformers import BatchFeature
 
 from mmjax.errors import check_settings
 from mmjax.models.family import FamilyProcessor, item_fields, make_factories
-from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
+from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs
 from mmjax.models.internvl.tokenizer import load_tokenizer
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.context import InputProcessingContext
@@ -157,18 +155,6 @@ class BaseInternVLProcessingInfo(TiledInfo):
     pixel_keys: ClassVar[Mapping[str, str]]
     """Modality -> name of its pixel values."""
 
-    @property
-    @abstractmethod
-    def unit_side(self) -> int:
-        """Side of a tile, in pixels."""
-
-    @cached_property
-    def num_unit_tokens(self) -> int:
-        """Number of embeddings of a tile, also where the encoder's are refused for their size."""
-        hf_config = self.get_hf_config()
-        patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
-        return int((self.unit_side // patch_size) ** 2 * hf_config.downsample_ratio**2)
-
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of whole tiles, thumbnail included, or of whole frames."""
         part, each = {"image": "tile", "video": "frame"}[modality], self.num_unit_tokens
@@ -225,12 +211,6 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
         takes_videos = token and (tokenizer is None or token in tokenizer.get_vocab())
         return self.limits if takes_videos else {"image": None}
 
-    @property
-    def unit_side(self) -> int:
-        hf_config = self.get_hf_config()
-        forced = getattr(hf_config, "force_image_size", None)
-        return forced or only_side(hf_config.vision_config.image_size, "image_size")
-
     def load_hf_processor(self) -> ProcessorOfParts:
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
@@ -245,10 +225,6 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
     frame_separator = "\n"
     pixel_keys = PIXEL_KEYS["hf"]
     placeholders: ClassVar = {"image": CONTEXT, "video": "<video>"}
-
-    @property
-    def unit_side(self) -> int:
-        return only_side(self.get_hf_config().vision_config.image_size, "image_size")
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
