@@ -93,8 +93,9 @@ class _Format:
         return source
 
 
-_FORMATS: Mapping[str, _Format] = MappingProxyType(
+_FORMATS: Mapping[str | None, _Format] = MappingProxyType(
     {
+        None: _Format(end="<|im_end|>\n", default=""),
         "Hermes-2": _Format(end="<|im_end|>", default=_SYSTEM_2),
         "internlm2-chat": _Format(end="<|im_end|>", default=_SYSTEM_2),
         "phi3-chat": _Format(
@@ -116,14 +117,7 @@ _FORMATS: Mapping[str, _Format] = MappingProxyType(
         ),
     }
 )
-_PLAIN = _Format(end="<|im_end|>\n", default="")
-"""The format where config.json names none."""
-
-
-def find_format(name: str | None) -> _Format | None:
-    """Return a format by its name; None: it is not known."""
-    return _PLAIN if name is None else _FORMATS.get(name)
-
+"""By `template` of config.json; None: where it names none."""
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
 _VIDEO_TOKENS = {
@@ -145,7 +139,7 @@ class InternVLDataParser(MultiModalDataParser):
 class BaseInternVLProcessingInfo(TiledInfo):
     """Common to both formats."""
 
-    chat_template = _PLAIN.to_jinja()
+    chat_template = _FORMATS[None].to_jinja()
     data_parser = InternVLDataParser
     host_inputs = InternVLHostInputs
     limits: ClassVar = {"image": None, "video": None}
@@ -196,7 +190,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
-        self._format = find_format(getattr(self.get_hf_config(), "template", None))
+        self._format = _FORMATS.get(getattr(self.get_hf_config(), "template", None))
         self.chat_template = None if self._format is None else self._format.to_jinja()
 
     def get_ending_token_ids(self) -> Sequence[int]:
