@@ -159,7 +159,8 @@ class PatchCutter:
 
     def _pad(self, image: Image.Image, limits: Limits) -> np.ndarray:
         size = self.scale(ImageSize(*image.size), limits)
-        pixels = to_pixels(to_rgb(image).resize(size, self.settings["resample"]))
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        pixels = to_pixels(image.resize(size, self.settings["resample"]))
         missing = ((0, 0), (0, -size.height % self.unit), (0, -size.width % self.unit))
         return np.pad(pixels, missing)
 
@@ -231,11 +232,6 @@ class ClipCutter(PatchCutter):
             "timestamps": np.concatenate([t.seconds[:: self.clip_frames] for _, t in seen]),
             "video_affine": self.affine,
         }
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image with the three colours alone."""
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def split_grids(tensors: Mapping[str, Any], clip_frames: int) -> dict[str, Any]:
