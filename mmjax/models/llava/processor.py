@@ -31,6 +31,7 @@ from mmjax.processing.chat_turns import (
     write_turns,
 )
 from mmjax.processing.context import InputProcessingContext
+from mmjax.processing.image_processors.affine import ARITHMETIC
 from mmjax.processing.image_processors.image import (
     check_bool,
     check_resized_pixels,
@@ -66,7 +67,6 @@ GRANITE_TEMPLATE = write_turns(
 )
 _TEMPLATES: Mapping[str, str] = {"granite": GRANITE_TEMPLATE, "mistral": MISTRAL_TEMPLATE}
 """Of LLaVA-NeXT; that of other decoders is Vicuna's."""
-_ARITHMETIC = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 _PART: Mapping[str, str] = {"where": "the image processor", "source": "the model takes"}
 
 
@@ -106,7 +106,7 @@ class LlavaProcessingInfo(BaseLlavaProcessingInfo):
 class CanvasCutter:
     """HF's `LlavaNextImageProcessorPil`, without the tiles of zeros that make pictures alike."""
 
-    valid_kwargs = frozenset({"resample", "do_convert_rgb", *_ARITHMETIC})
+    valid_kwargs = frozenset({"resample", "do_convert_rgb", *ARITHMETIC})
 
     def __init__(self, hf_processor: Any, host_inputs: LlavaNextHostInputs) -> None:
         self.hf = hf_processor
