@@ -245,15 +245,19 @@ class FamilyInfo(BaseProcessingInfo):
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
-        """Return the frames of a video with the most embeddings, and their size: each is a unit."""
-        size = self.get_unit_size()
+        """Return the frames of a video with the most embeddings, and their size."""
+        size, _ = self.find_largest_frame()
         assert size is not None, "frames of any size: a family says which are largest"
         return self.get_max_frames(seq_len, mm_counts), size
+
+    def find_largest_frame(self) -> tuple[ImageSize | None, int]:
+        """Return the size of a frame with the most embeddings, and how many: a unit's."""
+        return self.get_unit_size(), self.num_unit_tokens
 
     @property
     def num_frame_tokens(self) -> int:
         """How many embeddings a frame of a video has, at most."""
-        return self.num_unit_tokens
+        return self.find_largest_frame()[1]
 
     @property
     def num_frame_room(self) -> int:

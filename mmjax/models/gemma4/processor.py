@@ -231,11 +231,9 @@ class Gemma4ProcessingInfo(FamilyInfo):
         budget = self.get_budget("image")
         return self.get_image_processor().find_largest(budget), budget
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        largest = self.get_hf_processor().video_processor.find_largest(self.get_budget("video"))
-        return self.get_max_frames(seq_len, mm_counts), largest
+    def find_largest_frame(self) -> tuple[ImageSize, int]:
+        budget = self.get_budget("video")
+        return self.get_hf_processor().video_processor.find_largest(budget), budget
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
         """Return those of a whole prompt, not of a step.
@@ -243,10 +241,6 @@ class Gemma4ProcessingInfo(FamilyInfo):
         Every video of 32 seconds and more has all that are sampled.
         """
         return super().get_max_frames(None, mm_counts)
-
-    @property
-    def num_frame_tokens(self) -> int:
-        return self.get_budget("video")
 
     def get_max_clip_tokens(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None

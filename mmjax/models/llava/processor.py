@@ -240,10 +240,6 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
         return self.own_inputs.tile_patches**2
 
     @property
-    def num_frame_tokens(self) -> int:
-        return self.own_inputs.pooled_side**2
-
-    @property
     def num_frame_room(self) -> int:
         """How many tokens a frame has at most, with the newline behind the last one."""
         return self.num_frame_tokens + 1
@@ -254,11 +250,9 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
         most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
         return {**most, "video": most["video"] + 1} if "video" in most else most
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        side = self.own_inputs.tile
-        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
+    def find_largest_frame(self) -> tuple[ImageSize, int]:
+        made = self.own_inputs
+        return ImageSize(width=made.tile, height=made.tile), made.pooled_side**2
 
     def load_hf_processor(self) -> Any:
         hf_config = self.get_hf_config()
