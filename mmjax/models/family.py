@@ -208,25 +208,18 @@ class FamilyInfo(BaseProcessingInfo):
     def audio_rate(self) -> int | None:
         return self.log_mel.sampling_rate if "audio" in self.supported_mm_limits else None
 
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """Return the samples of a clip with the most embeddings."""
-        return self._get_max_clip_units(mm_counts) * self.log_mel.num_samples
+    def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
+        """Return the samples of a clip with the most embeddings, and how many.
 
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        """Return how many embeddings that clip has."""
-        return self._get_max_clip_units(mm_counts) * self.num_unit_tokens
-
-    def _get_max_clip_units(self, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the most units of a clip, if all clips share a prompt."""
-        if not self.cuts_clips:
-            return 1
-        num_clips = max((mm_counts or {}).get("audio", 0), 1)
-        limits, made = self.get_media_limits(), self.log_mel
-        most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
-        fitting = self.ctx.model_config.max_model_len // self.num_unit_tokens // num_clips
-        return max(min(fitting, cdiv(most, made.num_samples)), 1)
+        If all clips share a prompt.
+        """
+        made, num_units = self.log_mel, 1
+        if self.cuts_clips:
+            limits, num_clips = self.get_media_limits(), max(mm_counts.get("audio", 0), 1)
+            most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
+            fitting = self.ctx.model_config.max_model_len // self.num_unit_tokens // num_clips
+            num_units = max(min(fitting, cdiv(most, made.num_samples)), 1)
+        return num_units * made.num_samples, num_units * self.num_unit_tokens
 
     def find_largest_image(self) -> tuple[ImageSize | None, int]:
         """Return the size of an image with the most embeddings, and how many: a unit's."""
@@ -305,7 +298,7 @@ class FamilyInfo(BaseProcessingInfo):
         if "video" in self.supported_mm_limits:
             most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_frame_tokens
         if "audio" in self.supported_mm_limits:
-            most["audio"] = self.get_max_clip_tokens(seq_len, mm_counts)
+            _, most["audio"] = self.find_longest_clip(mm_counts or {})
         return most
 
     def parse_answer(
@@ -422,20 +415,15 @@ class WindowedClipsInfo(FamilyInfo):
         """How clips are cut."""
         return self.own_inputs.windows
 
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        num_frames = self.clip_windows.count_frames(self.get_max_clip_tokens(seq_len, mm_counts))
-        # So many are mirrored at either end.
-        return max(num_frames * self.log_mel.hop_length, self.log_mel.n_fft // 2 + 1)
-
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        """Return the most that the operator's limits allow, if all clips share a prompt."""
+    def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
+        """Return the same: as long as the operator's limits allow."""
         limits, made = self.get_media_limits(), self.log_mel
         most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
-        num_clips = max((mm_counts or {}).get("audio", 0), 1)
-        share = self.ctx.model_config.max_model_len // num_clips
-        return max(min(self.clip_windows.count_rows(most // made.hop_length), share), 1)
+        share = self.ctx.model_config.max_model_len // max(mm_counts.get("audio", 0), 1)
+        num_rows = max(min(self.clip_windows.count_rows(most // made.hop_length), share), 1)
+        num_frames = self.clip_windows.count_frames(num_rows)
+        # So many are mirrored at either end.
+        return max(num_frames * made.hop_length, made.n_fft // 2 + 1), num_rows
 
 
 def item_fields(
@@ -504,7 +492,7 @@ class FamilyDummyInputs(BaseDummyInputsBuilder[FamilyInfo]):
             data["video"] = [(frames, _mark_sampled(len(frames))) for frames in videos]
         if "audio" in mm_counts:
             data["audio"] = self._get_dummy_audios(
-                length=self.info.get_longest_clip(seq_len, mm_counts),
+                length=self.info.find_longest_clip(mm_counts)[0],
                 num_audios=mm_counts["audio"],
                 overrides=options.get("audio"),
             )

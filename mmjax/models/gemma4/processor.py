@@ -242,13 +242,8 @@ class Gemma4ProcessingInfo(FamilyInfo):
         """
         return super().get_max_frames(None, mm_counts)
 
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        return self.max_clip_rows
-
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        return self.get_hf_processor().feature_extractor.num_samples
+    def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
+        return self.get_hf_processor().feature_extractor.num_samples, self.max_clip_rows
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         if modality == "audio":

@@ -240,20 +240,16 @@ class Qwen25OmniProcessingInfo(GridInfo):
         heard = {**mm_items, "video": videos.with_sound(self.log_mel.sampling_rate)}
         return MultiModalDataItems(heard).with_cancellation(mm_items.cancellation)
 
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        return self.get_max_clip_tokens() * 4 * self.log_mel.hop_length
-
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
+    def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
         most = self.own_inputs.count_rows(self.log_mel.num_frames)
-        return min(most, self.ctx.model_config.max_model_len)
+        number = min(most, self.ctx.model_config.max_model_len)
+        return number * 4 * self.log_mel.hop_length, number
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
         most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
-        return {**most, "audio": self.get_max_clip_tokens(seq_len, mm_counts)}
+        return {**most, "audio": self.find_longest_clip(mm_counts or {})[1]}
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return {
