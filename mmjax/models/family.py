@@ -33,7 +33,6 @@ from mmjax.processing.items.parse import (
     MultiModalDataDict,
     MultiModalDataItems,
 )
-from mmjax.processing.media.clip_windows import ClipWindows
 from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.prepared import AnswerParser
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -410,18 +409,14 @@ class FamilyInfo(BaseProcessingInfo):
 class WindowedClipsInfo(FamilyInfo):
     """Clips of any length, which the host inputs cut into windows (`ClipWindows`)."""
 
-    @property
-    def clip_windows(self) -> ClipWindows:
-        """How clips are cut."""
-        return self.own_inputs.windows
-
     def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
         """Return the same: as long as the operator's limits allow."""
+        windows = self.own_inputs.windows
         limits, made = self.get_media_limits(), self.log_mel
         most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
         share = self.ctx.model_config.max_model_len // max(mm_counts.get("audio", 0), 1)
-        num_rows = max(min(self.clip_windows.count_rows(most // made.hop_length), share), 1)
-        num_frames = self.clip_windows.count_frames(num_rows)
+        num_rows = max(min(windows.count_rows(most // made.hop_length), share), 1)
+        num_frames = windows.count_frames(num_rows)
         # So many are mirrored at either end.
         return max(num_frames * made.hop_length, made.n_fft // 2 + 1), num_rows
 

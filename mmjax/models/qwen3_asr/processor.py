@@ -190,7 +190,7 @@ class Qwen3ASRProcessingInfo(WindowedClipsInfo):
         )
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
-        return self.clip_windows.count_rows(int(tensors["num_clip_frames"]))
+        return self.own_inputs.windows.count_rows(int(tensors["num_clip_frames"]))
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
@@ -199,7 +199,7 @@ class Qwen3ASRProcessingInfo(WindowedClipsInfo):
         if "num_clip_frames" not in tensors:
             return tensors
         counts = np.reshape(tensors["num_clip_frames"], -1)
-        chunk = self.clip_windows.chunk_size
+        chunk = self.own_inputs.windows.chunk_size
         mask = np.arange(int(counts.max() + -counts.max() % chunk))[None, :] < counts[:, None]
         padded = np.zeros((*mask.shape, self.log_mel.feature_size), np.float32)
         padded[mask] = tensors["input_features"]
