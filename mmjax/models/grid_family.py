@@ -106,7 +106,7 @@ class GridInfo(FamilyInfo):
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
         "video": "<|vision_start|><|video_pad|><|vision_end|>",
     }
-    parser: ClassVar[type[GridDataParser]] = GridDataParser
+    data_parser = GridDataParser
     video_patcher: ClassVar[type[VideoPatcher]] = VideoPatcher
     video_defaults: ClassVar[Mapping[str, Any]] = {
         "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
@@ -126,15 +126,8 @@ class GridInfo(FamilyInfo):
     def merge_size(self) -> int:
         return self.get_hf_config().vision_config.spatial_merge_size
 
-    def get_data_parser(self) -> MultiModalDataParser:
-        return self.parser(
-            merge_size=self.merge_size,
-            count_embeds=self.count_embeds,
-            target_sr=self.audio_rate,
-            target_channels=None if self.audio_rate is None else 1,
-            limits=self.get_media_limits(),
-            expected_hidden_size=self.get_expected_hidden_size(),
-        )
+    def get_parser_options(self) -> Mapping[str, Any]:
+        return {"merge_size": self.merge_size, "count_embeds": self.count_embeds}
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
@@ -325,7 +318,7 @@ class StampedDataParser(GridDataParser):
 class StampedGridInfo(GridInfo):
     """Each step of a video is a picture of its own to the positions, with its second as text."""
 
-    parser = StampedDataParser
+    data_parser = StampedDataParser
     video_patcher = SampledVideoPatcher
     video_defaults: ClassVar = {
         "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},

@@ -190,7 +190,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
     chat_template = write_chatml(write_parts(**PLACEHOLDERS), QWEN_SYSTEM)
     host_inputs = Qwen25OmniHostInputs
     box_unit = "pixels"
-    parser = OmniDataParser
+    data_parser = OmniDataParser
     video_patcher = OmniVideoPatcher
     placeholders: ClassVar = PLACEHOLDERS
     sound_limits: ClassVar = {"audio": None}
