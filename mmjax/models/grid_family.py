@@ -43,9 +43,6 @@ SECONDS_OF_STEPS: Mapping[str, MultiModalFieldConfig] = MappingProxyType(
 )
 """What `TimedVideoPatcher` returns beside patches and grids."""
 
-Frames = tuple[tuple[str, ...], int]
-"""What is written for each step of a video, and how many embeddings each has."""
-
 
 class GridDataParser(MultiModalDataParser):
     """Accepts embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
@@ -91,7 +88,12 @@ class GridDataParser(MultiModalDataParser):
                 f"grids are {grids.tolist()}; expected (time, rows, columns) from 1 on, rows and "
                 f"columns multiples of {self.merge_size}"
             )
-        return make_fields(modality, grids, self.count_embeds(modality, grids))
+        fields = make_fields(modality, grids, self.count_embeds(modality, grids))
+        return fields if modality == "image" else {**fields, **self.read_seconds(data)}
+
+    def read_seconds(self, data: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        """Return the fields of when the steps of videos are shown; ValueError for no seconds."""
+        return {}
 
 
 class GridInfo(FamilyInfo):
@@ -267,10 +269,6 @@ class GridInfo(FamilyInfo):
         """Return how many embeddings items of a modality have: int[items] of int[items, 3]."""
         return grids.prod(-1) // self.merge_size**2
 
-    def count_cells(self, grid: np.ndarray) -> int:
-        """Return how many embeddings an item of a grid has."""
-        return int(np.prod(grid)) // self.merge_size**2
-
 
 class TimedDataParser(GridDataParser):
     """Takes the seconds of a step beside the embeddings of a video, where they are given."""
@@ -281,17 +279,12 @@ class TimedDataParser(GridDataParser):
         "video": {**GridDataParser.embedding_fields["video"], "second_per_grid_ts": "optional"},
     }
 
-    def _get_embedding_fields_config(
-        self, modality: str, data: Mapping[str, Any]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        fields = super()._get_embedding_fields_config(modality, data)
-        if modality == "image":
-            return fields
+    def read_seconds(self, data: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         seconds = np.asarray(data.get("second_per_grid_ts", 1.0), np.float32)
         most = 1.0 / MIN_FPS
         if not ((seconds >= 0) & (seconds <= most)).all():
             raise ValueError(f"`second_per_grid_ts` is {seconds.tolist()}; expected 0 to {most:g}")
-        return {**fields, **SECONDS_OF_STEPS}
+        return SECONDS_OF_STEPS
 
 
 class StampedDataParser(GridDataParser):
@@ -303,16 +296,11 @@ class StampedDataParser(GridDataParser):
         "video": {**GridDataParser.embedding_fields["video"], "timestamps": "optional"},
     }
 
-    def _get_embedding_fields_config(
-        self, modality: str, data: Mapping[str, Any]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        fields = super()._get_embedding_fields_config(modality, data)
-        if modality == "image":
-            return fields
+    def read_seconds(self, data: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         seconds = np.asarray(data.get("timestamps", 0.0), np.float64)
         if not ((seconds >= 0) & (seconds < 1e9)).all():
             raise ValueError(f"`timestamps` are {seconds.tolist()}; expected seconds from 0 on")
-        return {**fields, **_make_times(np.asarray(data["video_grid_thw"]))}
+        return _make_times(np.asarray(data["video_grid_thw"]))
 
 
 class StampedGridInfo(GridInfo):
@@ -349,17 +337,19 @@ class StampedGridInfo(GridInfo):
         grids = np.asarray(outputs.get("video_grid_thw", np.empty((0, 3), np.int64)))
         return {**super().get_fields(outputs), **_make_times(grids)}
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | Frames:
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        """Return the same, of a video what is written of each step, and the embeddings of one."""
         grid = tensors[f"{modality}_grid_thw"]
         if modality == "image":
-            return self.count_cells(grid)
+            return super().measure_item(modality, tensors)
         seconds = tensors.get("timestamps")
         if seconds is None:  # embeddings alone: as of frames that nobody says the speed of
             patcher: SampledVideoPatcher = self.get_hf_processor().video_processor
             num_frames = int(grid[0]) * patcher.hf.temporal_patch_size
             timing = Timing(fps=DEFAULT_FPS, total=num_frames, places=np.arange(num_frames))
             seconds = patcher.find_seconds(timing)
-        return tuple(self.write_time(second) for second in seconds), self.count_cells(grid[1:])
+        num_embeds = int(self.count_embeds(modality, grid[1:]))
+        return tuple(self.write_time(second) for second in seconds), num_embeds
 
     measure_embeds = measure_item
 

@@ -5,7 +5,7 @@ Where videos are heard, `<|VIDEO|>` becomes `<|audio_bos|> <|VIDEO|>*N <|AUDIO|>
 whose tokens have other names, they come by their times.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ import numpy as np
 from mmjax.errors import RequestTypeError, check_settings
 from mmjax.models.family import WindowedClipsInfo, item_fields, make_factories
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
-from mmjax.models.qwen2_5_omni.host_inputs import Piece, Qwen3OmniHostInputs, Qwen25OmniHostInputs
+from mmjax.models.qwen2_5_omni.host_inputs import Qwen3OmniHostInputs, Qwen25OmniHostInputs
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
 from mmjax.processing.image_processors.frames import read_speed, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts
@@ -273,13 +273,13 @@ class Qwen25OmniProcessingInfo(GridInfo):
         heard = [self.get_embed_token_id("audio")] * (modality == "video")
         return [self.get_embed_token_id(modality), *heard]
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | tuple[Piece, ...]:
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
         host_inputs = self.own_inputs
         if modality == "audio":
             return host_inputs.count_rows(int(tensors["num_clip_frames"]))
         if host_inputs.count_sound(tensors):
             return tuple(host_inputs.find_pieces(tensors))
-        return self.count_cells(tensors[f"{modality}_grid_thw"])
+        return super().measure_item(modality, tensors)
 
     def write_item(self, modality: str, size: Any) -> list[int]:
         if isinstance(size, int):
