@@ -276,7 +276,7 @@ class FamilyInfo(BaseProcessingInfo):
         return None if width is None else width * (1 + len(self.own_inputs.fed_layers))
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return self.limits
+        return {**self.limits, **self.sound_limits}
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:

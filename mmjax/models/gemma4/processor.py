@@ -163,7 +163,7 @@ class Gemma4ProcessingInfo(FamilyInfo):
         return SAMPLING_RATE if self.hears else None
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {**self.limits, **(self.sound_limits if self.hears else {})}
+        return super().get_supported_mm_limits() if self.hears else self.limits
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what AutoProcessor would, which wants torchvision."""

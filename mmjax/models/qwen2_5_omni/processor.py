@@ -209,9 +209,6 @@ class Qwen25OmniProcessingInfo(GridInfo):
         check_settings(made, expected, where="the feature extractor", source=source)
         return made
 
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {**self.limits, **self.sound_limits}
-
     def load_hf_processor(self) -> ProcessorOfParts:
         features = self.features(log_mel=self.log_mel, count=self.own_inputs.count_rows)
         parts = super().load_hf_processor()
