@@ -256,6 +256,10 @@ class FamilyInfo(BaseProcessingInfo):
         """How many tokens it has, with text of its own."""
         return self.num_frame_tokens
 
+    def get_max_video_tokens(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return how many embeddings a video has, at most."""
+        return self.get_max_frames(seq_len, mm_counts) * self.num_frame_tokens
+
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
         """Return the maximum number of frames of a video, if all videos share `seq_len` tokens.
 
@@ -295,7 +299,7 @@ class FamilyInfo(BaseProcessingInfo):
         if "image" in self.supported_mm_limits:
             most["image"] = self.get_max_image_tokens()
         if "video" in self.supported_mm_limits:
-            most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_frame_tokens
+            most["video"] = self.get_max_video_tokens(seq_len, mm_counts)
         if "audio" in self.supported_mm_limits:
             _, most["audio"] = self.find_longest_clip(mm_counts or {})
         return most

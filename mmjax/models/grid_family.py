@@ -218,42 +218,36 @@ class GridInfo(FamilyInfo):
         timed = MultiModalDataItems({**mm_items, "video": videos.with_speeds(each)})
         return timed.with_cancellation(mm_items.cancellation)
 
-    def find_largest(
-        self, modality: str, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> tuple[int, ImageSize]:
-        """Return the frames of the largest item, and their size in embeddings.
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        patcher: ImagePatcher = self.get_image_processor()
+        cells = patcher.find_largest_frame(self.scope_kwargs(self.get_planned_mm_kwargs()))
+        grid = np.array([[1, cells.height * self.merge_size, cells.width * self.merge_size]])
+        size = ImageSize(width=cells.width * patcher.unit, height=cells.height * patcher.unit)
+        return size, int(self.count_embeds("image", grid)[0])
 
-        Of videos, the largest that `seq_len` tokens hold, if all share them.
+    def find_largest_video(
+        self, seq_len: int | None, mm_counts: Mapping[str, int] | None
+    ) -> tuple[int, ImageSize]:
+        """Return the frames of the largest video, and their size in embeddings.
+
+        Of those that `seq_len` tokens hold, if all videos share them.
         """
-        patcher = getattr(self.get_hf_processor(), f"{modality}_processor")
-        planned = self.scope_kwargs(self.get_planned_mm_kwargs(), f"{modality}s_kwargs")
-        if modality == "image":
-            return 1, patcher.find_largest_frame(planned)
+        patcher: VideoPatcher = self.get_hf_processor().video_processor
+        planned = self.scope_kwargs(self.get_planned_mm_kwargs(), "videos_kwargs")
         num_videos = max((mm_counts or {}).get("video", 0), 1)
         share = max(seq_len // num_videos, 1) if seq_len else None
         return patcher.find_largest_video(planned, share)
 
-    def get_largest_image(self) -> ImageSize:
-        _, grid = self.find_largest("image")
-        unit = self.get_image_processor().unit
-        return ImageSize(width=grid.width * unit, height=grid.height * unit)
-
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
-        num_frames, grid = self.find_largest("video", seq_len, mm_counts)
+        num_frames, cells = self.find_largest_video(seq_len, mm_counts)
         unit = self.get_hf_processor().video_processor.unit
-        return num_frames, ImageSize(width=grid.width * unit, height=grid.height * unit)
+        return num_frames, ImageSize(width=cells.width * unit, height=cells.height * unit)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        largest = {m: self.find_largest(m, seq_len, mm_counts) for m in self.limits}
-        most = {modality: prod(grid) for modality, (_, grid) in largest.items()}
-        if "video" in largest:
-            patcher: VideoPatcher = self.get_hf_processor().video_processor
-            most["video"] *= patcher.count_steps(largest["video"][0])
-        return most
+    def get_max_video_tokens(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        num_frames, cells = self.find_largest_video(seq_len, mm_counts)
+        return self.get_hf_processor().video_processor.count_steps(num_frames) * prod(cells)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         fields: dict[str, MultiModalFieldConfig] = {}
@@ -324,14 +318,14 @@ class StampedGridInfo(GridInfo):
         """Return what is written of the second of a step."""
         return f"<{second:.1f} seconds>"
 
-    def find_largest(
-        self, modality: str, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    def find_largest_video(
+        self, seq_len: int | None, mm_counts: Mapping[str, int] | None
     ) -> tuple[int, ImageSize]:
         """Return the same, of videos in a whole prompt, whatever of it `seq_len` is.
 
         A video's pixels bound it as well: so few of its frames never stand for all.
         """
-        return super().find_largest(modality, self.ctx.model_config.max_model_len, mm_counts)
+        return super().find_largest_video(self.ctx.model_config.max_model_len, mm_counts)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = np.asarray(outputs.get("video_grid_thw", np.empty((0, 3), np.int64)))

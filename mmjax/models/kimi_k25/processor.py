@@ -330,11 +330,8 @@ class KimiK25ProcessingInfo(FamilyInfo):
         clip_frames = self.get_hf_processor().video_processor.clip_frames
         return self.get_max_clips(mm_counts) * clip_frames, self.find_largest("video")[0]
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        (_, image), (_, clip) = (self.find_largest(modality) for modality in ("image", "video"))
-        return {"image": image, "video": self.get_max_clips(mm_counts) * clip}
+    def get_max_video_tokens(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        return self.get_max_clips(mm_counts) * self.find_largest("video")[1]
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Refuse more rows than a picture has."""

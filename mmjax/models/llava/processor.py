@@ -244,11 +244,8 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
         """How many tokens a frame has at most, with the newline behind the last one."""
         return self.num_frame_tokens + 1
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
-        return {**most, "video": most["video"] + 1} if "video" in most else most
+    def get_max_video_tokens(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        return super().get_max_video_tokens(seq_len, mm_counts) + 1
 
     def find_largest_frame(self) -> tuple[ImageSize, int]:
         made = self.own_inputs

@@ -242,12 +242,6 @@ class Qwen25OmniProcessingInfo(GridInfo):
         number = min(most, self.ctx.model_config.max_model_len)
         return number * 4 * self.log_mel.hop_length, number
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
-        return {**most, "audio": self.find_longest_clip(mm_counts or {})[1]}
-
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return {
             **item_fields(
