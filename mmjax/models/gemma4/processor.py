@@ -47,66 +47,50 @@ SAMPLING_RATE = 16_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Features:
-    """Makes what the encoder takes of clips; called as HF's feature extractors are."""
+class SampleFrames:
+    """Takes samples of clips as they are; called as HF's feature extractors are."""
 
-    num_samples: int
-    """Of a clip, at most."""
-    extractor: Any = None
-    """HF's, of spectrograms; None: samples are taken as they are."""
-    samples_per_frame: int = 0
-    """Of samples as they are."""
+    samples_per_row: int
+    """Of which an embedding is made."""
+    max_rows: int
+    """Embeddings that a clip may have."""
     valid_kwargs: ClassVar[Sequence[str]] = ()
 
-    @classmethod
-    def of_spectrograms(
-        cls, settings: Mapping[str, Any], *, max_rows: int, num_mel_bins: int
-    ) -> "Gemma4Features":
-        """Read a checkpoint's settings; `CheckpointError` where the encoder takes others.
-
-        `max_rows`: embeddings that a clip may have.
-        """
-        if settings.get("dither"):
-            raise CheckpointError(
-                f"`dither` of the feature extractor is {settings['dither']}: noise, by which equal "
-                "clips would differ; expected 0.0"
-            )
-        # On use only, as HF's image processors.
-        module = import_module("transformers.models.gemma4.feature_extraction_gemma4")
-        found, expected = {"feature_size": 128, **settings}, {"feature_size": num_mel_bins}
-        source = "`subsampling_conv_channels` takes"
-        check_settings(found, expected, where="the feature extractor", source=source)
-        extractor = module.Gemma4AudioFeatureExtractor(**settings)
-        num_samples = max_rows * FRAMES_PER_ROW * extractor.hop_length
-        return cls(num_samples=num_samples, extractor=extractor)
-
-    @classmethod
-    def of_samples(
-        cls, settings: Mapping[str, Any], *, max_rows: int, samples_per_frame: int
-    ) -> "Gemma4Features":
-        """Likewise, of an encoder that takes samples."""
-        expected, source = {"audio_samples_per_token": samples_per_frame}, "`audio_embed_dim` takes"
-        check_settings(settings, expected, where="the feature extractor", source=source)
-        return cls(num_samples=max_rows * samples_per_frame, samples_per_frame=samples_per_frame)
+    @property
+    def num_samples(self) -> int:
+        """Of a clip, at most."""
+        return self.max_rows * self.samples_per_row
 
     def __call__(self, clips: Sequence[np.ndarray], *, return_tensors: str) -> dict[str, Any]:
         """Return the frames of all clips, float32[frames, values], and their numbers.
 
         `num_clip_frames` int64[clips, 2]: of a clip's frames, and of those that are all sound.
         """
-        found = [self._make_frames(clip) for clip in clips]
+        found = []
+        for clip in clips:
+            if len(clip) > self.num_samples:
+                raise long_clip_error(len(clip) / SAMPLING_RATE, self.num_samples / SAMPLING_RATE)
+            found.append(self.make_frames(clip))
         return {
             "input_features": np.concatenate([frames for frames, _ in found]),
             "num_clip_frames": np.array([(len(frames), number) for frames, number in found]),
         }
 
-    def _make_frames(self, clip: np.ndarray) -> tuple[np.ndarray, int]:
-        if len(clip) > self.num_samples:
-            raise long_clip_error(len(clip) / SAMPLING_RATE, self.num_samples / SAMPLING_RATE)
-        if self.extractor is None:
-            size = self.samples_per_frame
-            frames = np.pad(clip, (0, -len(clip) % size)).reshape(-1, size).astype(np.float32)
-            return frames, len(frames)
+    def make_frames(self, clip: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return a clip's frames, and how many are all sound."""
+        size = self.samples_per_row
+        frames = np.pad(clip, (0, -len(clip) % size)).reshape(-1, size).astype(np.float32)
+        return frames, len(frames)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectrogramFrames(SampleFrames):
+    """Makes spectrograms of clips."""
+
+    extractor: Any
+    """HF's."""
+
+    def make_frames(self, clip: np.ndarray) -> tuple[np.ndarray, int]:
         # One at a time: how HF pads a clip depends on those beside it, what is sound does not.
         outputs = self.extractor([clip], truncation=False, return_tensors="np")
         number = int(outputs["input_features_mask"][0].sum())
@@ -190,14 +174,23 @@ class Gemma4ProcessingInfo(FamilyInfo):
             feature_extractor=self.load_features() if self.hears else None,
         )
 
-    def load_features(self) -> Gemma4Features:
-        """Return what makes spectrograms of clips."""
-        audio = self.get_hf_config().audio_config
-        return Gemma4Features.of_spectrograms(
-            self.load_feature_settings(),
-            max_rows=self.max_clip_rows,
-            num_mel_bins=audio.subsampling_conv_channels[0],
-        )
+    def load_features(self) -> SampleFrames:
+        """Return what makes the encoder's inputs of clips; `CheckpointError` for others."""
+        settings = self.load_feature_settings()
+        if settings.get("dither"):
+            raise CheckpointError(
+                f"`dither` of the feature extractor is {settings['dither']}: noise, by which equal "
+                "clips would differ; expected 0.0"
+            )
+        # On use only, as HF's image processors.
+        module = import_module("transformers.models.gemma4.feature_extraction_gemma4")
+        num_mel_bins = self.get_hf_config().audio_config.subsampling_conv_channels[0]
+        found, expected = {"feature_size": 128, **settings}, {"feature_size": num_mel_bins}
+        source = "`subsampling_conv_channels` takes"
+        check_settings(found, expected, where="the feature extractor", source=source)
+        own = module.Gemma4AudioFeatureExtractor(**settings)
+        size = FRAMES_PER_ROW * own.hop_length
+        return SpectrogramFrames(samples_per_row=size, max_rows=self.max_clip_rows, extractor=own)
 
     def load_feature_settings(self) -> Mapping[str, Any]:
         settings, expected = super().load_feature_settings(), {"sampling_rate": SAMPLING_RATE}
@@ -344,12 +337,12 @@ class Gemma4UnifiedProcessingInfo(Gemma4ProcessingInfo):
     host_inputs = Gemma4UnifiedHostInputs
     has_squares = True
 
-    def load_features(self) -> Gemma4Features:
-        return Gemma4Features.of_samples(
-            self.load_feature_settings(),
-            max_rows=self.max_clip_rows,
-            samples_per_frame=self.get_hf_config().audio_config.audio_embed_dim,
-        )
+    def load_features(self) -> SampleFrames:
+        size = self.get_hf_config().audio_config.audio_embed_dim
+        expected, source = {"audio_samples_per_token": size}, "`audio_embed_dim` takes"
+        settings, where = self.load_feature_settings(), "the feature extractor"
+        check_settings(settings, expected, where=where, source=source)
+        return SampleFrames(samples_per_row=size, max_rows=self.max_clip_rows)
 
 
 UNIFIED_FACTORIES = make_factories(Gemma4UnifiedProcessingInfo, Gemma4MultiModalProcessor)
