@@ -74,11 +74,14 @@ class OmniHostInputs(TimedGridHostInputs):
         if not number:
             return cells
         sound = np.arange(len(cells), len(cells) + number, dtype=np.int32)
-        parts = [
-            (sound if one.is_sound else cells)[one.start : one.end]
-            for one in self.find_pieces(item)
-        ]
-        return np.concatenate(parts)
+        return np.concatenate(self._interleave(item, cells, sound))
+
+    def _interleave(
+        self, item: Mapping[str, np.ndarray], cells: np.ndarray, sound: np.ndarray
+    ) -> list[np.ndarray]:
+        """Return the pieces of what cells have, and sound, along the last axis, in their order."""
+        parts = {False: cells, True: sound}
+        return [parts[one.is_sound][..., one.start : one.end] for one in self.find_pieces(item)]
 
     # ---- positions -------------------------------------------------------------------------------
 
@@ -97,14 +100,16 @@ class OmniHostInputs(TimedGridHostInputs):
         """Return the same, behind a video's time as well."""
         return int(cells.max()) + 1
 
-    def find_heard(self, item: PromptItem) -> list[np.ndarray]:
-        """Return int[3, embeddings] of each piece of a video with its sound, from 0 on."""
+    def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
+        """Yield the run of a grid; of a video with its sound, whose marks are as text."""
+        number = self.count_sound(item.tensors)
+        if not number:
+            yield from super().find_runs(item)
+            return
         cells = self.find_cells(item.tensors, self.find_merged(item.tensors))
-        sound = np.tile(np.arange(self.count_sound(item.tensors)), (3, 1))
-        return [
-            (sound if one.is_sound else cells)[:, one.start : one.end]
-            for one in self.find_pieces(item.tensors)
-        ]
+        pieces = self._interleave(item.tensors, cells, np.tile(np.arange(number), (3, 1)))
+        extent = self.find_extent(pieces[-1])
+        yield item.position.offset + 1, np.concatenate(pieces, axis=1), extent
 
 
 class Qwen25OmniHostInputs(OmniHostInputs, WindowGridHostInputs):
@@ -166,18 +171,16 @@ class Qwen25OmniHostInputs(OmniHostInputs, WindowGridHostInputs):
         return list(zip(starts, [*starts[1:], len(times)], strict=True))
 
     def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
-        """Yield the run of a grid; of a video with its sound, with the marks around it.
+        """Yield the same, of a video with its sound with the marks around it.
 
         Its first mark has the position of the token before it, its last one that of the token
         behind it.
         """
-        if not self.count_sound(item.tensors):
-            yield from super().find_runs(item)
-            return
-        pieces = self.find_heard(item)
-        extent = self.find_extent(pieces[-1])
-        first, last = np.full((3, 1), -1), np.full((3, 1), extent)
-        yield item.position.offset, np.concatenate([first, *pieces, last], axis=1), extent
+        for first, cells, extent in super().find_runs(item):
+            if self.count_sound(item.tensors):
+                first -= 1
+                cells = np.pad(cells, ((0, 0), (1, 1)), constant_values=(-1, extent))
+            yield first, cells, extent
 
 
 class Qwen3OmniHostInputs(OmniHostInputs):
@@ -215,12 +218,3 @@ class Qwen3OmniHostInputs(OmniHostInputs):
             Piece(bool(is_sound[start]), places[start], places[end - 1] + 1)
             for start, end in pairwise(starts)
         ]
-
-    def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
-        """Yield the run of a grid; of a video with its sound, whose marks are as text."""
-        if not self.count_sound(item.tensors):
-            yield from super().find_runs(item)
-            return
-        pieces = self.find_heard(item)
-        extent = self.find_extent(pieces[-1])
-        yield item.position.offset + 1, np.concatenate(pieces, axis=1), extent
