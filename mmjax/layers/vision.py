@@ -28,8 +28,13 @@ class PatchEmbedding(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((dim,), dtype)) if use_bias else None
         self.patch_size = patch_size
 
-    def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
-        """Project patches, row by row; incomplete ones at the edges are dropped."""
+    def __call__(self, pixel_values: Float[Array, "I ..."]) -> Float[Array, "I P D"]:
+        """Project the patches of `[I, C, Y, X]`, row by row, or `[I, P, _pixels]` as they are cut.
+
+        Incomplete patches at the edges are dropped.
+        """
+        if pixel_values.ndim == 3:
+            return self.project(pixel_values)
         images, channels, height, width = pixel_values.shape
         size = self.patch_size
         rows, columns = height // size, width // size

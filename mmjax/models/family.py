@@ -9,7 +9,7 @@ of `FamilyProcessor`.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from transformers import BatchFeature
@@ -33,7 +33,6 @@ from mmjax.processing.items.parse import (
     MultiModalDataDict,
     MultiModalDataItems,
 )
-from mmjax.processing.media.clip_windows import ClipWindows
 from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.prepared import AnswerParser
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -78,7 +77,7 @@ class FamilyInfo(BaseProcessingInfo):
     placeholders: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Modality -> what stands for an item in a text; nothing where updates insert."""
     embed_token: ClassVar[str | None] = None
-    """At whose places an item's embeddings go; None: config.json's `image_token_id`."""
+    """At whose places an item's embeddings go; None: config.json's, as `image_token_id`."""
     reserves_embed_token: ClassVar[bool] = False
     """Whether only updates may write it: a prompt that has it is refused."""
     item_bounds: ClassVar[tuple[str, str] | None] = None
@@ -103,11 +102,11 @@ class FamilyInfo(BaseProcessingInfo):
     @cached_property
     def encoder_spec(self) -> Any:
         """The units that the model's encoder takes."""
-        return self._own_host_inputs.encoder_spec
+        return self.own_inputs.encoder_spec
 
     @cached_property
-    def _own_host_inputs(self) -> HostInputs:
-        # Once: a family's may read files.
+    def own_inputs(self) -> Any:
+        """One of the class `host_inputs`; made once, since a family's may read files."""
         return self.host_inputs(self.get_hf_config())
 
     @property
@@ -146,7 +145,7 @@ class FamilyInfo(BaseProcessingInfo):
     def get_embed_token_id(self, modality: str) -> int:
         """Return the token at whose places the embeddings of an item go."""
         if self.embed_token is None:
-            return self.get_hf_config().image_token_id
+            return getattr(self.get_hf_config(), f"{modality}_token_id")
         return self.get_token_id(self.embed_token)
 
     def get_embed_token_ids(self, modality: str) -> Sequence[int]:
@@ -208,25 +207,18 @@ class FamilyInfo(BaseProcessingInfo):
     def audio_rate(self) -> int | None:
         return self.log_mel.sampling_rate if "audio" in self.supported_mm_limits else None
 
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """Return the samples of a clip with the most embeddings."""
-        return self._get_max_clip_units(mm_counts) * self.log_mel.num_samples
+    def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
+        """Return the samples of a clip with the most embeddings, and how many.
 
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        """Return how many embeddings that clip has."""
-        return self._get_max_clip_units(mm_counts) * self.num_unit_tokens
-
-    def _get_max_clip_units(self, mm_counts: Mapping[str, int] | None) -> int:
-        """Return the most units of a clip, if all clips share a prompt."""
-        if not self.cuts_clips:
-            return 1
-        num_clips = max((mm_counts or {}).get("audio", 0), 1)
-        limits, made = self.get_media_limits(), self.log_mel
-        most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
-        fitting = self.ctx.model_config.max_model_len // self.num_unit_tokens // num_clips
-        return max(min(fitting, cdiv(most, made.num_samples)), 1)
+        If all clips share a prompt.
+        """
+        made, num_units = self.log_mel, 1
+        if self.cuts_clips:
+            limits, num_clips = self.get_media_limits(), max(mm_counts.get("audio", 0), 1)
+            most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
+            fitting = self.ctx.model_config.max_model_len // self.num_unit_tokens // num_clips
+            num_units = max(min(fitting, cdiv(most, made.num_samples)), 1)
+        return num_units * made.num_samples, num_units * self.num_unit_tokens
 
     def find_largest_image(self) -> tuple[ImageSize | None, int]:
         """Return the size of an image with the most embeddings, and how many: a unit's."""
@@ -245,20 +237,28 @@ class FamilyInfo(BaseProcessingInfo):
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
-        """Return the frames of a video with the most embeddings, and their size: each is a unit."""
-        size = self.get_unit_size()
+        """Return the frames of a video with the most embeddings, and their size."""
+        size, _ = self.find_largest_frame()
         assert size is not None, "frames of any size: a family says which are largest"
         return self.get_max_frames(seq_len, mm_counts), size
+
+    def find_largest_frame(self) -> tuple[ImageSize | None, int]:
+        """Return the size of a frame with the most embeddings, and how many: a unit's."""
+        return self.get_unit_size(), self.num_unit_tokens
 
     @property
     def num_frame_tokens(self) -> int:
         """How many embeddings a frame of a video has, at most."""
-        return self.num_unit_tokens
+        return self.find_largest_frame()[1]
 
     @property
     def num_frame_room(self) -> int:
         """How many tokens it has, with text of its own."""
         return self.num_frame_tokens
+
+    def get_max_video_tokens(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return how many embeddings a video has, at most."""
+        return self.get_max_frames(seq_len, mm_counts) * self.num_frame_tokens
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
         """Return the maximum number of frames of a video, if all videos share `seq_len` tokens.
@@ -277,10 +277,10 @@ class FamilyInfo(BaseProcessingInfo):
 
     def get_expected_hidden_size(self) -> int | None:
         width = super().get_expected_hidden_size()
-        return None if width is None else width * (1 + len(self._own_host_inputs.fed_layers))
+        return None if width is None else width * (1 + len(self.own_inputs.fed_layers))
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return self.limits
+        return {**self.limits, **self.sound_limits}
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -299,9 +299,9 @@ class FamilyInfo(BaseProcessingInfo):
         if "image" in self.supported_mm_limits:
             most["image"] = self.get_max_image_tokens()
         if "video" in self.supported_mm_limits:
-            most["video"] = self.get_max_frames(seq_len, mm_counts) * self.num_frame_tokens
+            most["video"] = self.get_max_video_tokens(seq_len, mm_counts)
         if "audio" in self.supported_mm_limits:
-            most["audio"] = self.get_max_clip_tokens(seq_len, mm_counts)
+            _, most["audio"] = self.find_longest_clip(mm_counts or {})
         return most
 
     def parse_answer(
@@ -369,11 +369,19 @@ class FamilyInfo(BaseProcessingInfo):
                 f"{expected}"
             )
 
-    def check_rows(self, modality: str, num_embeds: int, known: Sequence[int], hint: str) -> None:
-        """Refuse embeddings of an item with as many rows as no item has."""
+    def check_rows(
+        self,
+        modality: str,
+        num_embeds: int,
+        known: Sequence[int],
+        hint: str,
+        *,
+        what: str = "an image",
+    ) -> None:
+        """Refuse embeddings of an item with as many rows as no item (`what`) has."""
         if num_embeds not in known:
             raise RequestValueError(
-                f"{modality} embeddings have {num_embeds} rows; an image has {hint}",
+                f"{modality} embeddings have {num_embeds} rows; {what} has {hint}",
                 param="multi_modal_data",
             )
 
@@ -405,25 +413,16 @@ class FamilyInfo(BaseProcessingInfo):
 class WindowedClipsInfo(FamilyInfo):
     """Clips of any length, which the host inputs cut into windows (`ClipWindows`)."""
 
-    @property
-    def clip_windows(self) -> ClipWindows:
-        """How clips are cut."""
-        return cast(Any, self._own_host_inputs).windows
-
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        num_frames = self.clip_windows.count_frames(self.get_max_clip_tokens(seq_len, mm_counts))
-        # So many are mirrored at either end.
-        return max(num_frames * self.log_mel.hop_length, self.log_mel.n_fft // 2 + 1)
-
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        """Return the most that the operator's limits allow, if all clips share a prompt."""
+    def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
+        """Return the same: as long as the operator's limits allow."""
+        windows = self.own_inputs.windows
         limits, made = self.get_media_limits(), self.log_mel
         most = min(limits.max_audio_seconds * made.sampling_rate, limits.max_audio_samples)
-        num_clips = max((mm_counts or {}).get("audio", 0), 1)
-        share = self.ctx.model_config.max_model_len // num_clips
-        return max(min(self.clip_windows.count_rows(most // made.hop_length), share), 1)
+        share = self.ctx.model_config.max_model_len // max(mm_counts.get("audio", 0), 1)
+        num_rows = max(min(windows.count_rows(most // made.hop_length), share), 1)
+        num_frames = windows.count_frames(num_rows)
+        # So many are mirrored at either end.
+        return max(num_frames * made.hop_length, made.n_fft // 2 + 1), num_rows
 
 
 def item_fields(
@@ -492,7 +491,7 @@ class FamilyDummyInputs(BaseDummyInputsBuilder[FamilyInfo]):
             data["video"] = [(frames, _mark_sampled(len(frames))) for frames in videos]
         if "audio" in mm_counts:
             data["audio"] = self._get_dummy_audios(
-                length=self.info.get_longest_clip(seq_len, mm_counts),
+                length=self.info.find_longest_clip(mm_counts)[0],
                 num_audios=mm_counts["audio"],
                 overrides=options.get("audio"),
             )

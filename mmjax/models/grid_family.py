@@ -43,9 +43,6 @@ SECONDS_OF_STEPS: Mapping[str, MultiModalFieldConfig] = MappingProxyType(
 )
 """What `TimedVideoPatcher` returns beside patches and grids."""
 
-Frames = tuple[tuple[str, ...], int]
-"""What is written for each step of a video, and how many embeddings each has."""
-
 
 class GridDataParser(MultiModalDataParser):
     """Accepts embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
@@ -91,7 +88,12 @@ class GridDataParser(MultiModalDataParser):
                 f"grids are {grids.tolist()}; expected (time, rows, columns) from 1 on, rows and "
                 f"columns multiples of {self.merge_size}"
             )
-        return make_fields(modality, grids, self.count_embeds(modality, grids))
+        fields = make_fields(modality, grids, self.count_embeds(modality, grids))
+        return fields if modality == "image" else {**fields, **self.read_seconds(data)}
+
+    def read_seconds(self, data: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        """Return the fields of when the steps of videos are shown; ValueError for no seconds."""
+        return {}
 
 
 class GridInfo(FamilyInfo):
@@ -106,7 +108,7 @@ class GridInfo(FamilyInfo):
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
         "video": "<|vision_start|><|video_pad|><|vision_end|>",
     }
-    parser: ClassVar[type[GridDataParser]] = GridDataParser
+    data_parser = GridDataParser
     video_patcher: ClassVar[type[VideoPatcher]] = VideoPatcher
     video_defaults: ClassVar[Mapping[str, Any]] = {
         "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
@@ -117,10 +119,6 @@ class GridInfo(FamilyInfo):
         """Return the pad token, without the tokens around it, which the chat template adds."""
         return self.get_tokenizer().decode(self.get_target(modality))
 
-    def get_embed_token_id(self, modality: str) -> int:
-        """Return the placeholder token of a modality's items and embeddings."""
-        return getattr(self.get_hf_config(), f"{modality}_token_id")
-
     @property
     def patch_depth(self) -> int:
         """How many frames a patch of the tower has."""
@@ -130,13 +128,8 @@ class GridInfo(FamilyInfo):
     def merge_size(self) -> int:
         return self.get_hf_config().vision_config.spatial_merge_size
 
-    def get_data_parser(self) -> MultiModalDataParser:
-        return self.parser(
-            merge_size=self.merge_size,
-            count_embeds=self.count_embeds,
-            limits=self.get_media_limits(),
-            expected_hidden_size=self.get_expected_hidden_size(),
-        )
+    def get_parser_options(self) -> Mapping[str, Any]:
+        return {"merge_size": self.merge_size, "count_embeds": self.count_embeds}
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
@@ -225,42 +218,36 @@ class GridInfo(FamilyInfo):
         timed = MultiModalDataItems({**mm_items, "video": videos.with_speeds(each)})
         return timed.with_cancellation(mm_items.cancellation)
 
-    def find_largest(
-        self, modality: str, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> tuple[int, ImageSize]:
-        """Return the frames of the largest item, and their size in embeddings.
+    def find_largest_image(self) -> tuple[ImageSize, int]:
+        patcher: ImagePatcher = self.get_image_processor()
+        cells = patcher.find_largest_frame(self.scope_kwargs(self.get_planned_mm_kwargs()))
+        grid = np.array([[1, cells.height * self.merge_size, cells.width * self.merge_size]])
+        size = ImageSize(width=cells.width * patcher.unit, height=cells.height * patcher.unit)
+        return size, int(self.count_embeds("image", grid)[0])
 
-        Of videos, the largest that `seq_len` tokens hold, if all share them.
+    def find_largest_video(
+        self, seq_len: int | None, mm_counts: Mapping[str, int] | None
+    ) -> tuple[int, ImageSize]:
+        """Return the frames of the largest video, and their size in embeddings.
+
+        Of those that `seq_len` tokens hold, if all videos share them.
         """
-        patcher = getattr(self.get_hf_processor(), f"{modality}_processor")
-        planned = self.scope_kwargs(self.get_planned_mm_kwargs(), f"{modality}s_kwargs")
-        if modality == "image":
-            return 1, patcher.find_largest_frame(planned)
+        patcher: VideoPatcher = self.get_hf_processor().video_processor
+        planned = self.scope_kwargs(self.get_planned_mm_kwargs(), "videos_kwargs")
         num_videos = max((mm_counts or {}).get("video", 0), 1)
         share = max(seq_len // num_videos, 1) if seq_len else None
         return patcher.find_largest_video(planned, share)
 
-    def get_largest_image(self) -> ImageSize:
-        _, grid = self.find_largest("image")
-        unit = self.get_image_processor().unit
-        return ImageSize(width=grid.width * unit, height=grid.height * unit)
-
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
-        num_frames, grid = self.find_largest("video", seq_len, mm_counts)
+        num_frames, cells = self.find_largest_video(seq_len, mm_counts)
         unit = self.get_hf_processor().video_processor.unit
-        return num_frames, ImageSize(width=grid.width * unit, height=grid.height * unit)
+        return num_frames, ImageSize(width=cells.width * unit, height=cells.height * unit)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        largest = {m: self.find_largest(m, seq_len, mm_counts) for m in self.limits}
-        most = {modality: prod(grid) for modality, (_, grid) in largest.items()}
-        if "video" in largest:
-            patcher: VideoPatcher = self.get_hf_processor().video_processor
-            most["video"] *= patcher.count_steps(largest["video"][0])
-        return most
+    def get_max_video_tokens(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        num_frames, cells = self.find_largest_video(seq_len, mm_counts)
+        return self.get_hf_processor().video_processor.count_steps(num_frames) * prod(cells)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         fields: dict[str, MultiModalFieldConfig] = {}
@@ -276,10 +263,6 @@ class GridInfo(FamilyInfo):
         """Return how many embeddings items of a modality have: int[items] of int[items, 3]."""
         return grids.prod(-1) // self.merge_size**2
 
-    def count_cells(self, grid: np.ndarray) -> int:
-        """Return how many embeddings an item of a grid has."""
-        return int(np.prod(grid)) // self.merge_size**2
-
 
 class TimedDataParser(GridDataParser):
     """Takes the seconds of a step beside the embeddings of a video, where they are given."""
@@ -290,17 +273,12 @@ class TimedDataParser(GridDataParser):
         "video": {**GridDataParser.embedding_fields["video"], "second_per_grid_ts": "optional"},
     }
 
-    def _get_embedding_fields_config(
-        self, modality: str, data: Mapping[str, Any]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        fields = super()._get_embedding_fields_config(modality, data)
-        if modality == "image":
-            return fields
+    def read_seconds(self, data: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         seconds = np.asarray(data.get("second_per_grid_ts", 1.0), np.float32)
         most = 1.0 / MIN_FPS
         if not ((seconds >= 0) & (seconds <= most)).all():
             raise ValueError(f"`second_per_grid_ts` is {seconds.tolist()}; expected 0 to {most:g}")
-        return {**fields, **SECONDS_OF_STEPS}
+        return SECONDS_OF_STEPS
 
 
 class StampedDataParser(GridDataParser):
@@ -312,22 +290,17 @@ class StampedDataParser(GridDataParser):
         "video": {**GridDataParser.embedding_fields["video"], "timestamps": "optional"},
     }
 
-    def _get_embedding_fields_config(
-        self, modality: str, data: Mapping[str, Any]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        fields = super()._get_embedding_fields_config(modality, data)
-        if modality == "image":
-            return fields
+    def read_seconds(self, data: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         seconds = np.asarray(data.get("timestamps", 0.0), np.float64)
         if not ((seconds >= 0) & (seconds < 1e9)).all():
             raise ValueError(f"`timestamps` are {seconds.tolist()}; expected seconds from 0 on")
-        return {**fields, **_make_times(np.asarray(data["video_grid_thw"]))}
+        return _make_times(np.asarray(data["video_grid_thw"]))
 
 
 class StampedGridInfo(GridInfo):
     """Each step of a video is a picture of its own to the positions, with its second as text."""
 
-    parser = StampedDataParser
+    data_parser = StampedDataParser
     video_patcher = SampledVideoPatcher
     video_defaults: ClassVar = {
         "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
@@ -345,30 +318,32 @@ class StampedGridInfo(GridInfo):
         """Return what is written of the second of a step."""
         return f"<{second:.1f} seconds>"
 
-    def find_largest(
-        self, modality: str, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    def find_largest_video(
+        self, seq_len: int | None, mm_counts: Mapping[str, int] | None
     ) -> tuple[int, ImageSize]:
         """Return the same, of videos in a whole prompt, whatever of it `seq_len` is.
 
         A video's pixels bound it as well: so few of its frames never stand for all.
         """
-        return super().find_largest(modality, self.ctx.model_config.max_model_len, mm_counts)
+        return super().find_largest_video(self.ctx.model_config.max_model_len, mm_counts)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = np.asarray(outputs.get("video_grid_thw", np.empty((0, 3), np.int64)))
         return {**super().get_fields(outputs), **_make_times(grids)}
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | Frames:
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        """Return the same, of a video what is written of each step, and the embeddings of one."""
         grid = tensors[f"{modality}_grid_thw"]
         if modality == "image":
-            return self.count_cells(grid)
+            return super().measure_item(modality, tensors)
         seconds = tensors.get("timestamps")
         if seconds is None:  # embeddings alone: as of frames that nobody says the speed of
             patcher: SampledVideoPatcher = self.get_hf_processor().video_processor
             num_frames = int(grid[0]) * patcher.hf.temporal_patch_size
             timing = Timing(fps=DEFAULT_FPS, total=num_frames, places=np.arange(num_frames))
             seconds = patcher.find_seconds(timing)
-        return tuple(self.write_time(second) for second in seconds), self.count_cells(grid[1:])
+        num_embeds = int(self.count_embeds(modality, grid[1:]))
+        return tuple(self.write_time(second) for second in seconds), num_embeds
 
     measure_embeds = measure_item
 

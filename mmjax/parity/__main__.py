@@ -218,7 +218,7 @@ def _draw_clip(seed: int, parity: Parity) -> np.ndarray:
     No longer than the model hears at once.
     """
     info = parity.processor.info
-    longest = info.get_longest_clip(parity.max_len, {"audio": 1})
+    longest, _ = info.find_longest_clip({"audio": 1})
     length = min(longest, int(LENGTHS[seed % len(LENGTHS)] * (info.audio_rate or 0)))
     time = np.arange(length) / (info.audio_rate or 1)
     return np.sin(2 * np.pi * (200 + 90 * seed + 300 * time) * time).astype(np.float32) / 2

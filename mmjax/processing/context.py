@@ -310,7 +310,12 @@ class BaseProcessingInfo(ABC):
             target_channels=None if self.audio_rate is None else 1,
             expected_hidden_size=self.get_expected_hidden_size(),
             limits=self.get_media_limits(),
+            **self.get_parser_options(),
         )
+
+    def get_parser_options(self) -> Mapping[str, Any]:
+        """Return what a family's class of parsers takes beside these."""
+        return {}
 
     def get_media_limits(self) -> MediaLimits:
         """Return what the operator has refused before work is done on it."""

@@ -164,6 +164,21 @@ def refuse_options(options: TranscriptOptions) -> None:
         )
 
 
+class WholeTranscriber:
+    """What begins transcriptions of all of a clip at once; a family adds `start`."""
+
+    before_prompt = ""
+
+    def __init__(self, tokenizer: Any, sampling_rate: int) -> None:
+        self._tokenizer = tokenizer
+        self.sampling_rate = sampling_rate
+
+    def select_text(self, token_ids: Sequence[int]) -> list[int]:
+        """Return all but the special tokens."""
+        special = self._tokenizer.added_tokens_decoder
+        return [one for one in token_ids if one not in special]
+
+
 class WholeTranscription:
     """The state of a transcription of all of a clip at once, by one request."""
 

@@ -13,7 +13,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.models.llava.host_inputs import count_kept_features
+from mmjax.models.host_inputs import choose_features
 from mmjax.parity.reference import make_pixels
 from tests.families import FAMILIES
 from tests.families.directories import edit_golden, golden_processor
@@ -42,12 +42,13 @@ def num_tokens(path: Path) -> int:
 
 @pytest.mark.parametrize(("strategy", "expected"), [("default", 576), ("full", 577), ("class", 1)])
 def test_a_strategy_keeps_features(strategy: str, expected: int):
-    assert count_kept_features(24 * 24 + 1, strategy) == expected
+    kept = choose_features(24 * 24 + 1, strategy)
+    assert kept.stop - kept.start == expected
 
 
 def test_an_unknown_strategy_is_named():
     with pytest.raises(CheckpointError, match="'most'; it must be one of default, full, class"):
-        count_kept_features(577, "most")
+        choose_features(577, "most")
 
 
 def test_the_class_token_stays_under_full(tmp_path: Path):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -180,11 +180,6 @@ class ViewInfo(FamilyInfo):
         """Whether the checkpoint is in its authors' own layout, whose code has all settings."""
         return getattr(self.get_hf_config(), "is_original", False)
 
-    @property
-    def views(self) -> ViewHostInputs:
-        """How large views and tiles are, and how many embeddings they have."""
-        return cast(ViewHostInputs, self._own_host_inputs)
-
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the parts: HF's class writes what the row writes."""
         self.check_token(IMAGE)
@@ -193,7 +188,8 @@ class ViewInfo(FamilyInfo):
         check_settings({} if self.is_original else self.processor_settings, facts)
         hf_class = load_class("DeepseekOcr2", "deepseek_ocr2")
         return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(), image_processor=self.load_tiles(hf_class, self.views)
+            tokenizer=self.get_tokenizer(),
+            image_processor=self.load_tiles(hf_class, self.own_inputs),
         )
 
     def load_tiles(self, hf_class: Any, views: ViewHostInputs) -> ViewAndTiles:
@@ -215,17 +211,17 @@ class ViewInfo(FamilyInfo):
         # not cut.
         side = cutter.sides.tile + 1
         size = ImageSize(width=side, height=max(most, 1) * side)
-        return size, self.views.count_tokens(1, most)
+        return size, self.own_inputs.count_tokens(1, most)
 
     @cached_property
     def known_counts(self) -> Sequence[int]:
         """How many embeddings an image may have, the fewest first."""
-        grids = [(0, 0), *list_arrangements(1, self.views.max_tiles)]
-        return sorted({self.views.count_tokens(*grid) for grid in grids})
+        grids = [(0, 0), *list_arrangements(1, self.own_inputs.max_tiles)]
+        return sorted({self.own_inputs.count_tokens(*grid) for grid in grids})
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of a view, of no tiles or a grid of them, and what is between."""
-        known, tiles = self.known_counts, self.views.max_tiles
+        known, tiles = self.known_counts, self.own_inputs.max_tiles
         hint = self.rows_hint.format(view=known[0], most=known[-1], tile=TILE_TOKENS, tiles=tiles)
         self.check_rows(modality, num_embeds, known, hint)
 
@@ -247,7 +243,7 @@ class ViewInfo(FamilyInfo):
         )
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
-        return len(self.views.embed_rows(tensors))
+        return len(self.own_inputs.embed_rows(tensors))
 
     def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
         return parse_boxes(text, image_sizes[0])

@@ -74,33 +74,20 @@ class _Text:
         return ((pairs + np.float32(0.5)) * per_bin).astype(np.int32).reshape(-1).tolist()
 
 
-def _find_boxes(answer: _Text, pattern: re.Pattern[str]) -> list[tuple[str, list[int]]]:
-    """Return (phrase, box) of each box of each phrase."""
-    found = []
+def _find_boxes(
+    answer: _Text, pattern: re.Pattern[str] = _PHRASE_WITH_BOXES, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return each box of each phrase, and the phrase, but for those of `without`."""
+    boxes, labels = [], []
     for phrase in pattern.findall(answer.text):
-        label = _LABEL.match(phrase)
-        if label is not None:
-            boxes = _BOX.findall(phrase)
-            found += [(label.group().strip(), answer.to_pixels(box)) for box in boxes]
-    return found
-
-
-def _with_boxes(found: Sequence[tuple[str, list[int]]]) -> dict[str, Any]:
-    labels = [label.encode("ascii", "ignore").decode("ascii") for label, _ in found]
-    return {"bboxes": [box for _, box in found], "labels": labels}
-
-
-def _parse_boxes(answer: _Text) -> dict[str, Any]:
-    return _with_boxes(_find_boxes(answer, _PHRASE_WITH_BOXES))
-
-
-def _parse_boxes_alone(answer: _Text) -> dict[str, Any]:
-    return _with_boxes(_find_boxes(answer, _BOXES_ALONE))
-
-
-def _parse_grounding(answer: _Text) -> dict[str, Any]:
-    found = _find_boxes(answer, _PHRASE_WITH_BOXES)
-    return _with_boxes([one for one in found if one[0] not in answer.vague_phrases])
+        match = _LABEL.match(phrase)
+        label = None if match is None else match.group().strip()
+        if label is None or label in without:
+            continue
+        for box in _BOX.findall(phrase):
+            boxes.append(answer.to_pixels(box))
+            labels.append(label.encode("ascii", "ignore").decode("ascii"))
+    return {"bboxes": boxes, "labels": labels}
 
 
 def _parse_quad_boxes(answer: _Text) -> dict[str, Any]:
@@ -129,17 +116,12 @@ def _find_polygons(answer: _Text, pattern: re.Pattern[str]) -> dict[str, Any]:
     return {"polygons": polygons, "labels": labels}
 
 
-def _parse_polygons_alone(answer: _Text) -> dict[str, Any]:
-    return _find_polygons(answer, _POLYGONS_ALONE)
-
-
 def _parse_boxes_or_polygons(answer: _Text) -> dict[str, Any]:
-    boxes: dict[str, Any] = {"bboxes": [], "labels": []}
-    polygons: dict[str, Any] = {"polygons": [], "labels": []}
     if "<poly>" in answer.text:
+        boxes: dict[str, Any] = {"bboxes": [], "labels": []}
         polygons = _find_polygons(answer, _PHRASE_WITH_POLYGONS)
     else:
-        boxes = _parse_boxes(answer)
+        boxes, polygons = _find_boxes(answer), {"polygons": [], "labels": []}
     return {
         "bboxes": boxes["bboxes"],
         "bboxes_labels": boxes["labels"],
@@ -151,11 +133,11 @@ def _parse_boxes_or_polygons(answer: _Text) -> dict[str, Any]:
 _PARSERS: Mapping[str, Callable[[_Text], dict[str, Any]]] = MappingProxyType(
     {
         "ocr": _parse_quad_boxes,
-        "description_with_bboxes": _parse_boxes,
-        "phrase_grounding": _parse_grounding,
-        "polygons": _parse_polygons_alone,
+        "description_with_bboxes": _find_boxes,
+        "phrase_grounding": lambda answer: _find_boxes(answer, without=answer.vague_phrases),
+        "polygons": partial(_find_polygons, pattern=_POLYGONS_ALONE),
         "description_with_bboxes_or_polygons": _parse_boxes_or_polygons,
-        "bboxes": _parse_boxes_alone,
+        "bboxes": partial(_find_boxes, pattern=_BOXES_ALONE),
     }
 )
 """By HF's kind of answer (`tasks_answer_post_processing_type`); others are text."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec, byte_pixels
+from mmjax.processing.media.clip_windows import cut_frames
 from mmjax.rounding import cdiv
 
 FRAMES_PER_ROW = 4
@@ -75,15 +76,8 @@ class Gemma4HostInputs(HostInputs):
     def _join_frames(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         _, number = np.asarray(item["num_clip_frames"]).tolist()
         frames = np.asarray(item["input_features"])[:number]
-        size = self.frames_per_row
-        num_rows = self.count_rows(len(frames))
-        rows = np.zeros((num_rows * size, frames.shape[1]), np.float32)
-        rows[: len(frames)] = frames
-        left = len(frames) - size * np.arange(num_rows)
-        return {
-            "input_features": rows.reshape(num_rows, -1),
-            "num_frames": np.minimum(left, size),
-        }
+        rows, num_frames = cut_frames(frames, self.frames_per_row)
+        return {"input_features": rows.reshape(len(rows), -1), "num_frames": num_frames}
 
     def order_patches(self, places: np.ndarray) -> np.ndarray:
         """Return the indices of patches by the row and the column of their squares.

@@ -39,89 +39,63 @@ from mmjax.processing.items.parse import (
     MultiModalDataItems,
     MultiModalDataParser,
 )
+from mmjax.processing.media.audio import long_clip_error, unheard_clip_error
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 SAMPLING_RATE = 16_000
-_PARAM = "multi_modal_data.audio"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Features:
-    """Makes what the encoder takes of clips; called as HF's feature extractors are."""
+class SampleFrames:
+    """Takes samples of clips as they are; called as HF's feature extractors are."""
 
-    num_samples: int
-    """Of a clip, at most."""
-    extractor: Any = None
-    """HF's, of spectrograms; None: samples are taken as they are."""
-    samples_per_frame: int = 0
-    """Of samples as they are."""
+    samples_per_row: int
+    """Of which an embedding is made."""
+    max_rows: int
+    """Embeddings that a clip may have."""
     valid_kwargs: ClassVar[Sequence[str]] = ()
 
-    @classmethod
-    def of_spectrograms(
-        cls, settings: Mapping[str, Any], *, max_rows: int, num_mel_bins: int
-    ) -> "Gemma4Features":
-        """Read a checkpoint's settings; `CheckpointError` where the encoder takes others.
-
-        `max_rows`: embeddings that a clip may have.
-        """
-        if settings.get("dither"):
-            raise CheckpointError(
-                f"`dither` of the feature extractor is {settings['dither']}: noise, by which equal "
-                "clips would differ; expected 0.0"
-            )
-        # On use only, as HF's image processors.
-        module = import_module("transformers.models.gemma4.feature_extraction_gemma4")
-        found, expected = {"feature_size": 128, **settings}, {"feature_size": num_mel_bins}
-        source = "`subsampling_conv_channels` takes"
-        check_settings(found, expected, where="the feature extractor", source=source)
-        extractor = module.Gemma4AudioFeatureExtractor(**settings)
-        num_samples = max_rows * FRAMES_PER_ROW * extractor.hop_length
-        return cls(num_samples=num_samples, extractor=extractor)
-
-    @classmethod
-    def of_samples(
-        cls, settings: Mapping[str, Any], *, max_rows: int, samples_per_frame: int
-    ) -> "Gemma4Features":
-        """Likewise, of an encoder that takes samples."""
-        expected, source = {"audio_samples_per_token": samples_per_frame}, "`audio_embed_dim` takes"
-        check_settings(settings, expected, where="the feature extractor", source=source)
-        return cls(num_samples=max_rows * samples_per_frame, samples_per_frame=samples_per_frame)
+    @property
+    def num_samples(self) -> int:
+        """Of a clip, at most."""
+        return self.max_rows * self.samples_per_row
 
     def __call__(self, clips: Sequence[np.ndarray], *, return_tensors: str) -> dict[str, Any]:
         """Return the frames of all clips, float32[frames, values], and their numbers.
 
         `num_clip_frames` int64[clips, 2]: of a clip's frames, and of those that are all sound.
         """
-        found = [self._make_frames(clip) for clip in clips]
+        found = []
+        for clip in clips:
+            if len(clip) > self.num_samples:
+                raise long_clip_error(len(clip) / SAMPLING_RATE, self.num_samples / SAMPLING_RATE)
+            found.append(self.make_frames(clip))
         return {
             "input_features": np.concatenate([frames for frames, _ in found]),
             "num_clip_frames": np.array([(len(frames), number) for frames, number in found]),
         }
 
-    def _make_frames(self, clip: np.ndarray) -> tuple[np.ndarray, int]:
-        seconds = len(clip) / SAMPLING_RATE
-        if len(clip) > self.num_samples:
-            raise RequestValueError(
-                f"a clip lasts {seconds:.1f} s, and the model hears "
-                f"{self.num_samples / SAMPLING_RATE:g} s at once; cut it, and send its parts as "
-                "several",
-                param=_PARAM,
-            )
-        if self.extractor is None:
-            size = self.samples_per_frame
-            frames = np.pad(clip, (0, -len(clip) % size)).reshape(-1, size).astype(np.float32)
-            return frames, len(frames)
+    def make_frames(self, clip: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return a clip's frames, and how many are all sound."""
+        size = self.samples_per_row
+        frames = np.pad(clip, (0, -len(clip) % size)).reshape(-1, size).astype(np.float32)
+        return frames, len(frames)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectrogramFrames(SampleFrames):
+    """Makes spectrograms of clips."""
+
+    extractor: Any
+    """HF's."""
+
+    def make_frames(self, clip: np.ndarray) -> tuple[np.ndarray, int]:
         # One at a time: how HF pads a clip depends on those beside it, what is sound does not.
         outputs = self.extractor([clip], truncation=False, return_tensors="np")
         number = int(outputs["input_features_mask"][0].sum())
         if not number:
-            raise RequestValueError(
-                f"a clip has {len(clip)} samples, {seconds:.3f} s, of which no embedding is made; "
-                f"send one of more than {self.extractor.hop_length}",
-                param=_PARAM,
-            )
+            raise unheard_clip_error(len(clip), SAMPLING_RATE, self.extractor.hop_length)
         return outputs["input_features"][0], number
 
 
@@ -173,10 +147,7 @@ class Gemma4ProcessingInfo(FamilyInfo):
         return SAMPLING_RATE if self.hears else None
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {**self.limits, **(self.sound_limits if self.hears else {})}
-
-    def get_embed_token_id(self, modality: str) -> int:
-        return getattr(self.get_hf_config(), f"{modality}_token_id")
+        return super().get_supported_mm_limits() if self.hears else self.limits
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what AutoProcessor would, which wants torchvision."""
@@ -203,14 +174,23 @@ class Gemma4ProcessingInfo(FamilyInfo):
             feature_extractor=self.load_features() if self.hears else None,
         )
 
-    def load_features(self) -> Gemma4Features:
-        """Return what makes spectrograms of clips."""
-        audio = self.get_hf_config().audio_config
-        return Gemma4Features.of_spectrograms(
-            self.load_feature_settings(),
-            max_rows=self.max_clip_rows,
-            num_mel_bins=audio.subsampling_conv_channels[0],
-        )
+    def load_features(self) -> SampleFrames:
+        """Return what makes the encoder's inputs of clips; `CheckpointError` for others."""
+        settings = self.load_feature_settings()
+        if settings.get("dither"):
+            raise CheckpointError(
+                f"`dither` of the feature extractor is {settings['dither']}: noise, by which equal "
+                "clips would differ; expected 0.0"
+            )
+        # On use only, as HF's image processors.
+        module = import_module("transformers.models.gemma4.feature_extraction_gemma4")
+        num_mel_bins = self.get_hf_config().audio_config.subsampling_conv_channels[0]
+        found, expected = {"feature_size": 128, **settings}, {"feature_size": num_mel_bins}
+        source = "`subsampling_conv_channels` takes"
+        check_settings(found, expected, where="the feature extractor", source=source)
+        own = module.Gemma4AudioFeatureExtractor(**settings)
+        size = FRAMES_PER_ROW * own.hop_length
+        return SpectrogramFrames(samples_per_row=size, max_rows=self.max_clip_rows, extractor=own)
 
     def load_feature_settings(self) -> Mapping[str, Any]:
         settings, expected = super().load_feature_settings(), {"sampling_rate": SAMPLING_RATE}
@@ -244,11 +224,9 @@ class Gemma4ProcessingInfo(FamilyInfo):
         budget = self.get_budget("image")
         return self.get_image_processor().find_largest(budget), budget
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        largest = self.get_hf_processor().video_processor.find_largest(self.get_budget("video"))
-        return self.get_max_frames(seq_len, mm_counts), largest
+    def find_largest_frame(self) -> tuple[ImageSize, int]:
+        budget = self.get_budget("video")
+        return self.get_hf_processor().video_processor.find_largest(budget), budget
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
         """Return those of a whole prompt, not of a step.
@@ -257,30 +235,18 @@ class Gemma4ProcessingInfo(FamilyInfo):
         """
         return super().get_max_frames(None, mm_counts)
 
-    @property
-    def num_frame_tokens(self) -> int:
-        return self.get_budget("video")
-
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        return self.max_clip_rows
-
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        return self.get_hf_processor().feature_extractor.num_samples
+    def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
+        return self.get_hf_processor().feature_extractor.num_samples, self.max_clip_rows
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         if modality == "audio":
             super().check_num_embeds(modality, num_embeds)
-            if num_embeds > self.max_clip_rows:
-                raise RequestValueError(
-                    f"{modality} embeddings have {num_embeds} rows; a clip has "
-                    f"{self.max_clip_rows} at most",
-                    param="multi_modal_data",
-                )
-            return
-        most = self.get_budget("image")
-        self.check_rows(modality, num_embeds, range(1, most + 1), f"1 to {most}")
+            most, what = self.max_clip_rows, "a clip"
+            hint = f"{most} at most"
+        else:
+            most, what = self.get_budget("image"), "an image"
+            hint = f"1 to {most}"
+        self.check_rows(modality, num_embeds, range(1, most + 1), hint, what=what)
 
     # ---- tokens ----------------------------------------------------------------------------------
 
@@ -309,8 +275,7 @@ class Gemma4ProcessingInfo(FamilyInfo):
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | Frames:
         if modality == "audio":
             _, number = tensors["num_clip_frames"]
-            host_inputs: Any = self._own_host_inputs
-            return host_inputs.count_rows(int(number))
+            return self.own_inputs.count_rows(int(number))
         num_embeds = int(tensors[f"num_soft_tokens_per_{modality}"])
         if modality == "image":
             return num_embeds
@@ -372,12 +337,12 @@ class Gemma4UnifiedProcessingInfo(Gemma4ProcessingInfo):
     host_inputs = Gemma4UnifiedHostInputs
     has_squares = True
 
-    def load_features(self) -> Gemma4Features:
-        return Gemma4Features.of_samples(
-            self.load_feature_settings(),
-            max_rows=self.max_clip_rows,
-            samples_per_frame=self.get_hf_config().audio_config.audio_embed_dim,
-        )
+    def load_features(self) -> SampleFrames:
+        size = self.get_hf_config().audio_config.audio_embed_dim
+        expected, source = {"audio_samples_per_token": size}, "`audio_embed_dim` takes"
+        settings, where = self.load_feature_settings(), "the feature extractor"
+        check_settings(settings, expected, where=where, source=source)
+        return SampleFrames(samples_per_row=size, max_rows=self.max_clip_rows)
 
 
 UNIFIED_FACTORIES = make_factories(Gemma4UnifiedProcessingInfo, Gemma4MultiModalProcessor)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from operator import itemgetter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -121,12 +121,8 @@ class GraniteDoclingProcessingInfo(TileGridInfo, TiledInfo):
         "Pictures of a page": "<doclang> [<picture>]",
     }
 
-    @property
-    def _tiles(self) -> GraniteDoclingHostInputs:
-        return cast(GraniteDoclingHostInputs, self._own_host_inputs)
-
     def load_hf_processor(self) -> ProcessorOfParts:
-        check_settings(self.processor_settings, {"image_seq_len": self._tiles.num_coarse})
+        check_settings(self.processor_settings, {"image_seq_len": self.own_inputs.num_coarse})
         self.check_token(IMAGE)
         parts = super().load_hf_processor()
         cutter: PageCutter = parts.image_processor
@@ -159,12 +155,12 @@ class GraniteDoclingProcessingInfo(TileGridInfo, TiledInfo):
         cutter: PageCutter = self.get_image_processor()
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
         size, number = cutter.find_largest(kwargs, self.get_media_limits().max_image_pixels)
-        return size, number * self._tiles.count_tile_tokens(cutter.takes_fine_route(kwargs))
+        return size, number * self.own_inputs.count_tile_tokens(cutter.takes_fine_route(kwargs))
 
     def write_item(self, modality: str, size: tuple[int, int, int]) -> list[int]:
         """Write a page of (rows, columns) of tiles, by the coarse route (0) or the fine one."""
         rows, columns, is_fine = size
-        images = IMAGE * self._tiles.count_tile_tokens(bool(is_fine))
+        images = IMAGE * self.own_inputs.count_tile_tokens(bool(is_fine))
         lines = [
             "".join(f"{FAKE}<row_{row + 1}_col_{col + 1}>{images}" for col in range(columns))
             for row in range(rows)

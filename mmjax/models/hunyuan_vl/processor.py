@@ -84,11 +84,5 @@ class HunYuanVLProcessingInfo(GridInfo):
         rows, columns = (grids[:, axis] // self.merge_size for axis in (1, 2))
         return count_tokens(rows, columns)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        _, size = self.find_largest("image", seq_len, mm_counts)
-        return {"image": count_tokens(size.height, size.width)}
-
 
 FACTORIES = make_factories(HunYuanVLProcessingInfo)

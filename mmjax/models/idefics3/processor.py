@@ -23,6 +23,7 @@ from mmjax.models.family import item_fields, make_factories
 from mmjax.models.idefics3.host_inputs import Idefics3HostInputs
 from mmjax.models.tiles import TileGridInfo
 from mmjax.processing.chat_turns import write_parts, write_turns
+from mmjax.processing.image_processors.affine import ARITHMETIC
 from mmjax.processing.image_processors.frames import Timing, read_timing, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.pil_classes import make_image_processor
@@ -43,10 +44,7 @@ class TileCutter:
     """An image becomes the tiles of its grid and the whole of it, all of one size."""
 
     valid_kwargs: ClassVar = frozenset(
-        {
-            *("do_image_splitting", "size", "max_image_size", "resample", "do_rescale"),
-            *("rescale_factor", "do_normalize", "image_mean", "image_std"),
-        }
+        {"do_image_splitting", "size", "max_image_size", "resample", *ARITHMETIC}
     )
 
     def __init__(self, hf: Any, side: int) -> None:

@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.config.hf_config import read_config
 from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
 from mmjax.layers.vision import join_squares
 from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
-from mmjax.models.text_model import build_text_model, is_head_tied, text_rules
+from mmjax.models.text_model import is_head_tied, text_rules
 from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
 from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze
@@ -114,36 +116,34 @@ class InternVLModel(TowerModel):
     """What both layouts build, of configurations that are spelled differently."""
 
     host_inputs = InternVLHostInputs
+    modality_names = ("image", "video")
+    is_transposed: bool = False
+    """Whether squares of patches stand column by column, as models before 2024 saw them."""
 
-    def __init__(
-        self,
-        hf_config: Any,
-        vision: ViTConfig,
-        *,
-        projector_act: str,
-        is_tied: bool,
-        dtype: Any,
-        is_transposed: bool = False,
-    ) -> None:
-        self.factor, self.is_transposed = shuffle_factor(hf_config), is_transposed
-        with self._mark_tower_model(hf_config, {"image", "video"}):
-            self.vision_tower = ViT(vision, dtype=dtype)
-            self.multi_modal_projector = MLPProjector(
-                self.factor**2 * vision.hidden_size,
-                hf_config.get_text_config().hidden_size,
-                projector_act,
-                norm_eps=_PROJECTOR_EPS,
-                dtype=dtype,
-            )
-        self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=is_tied)
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        tower = ViT(self.read_tower(hf_config), dtype=dtype)
+        self.factor = shuffle_factor(hf_config)
+        self._set_parts(tower, hf_config, dtype=dtype)
+
+    @staticmethod
+    def read_tower(hf_config: Any) -> ViTConfig:
+        """Return the tower's configuration: up to the state that the projector reads."""
+        raise NotImplementedError
+
+    @classmethod
+    def build_projector(cls, hf_config: Any, *, dtype: Any) -> nnx.Module:
+        return MLPProjector(
+            shuffle_factor(hf_config) ** 2 * cls.read_tower(hf_config).hidden_size,
+            hf_config.get_text_config().hidden_size,
+            getattr(hf_config, "projector_hidden_act", "gelu"),  # no key of the original's
+            norm_eps=_PROJECTOR_EPS,
+            dtype=dtype,
+        )
 
     def encode_units(
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens _width"]:
-        """Return the squares of patches of every tile or frame.
-
-        They stand column by column with `ps_version` v1, as models before 2024 saw them.
-        """
+        """Return the squares of patches of every tile or frame."""
         states, _ = self.vision_tower(pixel_values)
         return join_squares(states[:, 1:], self.factor, is_transposed=self.is_transposed)
 
@@ -151,37 +151,38 @@ class InternVLModel(TowerModel):
 class InternVLForConditionalGeneration(InternVLModel):
     """Served as HF's class of this name."""
 
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        strategy = hf_config.vision_feature_select_strategy
+    is_tied = staticmethod(is_head_tied)
+
+    @staticmethod
+    def read_tower(hf_config: Any) -> ViTConfig:
+        """Read HF's `InternVLVisionConfig`."""
+        vision, strategy = hf_config.vision_config, hf_config.vision_feature_select_strategy
         if strategy != "default":
             raise CheckpointError(
                 f"`vision_feature_select_strategy` is `{strategy}`; InternVL's must be `default`: "
                 "a tile's class token has no place among its patches"
             )
-        super().__init__(
-            hf_config,
-            _read_vision(hf_config),
-            projector_act=hf_config.projector_hidden_act,
-            is_tied=is_head_tied(hf_config),
-            dtype=dtype,
+        layer, name = hf_config.vision_feature_layer, "vision_feature_layer"
+        return read_config(
+            ViTConfig,
+            vision,
+            "norm_type",
+            num_hidden_layers=count_blocks(layer, vision.num_hidden_layers, name=name),
+            image_size=only_side(vision.image_size, "image_size"),
+            patch_size=only_side(vision.patch_size, "patch_size"),
+            qkv_bias=vision.attention_bias,
+            qk_norm_eps=_QK_NORM_EPS if vision.use_qk_norm else None,
+            has_class_token=True,
+            has_positions=vision.use_absolute_position_embeddings,
+            has_scales=True,
+            has_final_norm=layer == -1 and not vision.use_mean_pooling,
         )
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, save_pretrained's, and the module's own names."""
-        vision = _read_vision(hf_config)
-        tower = r"^(?:model\.)?vision_tower\."
-        unread = range(vision.num_hidden_layers, hf_config.vision_config.num_hidden_layers)
-        dropped = [rf"{tower}encoder\.layer\.{layer}\." for layer in unread]
-        dropped.append(rf"{tower}embeddings\.mask_token$")  # of its pre-training
-        if not vision.has_final_norm:
-            dropped.append(rf"{tower}layernorm\.")
-        return (
-            *(Rule(pattern, None) for pattern in dropped),
-            *rename_tower(tower),
-            *text_rules(hf_config),
-            *WRAPPER_RULES,
-        )
+        vision = InternVLForConditionalGeneration.read_tower(hf_config)
+        return (*_list_tower(hf_config, vision), *text_rules(hf_config), *WRAPPER_RULES)
 
 
 class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
@@ -190,18 +191,10 @@ class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the published files, which are in InternVL's original layout, and HF's module."""
-        vision = _read_vision(hf_config)
-        tower = r"^(?:model\.)?vision_tower\."
-        unread = range(vision.num_hidden_layers, hf_config.vision_config.num_hidden_layers)
-        dropped = [rf"{tower}layers\.{layer}\." for layer in unread]
-        dropped += [rf"^vision_model\.encoder\.layers\.{layer}\." for layer in unread]
-        dropped.append(rf"{tower}embeddings\.mask_token$")  # of its pre-training
-        if not vision.has_final_norm:
-            dropped.append(rf"{tower}layernorm\.")
+        vision = InternVLForConditionalGeneration.read_tower(hf_config)
         return (
-            *(Rule(pattern, None) for pattern in dropped),
-            *rename_tower(tower, "layers"),
-            *_list_original_tower(vision),
+            *_list_tower(hf_config, vision, "layers"),
+            *_list_original_tower(vision, hf_config.vision_config.num_hidden_layers),
             # NOTE: what `save_pretrained` of transformers 5.23 makes of the decoder's layers.
             Rule(r"^language_model\.model\.encoder\.layers\.", "language_model.layers."),
             *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
@@ -213,44 +206,69 @@ class InternVLChatModel(InternVLModel):
     """Served as the original's class of this name."""
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        text_config = hf_config.get_text_config()
         version = getattr(hf_config, "ps_version", "v1")
         if version not in ("v1", "v2"):
             raise CheckpointError(f"`ps_version` is `{version}`; it must be `v1` or `v2`")
         _check_original(hf_config)
-        super().__init__(
-            hf_config,
-            _read_original_vision(hf_config),
-            projector_act="gelu",
-            is_tied=getattr(text_config, "tie_word_embeddings", False),
-            dtype=dtype,
-            is_transposed=version == "v1",
+        super().__init__(hf_config, dtype=dtype)
+        self.is_transposed = version == "v1"
+
+    @staticmethod
+    def is_tied(hf_config: Any) -> bool:
+        return getattr(hf_config.get_text_config(), "tie_word_embeddings", False)
+
+    @staticmethod
+    def read_tower(hf_config: Any) -> ViTConfig:
+        """Read the keys of an `intern_vit_6b`; its code knows what is left out."""
+        vision, values = hf_config.vision_config, _read_original(hf_config)
+        layer = getattr(hf_config, "select_layer", -1)
+        num_layers = values.pop("num_hidden_layers")
+        return ViTConfig(
+            qk_norm_eps=values["layer_norm_eps"] if values.pop("qk_normalization") else None,
+            **values,
+            num_hidden_layers=count_blocks(layer, num_layers, name="select_layer"),
+            image_size=only_side(vision.image_size, "image_size"),
+            patch_size=only_side(vision.patch_size, "patch_size"),
+            has_class_token=True,
+            has_final_norm=False,
+            has_scales=True,
         )
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Cut what is fused (InternLM2's by groups of a key head), and map the published names."""
-        vision, text = _read_original_vision(hf_config), hf_config.get_text_config()
-        unread = range(vision.num_hidden_layers, _read_original(hf_config)["num_hidden_layers"])
+        vision, text = InternVLChatModel.read_tower(hf_config), hf_config.get_text_config()
         head_dim = text.hidden_size // text.num_attention_heads
         queries = text.num_attention_heads // text.num_key_value_heads * head_dim
         return (
-            *(Rule(rf"^vision_model\.encoder\.layers\.{layer}\.", None) for layer in unread),
             Split.of_qkv(
                 r"^language_model\.model\.(.*)\.attention\.wqkv\.",
                 r"language_model.\1.self_attn.",
                 [queries, head_dim, head_dim],
             ),
-            *_list_original_tower(vision),
+            *_list_original_tower(vision, _read_original(hf_config)["num_hidden_layers"]),
             *text_rules(hf_config),
             *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
         )
 
 
-def _list_original_tower(vision: ViTConfig) -> list[RuleTypes]:
-    """Return the rules of what the original's tower joins, or shapes otherwise."""
+def _list_tower(hf_config: Any, vision: ViTConfig, blocks: str = "encoder.layer") -> list[Rule]:
+    """Return `rename_tower`'s rules, and leave out what nobody reads."""
+    tower, layers = r"^(?:model\.)?vision_tower\.", re.escape(blocks)
+    unread = range(vision.num_hidden_layers, hf_config.vision_config.num_hidden_layers)
+    dropped = [rf"{tower}{layers}\.{layer}\." for layer in unread]
+    dropped.append(rf"{tower}embeddings\.mask_token$")  # of its pre-training
+    if not vision.has_final_norm:
+        dropped.append(rf"{tower}layernorm\.")
+    return [*(Rule(pattern, None) for pattern in dropped), *rename_tower(tower, blocks)]
+
+
+def _list_original_tower(vision: ViTConfig, num_layers: int) -> list[RuleTypes]:
+    """Return the rules of what the original's tower joins, or shapes otherwise, or nobody reads."""
+    unread = range(vision.num_hidden_layers, num_layers)
     qkv = r"^vision_model\.(.*)\.attn\.qkv\."
     return [
+        *(Rule(rf"^vision_model\.encoder\.layers\.{layer}\.", None) for layer in unread),
         Split.of_qkv(qkv, r"vision_tower.\1.self_attn.", [vision.hidden_size] * 3),
         *(
             Rule(rf"^vision_model\.embeddings\.{name}$", *target)
@@ -284,40 +302,3 @@ def _read_original(hf_config: Any) -> dict[str, Any]:
     """Return the keys of an `intern_vit_6b` configuration; its code knows what is left out."""
     vision = hf_config.vision_config
     return {key: getattr(vision, key, value) for key, value in _ORIGINAL_VISION.items()}
-
-
-def _read_original_vision(hf_config: Any) -> ViTConfig:
-    """Read the original's vision tower, and which of its states the projector reads."""
-    vision, values = hf_config.vision_config, _read_original(hf_config)
-    layer = getattr(hf_config, "select_layer", -1)
-    num_layers = values.pop("num_hidden_layers")
-    return ViTConfig(
-        qk_norm_eps=values["layer_norm_eps"] if values.pop("qk_normalization") else None,
-        **values,
-        num_hidden_layers=count_blocks(layer, num_layers, name="select_layer"),
-        image_size=only_side(vision.image_size, "image_size"),
-        patch_size=only_side(vision.patch_size, "patch_size"),
-        has_class_token=True,
-        has_final_norm=False,
-        has_scales=True,
-    )
-
-
-def _read_vision(hf_config: Any) -> ViTConfig:
-    """Read HF's `InternVLVisionConfig`, and which of its states the projector reads."""
-    vision = hf_config.vision_config
-    layer, name = hf_config.vision_feature_layer, "vision_feature_layer"
-    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_channels")
-    same = (*same, "layer_norm_eps", "hidden_act", "norm_type")
-    return ViTConfig(
-        **{key: getattr(vision, key) for key in same},
-        num_hidden_layers=count_blocks(layer, vision.num_hidden_layers, name=name),
-        image_size=only_side(vision.image_size, "image_size"),
-        patch_size=only_side(vision.patch_size, "patch_size"),
-        qkv_bias=vision.attention_bias,
-        qk_norm_eps=_QK_NORM_EPS if vision.use_qk_norm else None,
-        has_class_token=True,
-        has_positions=vision.use_absolute_position_embeddings,
-        has_scales=True,
-        has_final_norm=layer == -1 and not vision.use_mean_pooling,
-    )

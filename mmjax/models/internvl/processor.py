@@ -12,19 +12,17 @@ BOS is left to the tokenizer, as there: InternLM2's writes one, Qwen2's none.
 """
 
 import json
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import RequestValueError, check_settings
+from mmjax.errors import check_settings
 from mmjax.models.family import FamilyProcessor, item_fields, make_factories
-from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
+from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs
 from mmjax.models.internvl.tokenizer import load_tokenizer
 from mmjax.models.tiles import TiledInfo
 from mmjax.processing.context import InputProcessingContext
@@ -95,8 +93,9 @@ class _Format:
         return source
 
 
-_FORMATS: Mapping[str, _Format] = MappingProxyType(
+_FORMATS: Mapping[str | None, _Format] = MappingProxyType(
     {
+        None: _Format(end="<|im_end|>\n", default=""),
         "Hermes-2": _Format(end="<|im_end|>", default=_SYSTEM_2),
         "internlm2-chat": _Format(end="<|im_end|>", default=_SYSTEM_2),
         "phi3-chat": _Format(
@@ -118,14 +117,7 @@ _FORMATS: Mapping[str, _Format] = MappingProxyType(
         ),
     }
 )
-_PLAIN = _Format(end="<|im_end|>\n", default="")
-"""The format where config.json names none."""
-
-
-def find_format(name: str | None) -> _Format | None:
-    """Return a format by its name; None: it is not known."""
-    return _PLAIN if name is None else _FORMATS.get(name)
-
+"""By `template` of config.json; None: where it names none."""
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
 _VIDEO_TOKENS = {
@@ -147,7 +139,7 @@ class InternVLDataParser(MultiModalDataParser):
 class BaseInternVLProcessingInfo(TiledInfo):
     """Common to both formats."""
 
-    chat_template = _PLAIN.to_jinja()
+    chat_template = _FORMATS[None].to_jinja()
     data_parser = InternVLDataParser
     host_inputs = InternVLHostInputs
     limits: ClassVar = {"image": None, "video": None}
@@ -157,30 +149,13 @@ class BaseInternVLProcessingInfo(TiledInfo):
     pixel_keys: ClassVar[Mapping[str, str]]
     """Modality -> name of its pixel values."""
 
-    @property
-    @abstractmethod
-    def unit_side(self) -> int:
-        """Side of a tile, in pixels."""
-
-    @cached_property
-    def num_unit_tokens(self) -> int:
-        """Number of embeddings of a tile, also where the encoder's are refused for their size."""
-        hf_config = self.get_hf_config()
-        patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
-        return int((self.unit_side // patch_size) ** 2 * hf_config.downsample_ratio**2)
-
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of whole tiles, thumbnail included, or of whole frames."""
-        part = {"image": "tile", "video": "frame"}[modality]
+        part, each = {"image": "tile", "video": "frame"}[modality], self.num_unit_tokens
         most = self.get_max_image_tokens() if modality == "image" else num_embeds
-        if 0 < num_embeds <= most and num_embeds % self.num_unit_tokens == 0:
-            return
         many = f", {most} rows at most" * (modality == "image")
-        raise RequestValueError(
-            f"{modality} embeddings have {num_embeds} rows; a {part} has {self.num_unit_tokens}: "
-            f"give those of whole {part}s{many}",
-            param="multi_modal_data",
-        )
+        hint = f"{each}: give those of whole {part}s{many}"
+        self.check_rows(modality, num_embeds, range(each, most + 1, each), hint, what=f"a {part}")
 
     def get_unit_size(self) -> ImageSize:
         return ImageSize(width=self.unit_side, height=self.unit_side)
@@ -215,7 +190,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
-        self._format = find_format(getattr(self.get_hf_config(), "template", None))
+        self._format = _FORMATS.get(getattr(self.get_hf_config(), "template", None))
         self.chat_template = None if self._format is None else self._format.to_jinja()
 
     def get_ending_token_ids(self) -> Sequence[int]:
@@ -229,12 +204,6 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
         tokenizer = self.get_tokenizer()
         takes_videos = token and (tokenizer is None or token in tokenizer.get_vocab())
         return self.limits if takes_videos else {"image": None}
-
-    @property
-    def unit_side(self) -> int:
-        hf_config = self.get_hf_config()
-        forced = getattr(hf_config, "force_image_size", None)
-        return forced or only_side(hf_config.vision_config.image_size, "image_size")
 
     def load_hf_processor(self) -> ProcessorOfParts:
         return ProcessorOfParts(
@@ -250,10 +219,6 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
     frame_separator = "\n"
     pixel_keys = PIXEL_KEYS["hf"]
     placeholders: ClassVar = {"image": CONTEXT, "video": "<video>"}
-
-    @property
-    def unit_side(self) -> int:
-        return only_side(self.get_hf_config().vision_config.image_size, "image_size")
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]

@@ -51,7 +51,8 @@ class KimiK25HostInputs(HostInputs):
             "places": places,
             **find_position_taps(places, (rows, columns), side, kernel="bicubic"),
         }
-        clips = [self._find_clip(size, rows, columns) for size in self.find_clips(num_frames)]
+        firsts = [*range(0, num_frames, self.clip_frames), num_frames]
+        clips = [self._find_clip(size, rows, columns) for size in np.diff(firsts).tolist()]
         sizes = [len(clip["frame_numbers"]) for clip in clips]
         return {
             "pixel_values": item[name],
@@ -59,11 +60,6 @@ class KimiK25HostInputs(HostInputs):
             "clip_ids": np.repeat(np.arange(len(clips)), sizes),
             **{key: np.concatenate([clip[key] for clip in clips]) for key in clips[0]},
         }
-
-    def find_clips(self, num_frames: int) -> list[int]:
-        """Return the frames of each clip of a video."""
-        firsts = range(0, num_frames, self.clip_frames)
-        return [min(self.clip_frames, num_frames - first) for first in firsts]
 
     def _find_clip(self, num_frames: int, rows: int, columns: int) -> dict[str, np.ndarray]:
         """Return a clip's numbers of frames, and where its patches are pooled from.

@@ -159,7 +159,8 @@ class PatchCutter:
 
     def _pad(self, image: Image.Image, limits: Limits) -> np.ndarray:
         size = self.scale(ImageSize(*image.size), limits)
-        pixels = to_pixels(to_rgb(image).resize(size, self.settings["resample"]))
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        pixels = to_pixels(image.resize(size, self.settings["resample"]))
         missing = ((0, 0), (0, -size.height % self.unit), (0, -size.width % self.unit))
         return np.pad(pixels, missing)
 
@@ -231,11 +232,6 @@ class ClipCutter(PatchCutter):
             "timestamps": np.concatenate([t.seconds[:: self.clip_frames] for _, t in seen]),
             "video_affine": self.affine,
         }
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image with the three colours alone."""
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def split_grids(tensors: Mapping[str, Any], clip_frames: int) -> dict[str, Any]:
@@ -334,11 +330,8 @@ class KimiK25ProcessingInfo(FamilyInfo):
         clip_frames = self.get_hf_processor().video_processor.clip_frames
         return self.get_max_clips(mm_counts) * clip_frames, self.find_largest("video")[0]
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        (_, image), (_, clip) = (self.find_largest(modality) for modality in ("image", "video"))
-        return {"image": image, "video": self.get_max_clips(mm_counts) * clip}
+    def get_max_video_tokens(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        return self.get_max_clips(mm_counts) * self.find_largest("video")[1]
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Refuse more rows than a picture has."""

@@ -43,19 +43,13 @@ def count_extra_features(hf_config: Any) -> int:
     return _NUM_EXTRA_FEATURES[tower]
 
 
-def count_kept_features(num_features: int, strategy: str) -> int:
-    """Return how many of a tower's features `vision_feature_select_strategy` leaves."""
-    kept = choose_features(num_features, strategy)
-    return kept.stop - kept.start
-
-
 def count_image_tokens(hf_config: Any) -> int:
     """Return how many embeddings a picture has: the features of the tower that are kept."""
     vision = hf_config.vision_config
     num_patches = (vision.image_size // vision.patch_size) ** 2
-    return count_kept_features(
-        num_patches + count_extra_features(hf_config), hf_config.vision_feature_select_strategy
-    )
+    num_features = num_patches + count_extra_features(hf_config)
+    kept = choose_features(num_features, hf_config.vision_feature_select_strategy)
+    return kept.stop - kept.start
 
 
 class LlavaHostInputs(UnitHostInputs):
@@ -174,9 +168,9 @@ class LlavaOnevisionHostInputs(LlavaNextHostInputs):
 
     def lay_out(self, size: ImageSize, num_tiles: int) -> Layout:
         """Return what a picture is made of; of one tile, it is not cut."""
-        whole = np.arange(self.tile_patches**2).reshape(-1, 1)
         if num_tiles == 1:
-            return _as_is(whole, [*range(len(whole)), NEWLINE])
+            cells = np.arange(self.tile_patches**2)
+            return Layout(*_as_is(cells), np.append(cells, NEWLINE).astype(np.int32))
         return _lay_out(size, self.count_tiles(size), self.tile_patches, self.most_patches)
 
     def lay_out_video(self, num_frames: int) -> Layout:
@@ -262,26 +256,20 @@ def count_lines(rows: int, columns: int, most_patches: int) -> tuple[int, int]:
     return (int(rows // ratio), int(columns // ratio)) if ratio > _NEAR else (rows, columns)
 
 
-def _as_is(cells: np.ndarray, embed_rows: Any) -> Layout:
-    taps = np.repeat(cells, _TAPS, axis=1).astype(np.int32)
-    weights = np.zeros(taps.shape, np.float32)
-    weights[:, 0] = 1
-    return Layout(taps, weights, np.asarray(embed_rows, np.int32))
+def _as_is(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the taps and weights of embeddings that are patches as they are, as `resample`."""
+    taps = np.repeat(cells.reshape(-1, 1), _TAPS, axis=1).astype(np.int32)
+    return taps, np.eye(1, _TAPS, dtype=np.float32).repeat(len(taps), axis=0)
 
 
 @lru_cache(maxsize=64)
 def _lay_out(size: ImageSize, tiles: tuple[int, int], side: int, most_patches: int) -> Layout:
     cells = side**2 + number_cells(tiles, side)
     kept = cells[find_kept(size, *cells.shape)]
-    whole = _as_is(np.arange(side**2).reshape(-1, 1), ())
     rows, columns = count_lines(len(kept), kept.shape[1], most_patches)
-    if (rows, columns) != kept.shape:
-        taps, weights = resample(kept, rows, columns)
-    else:
-        taps, weights, _ = _as_is(kept.reshape(-1, 1), ())
+    of_lines = _as_is(kept) if (rows, columns) == kept.shape else resample(kept, rows, columns)
+    parts = zip(_as_is(np.arange(side**2)), of_lines, strict=True)
+    taps, weights = (np.concatenate(pair) for pair in parts)
     lines = side**2 + np.arange(rows * columns).reshape(rows, columns)
-    return Layout(
-        np.concatenate([whole.taps, taps]),
-        np.concatenate([whole.weights, weights]),
-        np.concatenate([np.arange(side**2), end_lines(lines)]).astype(np.int32),
-    )
+    embed_rows = np.concatenate([np.arange(side**2), end_lines(lines)])
+    return Layout(taps, weights, embed_rows.astype(np.int32))

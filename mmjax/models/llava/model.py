@@ -155,11 +155,6 @@ class LlavaOnevisionForConditionalGeneration(LlavaNextForConditionalGeneration):
 
     host_inputs = LlavaOnevisionHostInputs
 
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        super().__init__(hf_config, dtype=dtype)
-        self.patch_size = hf_config.vision_config.patch_size
-        self.side = hf_config.vision_config.image_size // self.patch_size
-
     def embed_multimodal(
         self,
         pixel_values: Float[Array, "P _pixels"],
@@ -168,19 +163,13 @@ class LlavaOnevisionForConditionalGeneration(LlavaNextForConditionalGeneration):
         segment_ids: Int[Array, " P"],
     ) -> Float[Array, "P D"]:
         """Return the embedding of every row: of patches of its item, by their weights."""
-        num_patches = self.side**2
+        num_patches = self.vision_tower.embeddings.config.num_patches
         tile_rows = 1 << (num_patches - 1).bit_length()
         tiles = pixel_values.reshape(-1, tile_rows, pixel_values.shape[-1])[:, :num_patches]
-        embeds = super().embed_multimodal(self._join_patches(tiles))
+        embeds = super().embed_multimodal(tiles)
         with jax.named_scope("resample"):
             padded = jnp.pad(embeds, ((0, 0), (0, tile_rows - num_patches), (0, 0)))
             return _mix(padded.reshape(len(pixel_values), -1), taps, tap_weights, segment_ids)
-
-    def _join_patches(self, tiles: Float[Array, "I _patches _pixels"]) -> Float[Array, "I C _y _x"]:
-        """Return pictures of whole patches."""
-        side, size = self.side, self.patch_size
-        parts = tiles.reshape(len(tiles), side, side, -1, size, size)
-        return parts.transpose(0, 3, 1, 4, 2, 5).reshape(len(tiles), -1, side * size, side * size)
 
 
 def _mix(

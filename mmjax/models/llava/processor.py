@@ -31,6 +31,7 @@ from mmjax.processing.chat_turns import (
     write_turns,
 )
 from mmjax.processing.context import InputProcessingContext
+from mmjax.processing.image_processors.affine import ARITHMETIC
 from mmjax.processing.image_processors.image import (
     check_bool,
     check_resized_pixels,
@@ -66,7 +67,6 @@ GRANITE_TEMPLATE = write_turns(
 )
 _TEMPLATES: Mapping[str, str] = {"granite": GRANITE_TEMPLATE, "mistral": MISTRAL_TEMPLATE}
 """Of LLaVA-NeXT; that of other decoders is Vicuna's."""
-_ARITHMETIC = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 _PART: Mapping[str, str] = {"where": "the image processor", "source": "the model takes"}
 
 
@@ -106,7 +106,7 @@ class LlavaProcessingInfo(BaseLlavaProcessingInfo):
 class CanvasCutter:
     """HF's `LlavaNextImageProcessorPil`, without the tiles of zeros that make pictures alike."""
 
-    valid_kwargs = frozenset({"resample", "do_convert_rgb", *_ARITHMETIC})
+    valid_kwargs = frozenset({"resample", "do_convert_rgb", *ARITHMETIC})
 
     def __init__(self, hf_processor: Any, host_inputs: LlavaNextHostInputs) -> None:
         self.hf = hf_processor
@@ -167,6 +167,7 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
     """LLaVA-NeXT's, and Granite Vision's."""
 
     host_inputs = LlavaNextHostInputs
+    cutter: ClassVar[type[CanvasCutter]] = CanvasCutter
     image_processors: ClassVar = {"LlavaNext": "llava_next"}
     templates: ClassVar[Mapping[str, str]] = _TEMPLATES
     """By the decoder; that of others is `chat_template`."""
@@ -176,21 +177,15 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
         decoder = self.get_hf_config().get_text_config().model_type
         self.chat_template = self.templates.get(decoder, self.chat_template)
 
-    @property
-    def _canvases(self) -> LlavaNextHostInputs:
-        made = self._own_host_inputs
-        assert isinstance(made, LlavaNextHostInputs)
-        return made
-
     def wrap_image_processor(self, hf_processor: Any) -> CanvasCutter:
-        hf_config, side = self.get_hf_config(), self._canvases.tile
+        hf_config, side = self.get_hf_config(), self.own_inputs.tile
         canvases = [list(one) for one in hf_config.image_grid_pinpoints]
         found = [list(one) for one in hf_processor.image_grid_pinpoints]
         check_settings({"image_grid_pinpoints": found}, {"image_grid_pinpoints": canvases}, **_PART)
         for name in ("size", "crop_size"):
             sides = {value for value in dict(getattr(hf_processor, name) or {}).values() if value}
             check_settings({name: [*sides] or None}, {name: [side]}, **_PART)
-        return CanvasCutter(hf_processor, self._canvases)
+        return self.cutter(hf_processor, self.own_inputs)
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand rows for the whole of a picture at least, and for the largest at most."""
@@ -200,7 +195,7 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of a picture that fills its canvas, of those the one of most patches."""
-        made = self._canvases
+        made = self.own_inputs
         size = max(made.canvases, key=lambda canvas: len(made.arrange(canvas)))
         return size, len(made.arrange(size))
 
@@ -210,7 +205,7 @@ class LlavaNextProcessingInfo(BaseLlavaProcessingInfo):
         return item_fields("image", units=("pixel_values",), counts=tiles, on_host=on_host)
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
-        return len(self._canvases.embed_rows(tensors))
+        return len(self.own_inputs.embed_rows(tensors))
 
 
 class Granite4VisionProcessingInfo(LlavaNextProcessingInfo):
@@ -234,41 +229,27 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
     )
     data_parser = PixelsOnlyDataParser
     host_inputs = LlavaOnevisionHostInputs
+    cutter = FewCanvasCutter
     image_processors: ClassVar = {"LlavaOnevision": "llava_onevision"}
     limits: ClassVar = {"image": None, "video": None}
     placeholders: ClassVar = {"image": "<image>", "video": "<video>"}
     templates: ClassVar = {}
 
     @property
-    def _tiles(self) -> LlavaOnevisionHostInputs:
-        made = self._own_host_inputs
-        assert isinstance(made, LlavaOnevisionHostInputs)
-        return made
-
-    @property
     def num_unit_tokens(self) -> int:
-        return self._tiles.tile_patches**2
-
-    @property
-    def num_frame_tokens(self) -> int:
-        return self._tiles.pooled_side**2
+        return self.own_inputs.tile_patches**2
 
     @property
     def num_frame_room(self) -> int:
         """How many tokens a frame has at most, with the newline behind the last one."""
         return self.num_frame_tokens + 1
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
-        return {**most, "video": most["video"] + 1} if "video" in most else most
+    def get_max_video_tokens(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        return super().get_max_video_tokens(seq_len, mm_counts) + 1
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        side = self._tiles.tile
-        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
+    def find_largest_frame(self) -> tuple[ImageSize, int]:
+        made = self.own_inputs
+        return ImageSize(width=made.tile, height=made.tile), made.pooled_side**2
 
     def load_hf_processor(self) -> Any:
         hf_config = self.get_hf_config()
@@ -278,12 +259,9 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
             "vision_aspect_ratio": hf_config.vision_aspect_ratio,
         }
         check_settings(self.processor_settings, facts)
-        frames = HFFrameCutter.from_pretrained(self.ctx.model_config.path, self._tiles.tile)
+        path, side = self.ctx.model_config.path, self.own_inputs.tile
+        frames = HFFrameCutter.from_pretrained(path, side)
         return replace(super().load_hf_processor(), video_processor=frames)
-
-    def wrap_image_processor(self, hf_processor: Any) -> CanvasCutter:
-        super().wrap_image_processor(hf_processor)
-        return FewCanvasCutter(hf_processor, self._canvases)
 
     def check_sizes(self, mm_data: Mapping[str, Any], mm_kwargs: Mapping[str, object]) -> None:
         """Refuse also what would be padded to a bomb."""
@@ -298,7 +276,7 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of the picture with the most embeddings, and how many it has."""
-        made = self._tiles
+        made = self.own_inputs
         if not FewCanvasCutter.is_cut(self.scope_kwargs(self.get_planned_mm_kwargs())):
             return ImageSize(width=made.tile, height=made.tile), self.num_unit_tokens + 1
         size = self._largest_image
@@ -306,11 +284,7 @@ class LlavaOnevisionProcessingInfo(LlavaNextProcessingInfo):
 
     @cached_property
     def _largest_image(self) -> ImageSize:
-        return self._tiles.find_largest()
-
-    def get_embed_token_id(self, modality: str) -> int:
-        hf_config = self.get_hf_config()
-        return hf_config.video_token_id if modality == "video" else hf_config.image_token_id
+        return self.own_inputs.find_largest()
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         counts = "video_num_patches"

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmjax.errors import CheckpointError
 from mmjax.models.minicpmv4_6.slices import SliceCutter
-from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.affine import ARITHMETIC, read_affine
 from mmjax.processing.image_processors.image import bad_kwarg, to_pixels
 
 _ALWAYS, _NEVER, _ADAPTIVE = "always", "never", "adaptive"
@@ -48,11 +48,7 @@ class GlyphCutter(SliceCutter):
                 f"`scale_resolution` of the image processor is {hf_processor.scale_resolution}; "
                 f"it must be {_TINY_SIDE} or more, which tiny pictures are scaled to"
             )
-        normalized = {"mean": hf_processor.image_mean, "std": hf_processor.image_std}
-        self.affine = make_affine(
-            rescale_factor=hf_processor.rescale_factor if hf_processor.do_rescale else 1.0,
-            **(normalized if hf_processor.do_normalize else {}),
-        )
+        self.affine = read_affine({name: getattr(hf_processor, name) for name in ARITHMETIC})
 
     def cut(self, image: Image.Image, most: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the same as HF's; `RequestValueError` for a kwarg that none can be cut by."""

@@ -119,11 +119,9 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
         cutter, most = self.find_cutter("image")
         return cutter.find_largest(most)
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
+    def find_largest_frame(self) -> tuple[ImageSize, int]:
         cutter, most = self.find_cutter("video")
-        return self.get_max_frames(seq_len, mm_counts), cutter.find_largest(most)[0]
+        return cutter.find_largest(most)
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
         """Return the frames of a video whose memory is planned: as long as one without slices.
@@ -137,11 +135,6 @@ class MiniCPMV46ProcessingInfo(FamilyInfo):
         share = self.ctx.model_config.max_model_len // num_videos
         num_tokens = min(share, num_frames * cutter.find_largest(1)[1])
         return max(min(num_tokens // self.num_frame_tokens, num_frames), 1)
-
-    @property
-    def num_frame_tokens(self) -> int:
-        cutter, most = self.find_cutter("video")
-        return cutter.find_largest(most)[1]
 
     # ---- tokens and tensors ----------------------------------------------------------------------
 

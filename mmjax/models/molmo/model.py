@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from mmjax.connectors.pooling import AttentionPooling
 from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.vision import join_squares
 from mmjax.models.molmo.host_inputs import (
     NUM_NEW_TOKENS,
     POOLING_SIDE,
@@ -58,14 +59,13 @@ class MolmoVisionBackbone(nnx.Module):
         _, states = self.image_vit(pixels, feature_layers=self.feature_layers)
         features = jnp.concatenate([state[:, 1:] for state in states], axis=-1)
         features = features + self._pad(image_masks).astype(features.dtype)
-        units, num_patches, width = features.shape
-        side = round(num_patches**0.5) // POOLING_SIDE
-        squares = features.reshape(units, side, POOLING_SIDE, side, POOLING_SIDE, width)
-        squares = squares.transpose(0, 1, 3, 2, 4, 5).reshape(-1, POOLING_SIDE**2, width)
+        squares = join_squares(features, POOLING_SIDE)
+        units, num_tokens, _ = squares.shape
         with jax.named_scope("image_pooling_2d"):
-            pooled = self.image_pooling_2d(squares)
+            windows = squares.reshape(units * num_tokens, POOLING_SIDE**2, -1)
+            pooled = self.image_pooling_2d(windows)
         with jax.named_scope("image_projector"):
-            return self.image_projector(pooled).reshape(units, side * side, -1)
+            return self.image_projector(pooled).reshape(units, num_tokens, -1)
 
     def _pad(self, image_masks: Float[Array, "U P"]) -> Float[Array, "U P _width"]:
         """Return what is added to each patch: one row if it is all padding, another if in part."""

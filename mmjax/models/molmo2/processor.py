@@ -179,15 +179,9 @@ class Molmo2ProcessingInfo(CropsInfo):
         bos = self.find_bos(or_eos=True)
         return token_ids if token_ids[:1] == [bos] else [bos, *token_ids]
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        side = self.get_hf_processor().video_processor.crop_side
-        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
-
-    @property
-    def num_frame_tokens(self) -> int:
-        return self.get_hf_processor().video_processor.num_frame_tokens
+    def find_largest_frame(self) -> tuple[ImageSize, int]:
+        part: Molmo2VideoProcessor = self.get_hf_processor().video_processor
+        return ImageSize(width=part.crop_side, height=part.crop_side), part.num_frame_tokens
 
     @property
     def num_frame_room(self) -> int:

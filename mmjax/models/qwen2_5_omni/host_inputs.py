@@ -16,7 +16,7 @@ import numpy as np
 from mmjax.errors import CheckpointError
 from mmjax.models.grid_inputs import TimedGridHostInputs, WindowGridHostInputs, read_grid
 from mmjax.models.host_inputs import EncoderSpec, PromptItem, RotaryPositions
-from mmjax.processing.media.clip_windows import ClipWindows
+from mmjax.processing.media.clip_windows import ClipWindows, cut_frames
 
 
 class Piece(NamedTuple):
@@ -74,11 +74,14 @@ class OmniHostInputs(TimedGridHostInputs):
         if not number:
             return cells
         sound = np.arange(len(cells), len(cells) + number, dtype=np.int32)
-        parts = [
-            (sound if one.is_sound else cells)[one.start : one.end]
-            for one in self.find_pieces(item)
-        ]
-        return np.concatenate(parts)
+        return np.concatenate(self._interleave(item, cells, sound))
+
+    def _interleave(
+        self, item: Mapping[str, np.ndarray], cells: np.ndarray, sound: np.ndarray
+    ) -> list[np.ndarray]:
+        """Return the pieces of what cells have, and sound, along the last axis, in their order."""
+        parts = {False: cells, True: sound}
+        return [parts[one.is_sound][..., one.start : one.end] for one in self.find_pieces(item)]
 
     # ---- positions -------------------------------------------------------------------------------
 
@@ -97,14 +100,16 @@ class OmniHostInputs(TimedGridHostInputs):
         """Return the same, behind a video's time as well."""
         return int(cells.max()) + 1
 
-    def find_heard(self, item: PromptItem) -> list[np.ndarray]:
-        """Return int[3, embeddings] of each piece of a video with its sound, from 0 on."""
+    def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
+        """Yield the run of a grid; of a video with its sound, whose marks are as text."""
+        number = self.count_sound(item.tensors)
+        if not number:
+            yield from super().find_runs(item)
+            return
         cells = self.find_cells(item.tensors, self.find_merged(item.tensors))
-        sound = np.tile(np.arange(self.count_sound(item.tensors)), (3, 1))
-        return [
-            (sound if one.is_sound else cells)[:, one.start : one.end]
-            for one in self.find_pieces(item.tensors)
-        ]
+        pieces = self._interleave(item.tensors, cells, np.tile(np.arange(number), (3, 1)))
+        extent = self.find_extent(pieces[-1])
+        yield item.position.offset + 1, np.concatenate(pieces, axis=1), extent
 
 
 class Qwen25OmniHostInputs(OmniHostInputs, WindowGridHostInputs):
@@ -136,13 +141,8 @@ class Qwen25OmniHostInputs(OmniHostInputs, WindowGridHostInputs):
 
     def cut(self, features: np.ndarray) -> dict[str, np.ndarray]:
         """Return a spectrogram's chunks, the last one with zeros behind it."""
-        frames = np.asarray(features)  # frames, bins
-        num_chunks = -(-len(frames) // self.chunk_size)
-        padded = np.zeros((num_chunks * self.chunk_size, frames.shape[1]), np.float32)
-        padded[: len(frames)] = frames
-        left = len(frames) - self.chunk_size * np.arange(num_chunks)
-        chunks = padded.reshape(num_chunks, self.chunk_size, -1).transpose(0, 2, 1)
-        return {"input_features": chunks, "num_frames": np.minimum(left, self.chunk_size)}
+        chunks, num_frames = cut_frames(np.asarray(features), self.chunk_size)
+        return {"input_features": chunks.transpose(0, 2, 1), "num_frames": num_frames}
 
     def count_rows(self, num_frames: int) -> int:
         """Return how many embeddings a clip has; none where it is too short."""
@@ -171,18 +171,16 @@ class Qwen25OmniHostInputs(OmniHostInputs, WindowGridHostInputs):
         return list(zip(starts, [*starts[1:], len(times)], strict=True))
 
     def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
-        """Yield the run of a grid; of a video with its sound, with the marks around it.
+        """Yield the same, of a video with its sound with the marks around it.
 
         Its first mark has the position of the token before it, its last one that of the token
         behind it.
         """
-        if not self.count_sound(item.tensors):
-            yield from super().find_runs(item)
-            return
-        pieces = self.find_heard(item)
-        extent = self.find_extent(pieces[-1])
-        first, last = np.full((3, 1), -1), np.full((3, 1), extent)
-        yield item.position.offset, np.concatenate([first, *pieces, last], axis=1), extent
+        for first, cells, extent in super().find_runs(item):
+            if self.count_sound(item.tensors):
+                first -= 1
+                cells = np.pad(cells, ((0, 0), (1, 1)), constant_values=(-1, extent))
+            yield first, cells, extent
 
 
 class Qwen3OmniHostInputs(OmniHostInputs):
@@ -220,12 +218,3 @@ class Qwen3OmniHostInputs(OmniHostInputs):
             Piece(bool(is_sound[start]), places[start], places[end - 1] + 1)
             for start, end in pairwise(starts)
         ]
-
-    def find_runs(self, item: PromptItem) -> Iterator[tuple[int, np.ndarray, int]]:
-        """Yield the run of a grid; of a video with its sound, whose marks are as text."""
-        if not self.count_sound(item.tensors):
-            yield from super().find_runs(item)
-            return
-        pieces = self.find_heard(item)
-        extent = self.find_extent(pieces[-1])
-        yield item.position.offset + 1, np.concatenate(pieces, axis=1), extent

@@ -5,27 +5,17 @@ Where videos are heard, `<|VIDEO|>` becomes `<|audio_bos|> <|VIDEO|>*N <|AUDIO|>
 whose tokens have other names, they come by their times.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import RequestTypeError, RequestValueError, check_settings
-from mmjax.models.family import (
-    FamilyProcessor,
-    WindowedClipsInfo,
-    item_fields,
-    make_factories,
-)
+from mmjax.errors import RequestTypeError, check_settings
+from mmjax.models.family import WindowedClipsInfo, item_fields, make_factories
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
-from mmjax.models.qwen2_5_omni.host_inputs import (
-    OmniHostInputs,
-    Piece,
-    Qwen3OmniHostInputs,
-    Qwen25OmniHostInputs,
-)
+from mmjax.models.qwen2_5_omni.host_inputs import Qwen3OmniHostInputs, Qwen25OmniHostInputs
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
 from mmjax.processing.image_processors.frames import read_speed, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts
@@ -36,7 +26,7 @@ from mmjax.processing.items.items import (
     VideoProcessorItems,
 )
 from mmjax.processing.items.parse import MultiModalDataParser
-from mmjax.processing.media.audio import AudioSpec, parse_audio
+from mmjax.processing.media.audio import AudioSpec, long_clip_error, parse_audio, unheard_clip_error
 from mmjax.processing.media.encoded import EncodedAudio
 from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -56,7 +46,6 @@ USE_AUDIO = "use_audio_in_video"
 """The name in `mm_processor_kwargs` of whether videos are heard, as in vLLM."""
 SOUND = "sound"
 """What metadata of a video call its samples."""
-_PARAM = "multi_modal_data.{modality}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +61,8 @@ class OmniFeatures:
         """Return the frames of all clips, float32[frames, bins], and their numbers."""
         for clip in clips:
             if not self.count_rows(clip):
-                raise RequestValueError(
-                    f"a clip has {len(clip)} samples, {self._tell_seconds(clip):.3f} s, of which "
-                    f"no embedding is made; send one of more than {self.most_unheard}",
-                    param=_PARAM.format(modality="audio"),
-                )
+                rate = self.log_mel.sampling_rate
+                raise unheard_clip_error(len(clip), rate, self.most_unheard)
         found = [self.make_frames(clip, "a clip", "audio") for clip in clips]
         return {
             "input_features": np.concatenate(found),
@@ -96,19 +82,13 @@ class OmniFeatures:
         """Return float32[frames, bins] of samples at the model's rate; errors name `what`."""
         made = self.log_mel
         if len(samples) > made.num_samples:
-            raise RequestValueError(
-                f"{what} lasts {self._tell_seconds(samples):.1f} s, and the model hears "
-                f"{made.chunk_length} s at once; cut it, and send its parts as several",
-                param=_PARAM.format(modality=modality),
-            )
+            seconds = len(samples) / made.sampling_rate
+            raise long_clip_error(seconds, made.chunk_length, what=what, modality=modality)
         num_frames = cdiv(len(samples), made.hop_length)
         # HF pads to the longest clip that there may be: of its silence, what a frame reaches.
         end = min(made.num_samples, (num_frames + 1) * made.hop_length + made.n_fft)
         padded = np.pad(samples, (0, max(end - len(samples), 0)))
         return made(padded)[:, :num_frames].T
-
-    def _tell_seconds(self, samples: np.ndarray) -> float:
-        return len(samples) / self.log_mel.sampling_rate
 
 
 class Qwen3OmniFeatures(OmniFeatures):
@@ -210,7 +190,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
     chat_template = write_chatml(write_parts(**PLACEHOLDERS), QWEN_SYSTEM)
     host_inputs = Qwen25OmniHostInputs
     box_unit = "pixels"
-    parser = OmniDataParser
+    data_parser = OmniDataParser
     video_patcher = OmniVideoPatcher
     placeholders: ClassVar = PLACEHOLDERS
     sound_limits: ClassVar = {"audio": None}
@@ -221,11 +201,6 @@ class Qwen25OmniProcessingInfo(GridInfo):
         kept = {k: v for k, v in own.items() if k not in ("size", "min_pixels", "max_pixels")}
         return {**kept, **self.video_defaults}
 
-    @property
-    def omni_inputs(self) -> OmniHostInputs:
-        """The host inputs, which count what items have."""
-        return cast(OmniHostInputs, self._own_host_inputs)
-
     @cached_property
     def log_mel(self) -> LogMel:
         made = LogMel.from_settings(self.load_feature_settings())
@@ -234,21 +209,8 @@ class Qwen25OmniProcessingInfo(GridInfo):
         check_settings(made, expected, where="the feature extractor", source=source)
         return made
 
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {**self.limits, **self.sound_limits}
-
-    def get_data_parser(self) -> MultiModalDataParser:
-        return self.parser(
-            merge_size=self.merge_size,
-            count_embeds=self.count_embeds,
-            target_sr=self.audio_rate,
-            target_channels=1,
-            limits=self.get_media_limits(),
-            expected_hidden_size=self.get_expected_hidden_size(),
-        )
-
     def load_hf_processor(self) -> ProcessorOfParts:
-        features = self.features(log_mel=self.log_mel, count=self.omni_inputs.count_rows)
+        features = self.features(log_mel=self.log_mel, count=self.own_inputs.count_rows)
         parts = super().load_hf_processor()
         parts.video_processor.features = features
         return replace(parts, feature_extractor=features)
@@ -264,20 +226,21 @@ class Qwen25OmniProcessingInfo(GridInfo):
             )
         return asked
 
-    def get_longest_clip(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        return self.get_max_clip_tokens() * 4 * self.log_mel.hop_length
+    def choose_items(
+        self, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, object]
+    ) -> MultiModalDataItems:
+        """Have the files of videos heard as well, if it is asked."""
+        mm_items = super().choose_items(mm_items, mm_kwargs)
+        videos = mm_items.get("video")
+        if not self.hears_videos(mm_kwargs) or not isinstance(videos, VideoProcessorItems):
+            return mm_items
+        heard = {**mm_items, "video": videos.with_sound(self.log_mel.sampling_rate)}
+        return MultiModalDataItems(heard).with_cancellation(mm_items.cancellation)
 
-    def get_max_clip_tokens(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> int:
-        most = self.omni_inputs.count_rows(self.log_mel.num_frames)
-        return min(most, self.ctx.model_config.max_model_len)
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        most = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
-        return {**most, "audio": self.get_max_clip_tokens(seq_len, mm_counts)}
+    def find_longest_clip(self, mm_counts: Mapping[str, int]) -> tuple[int, int]:
+        most = self.own_inputs.count_rows(self.log_mel.num_frames)
+        number = min(most, self.ctx.model_config.max_model_len)
+        return number * 4 * self.log_mel.hop_length, number
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return {
@@ -301,13 +264,13 @@ class Qwen25OmniProcessingInfo(GridInfo):
         heard = [self.get_embed_token_id("audio")] * (modality == "video")
         return [self.get_embed_token_id(modality), *heard]
 
-    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int | tuple[Piece, ...]:
-        host_inputs = self.omni_inputs
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        host_inputs = self.own_inputs
         if modality == "audio":
             return host_inputs.count_rows(int(tensors["num_clip_frames"]))
         if host_inputs.count_sound(tensors):
             return tuple(host_inputs.find_pieces(tensors))
-        return self.count_cells(tensors[f"{modality}_grid_thw"])
+        return super().measure_item(modality, tensors)
 
     def write_item(self, modality: str, size: Any) -> list[int]:
         if isinstance(size, int):
@@ -380,19 +343,5 @@ class Qwen3OmniProcessingInfo(WindowedClipsInfo, Qwen25OmniProcessingInfo):
         return int(num_frames.max())
 
 
-class Qwen25OmniProcessor(FamilyProcessor[Qwen25OmniProcessingInfo]):
-    def _choose_items(
-        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> MultiModalDataItems:
-        """Have the files of videos heard, if it is asked."""
-        mm_items = super()._choose_items(mm_items, hf_processor_mm_kwargs)
-        videos = mm_items.get("video")
-        is_heard = self.info.hears_videos(hf_processor_mm_kwargs)
-        if not is_heard or not isinstance(videos, VideoProcessorItems):
-            return mm_items
-        heard = {**mm_items, "video": videos.with_sound(self.info.log_mel.sampling_rate)}
-        return MultiModalDataItems(heard).with_cancellation(mm_items.cancellation)
-
-
-FACTORIES = make_factories(Qwen25OmniProcessingInfo, Qwen25OmniProcessor)
-QWEN3_FACTORIES = make_factories(Qwen3OmniProcessingInfo, Qwen25OmniProcessor)
+FACTORIES = make_factories(Qwen25OmniProcessingInfo)
+QWEN3_FACTORIES = make_factories(Qwen3OmniProcessingInfo)

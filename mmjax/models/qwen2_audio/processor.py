@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import RequestValueError
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.qwen2_audio.host_inputs import Qwen2AudioHostInputs
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import AudioEmbedsDataParser
+from mmjax.processing.media.audio import long_clip_error, unheard_clip_error
 from mmjax.processing.media.log_mel import LogMel
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.rounding import cdiv
@@ -46,7 +46,6 @@ CHAT_TEMPLATE = r"""
 {%- endif -%}
 """
 """HF's `default_chat_template`."""
-_PARAM = "multi_modal_data.audio"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +62,12 @@ class Qwen2AudioFeatures:
         return {"input_features": features, "num_frames": np.array(num_frames, np.int32)}
 
     def _count_frames(self, clip: np.ndarray) -> int:
-        made, seconds = self.log_mel, len(clip) / self.log_mel.sampling_rate
+        made, rate = self.log_mel, self.log_mel.sampling_rate
         if len(clip) > made.num_samples:
-            raise RequestValueError(
-                f"a clip lasts {seconds:.1f} s, and the model hears {made.chunk_length} s at once; "
-                "cut it, and send its parts as several",
-                param=_PARAM,
-            )
+            raise long_clip_error(len(clip) / rate, made.chunk_length)
         num_frames = cdiv(len(clip), made.hop_length)
         if Qwen2AudioHostInputs.count_rows(num_frames) < 1:
-            raise RequestValueError(
-                f"a clip has {len(clip)} samples, {seconds:.3f} s, of which no embedding is made; "
-                f"send one of more than {2 * made.hop_length}",
-                param=_PARAM,
-            )
+            raise unheard_clip_error(len(clip), rate, 2 * made.hop_length)
         return num_frames
 
 
@@ -103,12 +94,8 @@ class Qwen2AudioProcessingInfo(FamilyInfo):
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         super().check_num_embeds(modality, num_embeds)
-        if num_embeds > self.num_unit_tokens:
-            raise RequestValueError(
-                f"{modality} embeddings have {num_embeds} rows; a clip of "
-                f"{self.log_mel.chunk_length} s has {self.num_unit_tokens}",
-                param="multi_modal_data",
-            )
+        most, what = self.num_unit_tokens, f"a clip of {self.log_mel.chunk_length} s"
+        self.check_rows(modality, num_embeds, range(1, most + 1), f"{most}", what=what)
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]

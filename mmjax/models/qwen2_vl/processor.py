@@ -36,7 +36,7 @@ class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
     }
     host_inputs = Qwen25VLHostInputs
     box_unit = "pixels"
-    parser = TimedDataParser
+    data_parser = TimedDataParser
     video_patcher = TimedVideoPatcher
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:

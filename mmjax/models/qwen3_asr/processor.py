@@ -24,6 +24,7 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.transcripts import (
     Segment,
     TranscriptOptions,
+    WholeTranscriber,
     WholeTranscription,
     refuse_options,
 )
@@ -40,14 +41,8 @@ _TEXT = "<asr_text>"
 """Behind the language of an answer."""
 
 
-class Qwen3ASRTranscriber:
+class Qwen3ASRTranscriber(WholeTranscriber):
     """Begins transcriptions of one checkpoint."""
-
-    before_prompt = ""
-
-    def __init__(self, tokenizer: Any, sampling_rate: int) -> None:
-        self._tokenizer = tokenizer
-        self.sampling_rate = sampling_rate
 
     def start(self, samples: np.ndarray, options: TranscriptOptions) -> WholeTranscription:
         """Write the prompt; `RequestError` names a wrong option."""
@@ -69,11 +64,6 @@ class Qwen3ASRTranscriber:
             language=code,
             tokenizer=self._tokenizer,
         )
-
-    def select_text(self, token_ids: Sequence[int]) -> list[int]:
-        """Return all but the special tokens."""
-        special = self._tokenizer.added_tokens_decoder
-        return [one for one in token_ids if one not in special]
 
 
 class Qwen3ASRTranscription(WholeTranscription):
@@ -190,7 +180,7 @@ class Qwen3ASRProcessingInfo(WindowedClipsInfo):
         )
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
-        return self.clip_windows.count_rows(int(tensors["num_clip_frames"]))
+        return self.own_inputs.windows.count_rows(int(tensors["num_clip_frames"]))
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]
@@ -199,7 +189,7 @@ class Qwen3ASRProcessingInfo(WindowedClipsInfo):
         if "num_clip_frames" not in tensors:
             return tensors
         counts = np.reshape(tensors["num_clip_frames"], -1)
-        chunk = self.clip_windows.chunk_size
+        chunk = self.own_inputs.windows.chunk_size
         mask = np.arange(int(counts.max() + -counts.max() % chunk))[None, :] < counts[:, None]
         padded = np.zeros((*mask.shape, self.log_mel.feature_size), np.float32)
         padded[mask] = tensors["input_features"]

@@ -8,7 +8,6 @@ Only these 13 take embeddings: EOS may stand elsewhere in a prompt, between turn
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -83,10 +82,6 @@ class UltravoxProcessingInfo(FamilyInfo):
     placeholders: ClassVar = {"audio": PLACEHOLDER}
     adds_special_tokens = False
 
-    @cached_property
-    def _chunks(self) -> UltravoxHostInputs:
-        return UltravoxHostInputs(self.get_hf_config())
-
     def load_feature_settings(self) -> Mapping[str, Any]:
         """Return the checkpoint's own settings, or those of the Whisper that config.json names."""
         config = self.ctx.model_config
@@ -119,7 +114,7 @@ class UltravoxProcessingInfo(FamilyInfo):
         return item_fields("audio", units=["input_features"], counts=counts, on_host=on_host)
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
-        return sum(self._chunks.count_chunk_rows(int(tensors["num_frames"])))
+        return sum(self.own_inputs.count_chunk_rows(int(tensors["num_frames"])))
 
 
 class UltravoxProcessor(FamilyProcessor[UltravoxProcessingInfo]):

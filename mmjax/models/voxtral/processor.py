@@ -25,20 +25,15 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tokenizer_file import TEKKEN_FILE, TOKENIZER_FILE, read_tekken
 from mmjax.processing.transcripts import (
     TranscriptOptions,
+    WholeTranscriber,
     WholeTranscription,
     find_language_code,
     refuse_options,
 )
 
 
-class VoxtralTranscriber:
+class VoxtralTranscriber(WholeTranscriber):
     """Begins transcriptions of one checkpoint."""
-
-    before_prompt = ""
-
-    def __init__(self, tokenizer: Any, sampling_rate: int) -> None:
-        self._tokenizer = tokenizer
-        self.sampling_rate = sampling_rate
 
     def start(self, samples: np.ndarray, options: TranscriptOptions) -> WholeTranscription:
         """Write the prompt; `RequestError` names a wrong option."""
@@ -65,11 +60,6 @@ class VoxtralTranscriber:
             options=options,
             language=language,
         )
-
-    def select_text(self, token_ids: Sequence[int]) -> list[int]:
-        """Return all but the special tokens."""
-        special = self._tokenizer.added_tokens_decoder
-        return [one for one in token_ids if one not in special]
 
     def _write_prompt(self, language: str | None) -> list[int]:
         named = "" if language is None else f"lang:{language}"
@@ -175,12 +165,10 @@ class VoxtralProcessingInfo(FamilyInfo):
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         super().check_num_embeds(modality, num_embeds)
-        if num_embeds % self.num_unit_tokens:
-            raise RequestValueError(
-                f"{modality} embeddings have {num_embeds} rows; a clip has {self.num_unit_tokens} "
-                f"for each {self.log_mel.chunk_length} s that it begins",
-                param="multi_modal_data",
-            )
+        each = self.num_unit_tokens
+        hint = f"{each} for each {self.log_mel.chunk_length} s that it begins"
+        known = range(each, num_embeds + 1, each)
+        self.check_rows(modality, num_embeds, known, hint, what="a clip")
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]

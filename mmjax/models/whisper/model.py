@@ -1,7 +1,6 @@
 """Whisper (arXiv 2212.04356): its encoder over a clip, and a decoder that attends to all of it."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ class WhisperForConditionalGeneration(MultiModalModel):
     """Served as HF's class of this name."""
 
     host_inputs = WhisperHostInputs
+    find_alignment_heads = staticmethod(read_alignment_heads)
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         self.max_encoder_len = hf_config.max_source_positions
@@ -43,11 +43,6 @@ class WhisperForConditionalGeneration(MultiModalModel):
         """Return the encoder's states of clips, to which the decoder attends."""
         with jax.named_scope("encoder"):
             return self.encoder(input_features)
-
-    @staticmethod
-    def find_alignment_heads(path: Path, hf_config: Any) -> Sequence[tuple[int, int]]:
-        """Read those of generation_config.json."""
-        return read_alignment_heads(path, hf_config)
 
     def align(
         self,

@@ -105,12 +105,8 @@ class WhisperProcessingInfo(FamilyInfo):
     limits: ClassVar = {"audio": 1}
     inserts_items = True
 
-    @property
-    def transcriber(self) -> WhisperTranscriber:
-        return self._transcriber
-
     @cached_property
-    def _transcriber(self) -> WhisperTranscriber:
+    def transcriber(self) -> WhisperTranscriber:
         config = self.get_hf_config()
         path = self.ctx.model_config.path
         tokens, heads = WhisperTokens.read(path, config), read_alignment_heads(path, config)

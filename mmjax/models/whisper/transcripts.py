@@ -26,6 +26,7 @@ from mmjax.processing.transcripts import (
     TranscriptRequest,
     find_language_code,
 )
+from mmjax.rounding import cdiv
 
 _LEAST_ALIGNED = 2
 """Tokens of a window that is aligned: the last is not."""
@@ -102,15 +103,13 @@ class WhisperTranscriber:
         filter_width: int | None,
     ) -> None:
         """`max_positions`: of the decoder; `filter_width`: as of `find_ends`, None: no heads."""
-        self._filter_width = filter_width
-        self._log_mel = log_mel
-        self._tokens = tokens
+        self.log_mel, self.tokens, self.filter_width = log_mel, tokens, filter_width
         self._max_positions = max_positions
         self.sampling_rate = log_mel.sampling_rate
 
     def start(self, samples: np.ndarray, options: TranscriptOptions) -> "WhisperTranscription":
         """Make the clip's spectrogram; `RequestError` names a wrong option."""
-        tokens = self._tokens
+        tokens = self.tokens
         prompt = self._frame_prompt(options.prompt_token_ids)
         language = None if options.language is None else self._find_language(options.language)
         if options.task == "translate" and not tokens.task_to_id:
@@ -119,12 +118,12 @@ class WhisperTranscriber:
                 "transcriptions",
                 param="model",
             )
-        is_long = len(samples) > self._log_mel.num_samples
+        is_long = len(samples) > self.log_mel.num_samples
         has_timestamps = options.has_timestamps or is_long
         if has_timestamps and tokens.no_timestamps_token_id is None:
             raise RequestValueError(
                 "this checkpoint's generation_config.json names no `no_timestamps_token_id`, so "
-                f"that it knows no times, nor clips of more than {self._log_mel.chunk_length} s; "
+                f"that it knows no times, nor clips of more than {self.log_mel.chunk_length} s; "
                 "send a shorter clip, and ask for text",
                 param="response_format",
             )
@@ -135,45 +134,38 @@ class WhisperTranscriber:
                 "before which the token of silence is; leave `no_speech_threshold` out",
                 param="no_speech_threshold",
             )
-        if options.has_word_times and self._filter_width is None:
+        if options.has_word_times and self.filter_width is None:
             raise RequestValueError(
                 "this checkpoint's generation_config.json has no `alignment_heads`, by which words "
                 "get times; ask for `segment`, or put the file of its publisher's newer version "
                 "in its place",
                 param="timestamp_granularities",
             )
-        num_sounding = -(-len(samples) // self._log_mel.hop_length)
-        samples = samples if is_long else self._log_mel.pad(samples)
-        return WhisperTranscription(
-            self._log_mel(samples),
-            num_sounding=num_sounding,
-            filter_width=self._filter_width,
-            log_mel=self._log_mel,
-            tokens=tokens,
-            options=options,
-            prompt=prompt,
-            language=language,
-            has_timestamps=has_timestamps,
+        num_sounding = cdiv(len(samples), self.log_mel.hop_length)
+        samples = samples if is_long else self.log_mel.pad(samples)
+        resolved = replace(
+            options, prompt_token_ids=prompt, language=language, has_timestamps=has_timestamps
         )
+        return WhisperTranscription(self, self.log_mel(samples), resolved, num_sounding)
 
     def select_text(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens before the end's: those behind it are marks and timestamps."""
-        return [one for one in token_ids if one < self._tokens.eos_token_id]
+        return [one for one in token_ids if one < self.tokens.eos_token_id]
 
     def _frame_prompt(self, token_ids: Sequence[int]) -> list[int]:
         """Return a text's last tokens behind the mark of what came before."""
         if not token_ids:
             return []
-        if self._tokens.prev_sot_token_id is None:
+        if self.tokens.prev_sot_token_id is None:
             raise RequestValueError(
                 "this checkpoint knows no token before an earlier text (`prev_sot_token_id`); "
                 "leave the prompt out",
                 param="prompt",
             )
-        return [self._tokens.prev_sot_token_id, *token_ids[-(self._max_positions // 2 - 1) :]]
+        return [self.tokens.prev_sot_token_id, *token_ids[-(self._max_positions // 2 - 1) :]]
 
     def _find_language(self, language: str) -> str:
-        known = self._tokens.lang_to_id
+        known = self.tokens.lang_to_id
         if not known:
             raise RequestValueError(
                 "this model knows English alone; leave the language out", param="language"
@@ -193,34 +185,26 @@ class WhisperTranscription:
 
     def __init__(
         self,
+        checkpoint: WhisperTranscriber,
         features: np.ndarray,
-        *,
-        log_mel: LogMel,
-        tokens: WhisperTokens,
         options: TranscriptOptions,
-        prompt: Sequence[int],
-        language: str | None,
-        has_timestamps: bool,
         num_sounding: int,
-        filter_width: int | None,
     ) -> None:
-        """`features`: float32[C, frames], of the whole clip; `prompt`: before each window's.
+        """`features`: float32[C, frames], of the whole clip; so many are no silence behind it.
 
-        `num_sounding`: frames that are no silence behind the clip; `filter_width`: as of
-        `WhisperTranscriber`.
+        Of the options, the prompt is what stands before each window's, the language a code.
         """
+        tokens = checkpoint.tokens
+        self._log_mel, self._tokens = checkpoint.log_mel, tokens
+        self._filter_width = checkpoint.filter_width
         self._num_sounding = min(num_sounding, features.shape[1])
-        self._filter_width = filter_width
         self._unaligned: _Unaligned | None = None
         """A window whose tokens have no times yet."""
-        self.language = language if tokens.lang_to_id else "en"
+        self.language = options.language if tokens.lang_to_id else "en"
         self._features = features
-        self._log_mel = log_mel
-        self._tokens = tokens
         self._options = options
-        self._prompt = list(prompt)
-        self._has_timestamps = has_timestamps
-        self._is_detecting = language is None and bool(tokens.lang_to_id)
+        self._prompt = list(options.prompt_token_ids)
+        self._is_detecting = options.language is None and bool(tokens.lang_to_id)
         self._seek = 0
         self._attempts = Attempts(options, vocab_size=tokens.vocab_size)
         none = tokens.no_timestamps_token_id
@@ -256,13 +240,13 @@ class WhisperTranscription:
             suppressed_token_ids=self._tokens.suppress_tokens,
             first_suppressed_token_ids=self._tokens.begin_suppress_tokens,
             eos_token_id=self._tokens.eos_token_id,
-            timestamps_from=self._times_from if self._has_timestamps else None,
+            timestamps_from=self._times_from if self._options.has_timestamps else None,
             last_first_timestamp=self._find_last_first(),
         )
         params = msgspec.structs.replace(
             self._attempts.sampling_params, max_tokens=None, transcript=rules
         )
-        is_text = not self._has_timestamps and self._options.fallback is None
+        is_text = not self._options.has_timestamps and self._options.fallback is None
         return self._ask(prompt, params, is_text=is_text)
 
     def take(
@@ -293,7 +277,7 @@ class WhisperTranscription:
             times_from=self._times_from,
             start=self._seek * self._seconds_per_frame,
             num_frames=num_frames,
-            seconds_per_frame=self._seconds_per_frame,
+            seconds_per_state=self._seconds_per_frame * FRAMES_PER_STATE,
         )
         parts, reached = window.split()
         segments = [
@@ -356,13 +340,13 @@ class WhisperTranscription:
         if tokens.lang_to_id:
             task = tokens.task_to_id[self._options.task]
             start += [tokens.lang_to_id[f"<|{self.language}|>"], task]
-        if not self._has_timestamps and tokens.no_timestamps_token_id is not None:
+        if not self._options.has_timestamps and tokens.no_timestamps_token_id is not None:
             start.append(tokens.no_timestamps_token_id)
         return start
 
     def _find_last_first(self) -> int | None:
         most = self._tokens.max_initial_timestamp_index
-        return None if most is None or not self._has_timestamps else self._times_from + most
+        return None if most is None or not self._options.has_timestamps else self._times_from + most
 
     def _ask(
         self,
@@ -393,24 +377,16 @@ class _Unaligned(NamedTuple):
     """The window's first frame."""
 
 
-class _Window:
+class _Window(NamedTuple):
     """A window's tokens, and where it lies."""
 
-    def __init__(
-        self,
-        token_ids: list[int],
-        *,
-        times_from: int,
-        start: float,
-        num_frames: int,
-        seconds_per_frame: float,
-    ) -> None:
-        """`start`: in seconds of the clip."""
-        self.num_frames = num_frames
-        self._token_ids = token_ids
-        self._times_from = times_from
-        self._start = start
-        self._seconds_per_frame = seconds_per_frame
+    token_ids: list[int]
+    times_from: int
+    """The token of its first moment."""
+    start: float
+    """In seconds of the clip."""
+    num_frames: int
+    seconds_per_state: float
 
     def split(self) -> tuple[list[tuple[float, float, list[int]]], int]:
         """Return segments (start, end, tokens), and how many frames they reach.
@@ -418,37 +394,33 @@ class _Window:
         Two timestamps side by side end a segment and begin the next one. What follows the last pair
         is left to the next window, unless a timestamp ends it: then nothing more is said.
         """
-        is_time = [token_id >= self._times_from for token_id in self._token_ids]
+        is_time = [token_id >= self.times_from for token_id in self.token_ids]
         ends = [place + 1 for place, pair in enumerate(pairwise(is_time)) if all(pair)]
         if not ends:
-            return [(self._start, self._find_end(is_time), self._token_ids)], self.num_frames
+            return [(self.start, self._find_end(is_time), self.token_ids)], self.num_frames
         is_finished = is_time[-2:] == [False, True]
         if is_finished:
-            ends.append(len(self._token_ids))
+            ends.append(len(self.token_ids))
         else:
             # The second of the last pair stays, to tell that more follows.
             ends[-1] += 1
         segments = []
         for first, end in zip([0, *ends], ends, strict=False):
-            part = self._token_ids[first:end]
+            part = self.token_ids[first:end]
             is_last = end == ends[-1]
             last = part[-2] if is_last and not is_finished else part[-1]
             segments.append((self._find_time(part[0]), self._find_time(last), part))
         if is_finished:
             return segments, self.num_frames
-        last_time = self._token_ids[ends[-1] - 2] - self._times_from
+        last_time = self.token_ids[ends[-1] - 2] - self.times_from
         return segments, last_time * FRAMES_PER_STATE
 
     def _find_end(self, is_time: Sequence[bool]) -> float:
         """Return the end of the only segment: that of the window, or the last timestamp."""
-        times = [one for one, is_one in zip(self._token_ids, is_time, strict=True) if is_one]
-        if times and times[-1] != self._times_from:
+        times = [one for one, is_one in zip(self.token_ids, is_time, strict=True) if is_one]
+        if times and times[-1] != self.times_from:
             return self._find_time(times[-1])
-        return self._start + self.num_frames // FRAMES_PER_STATE * self._seconds_per_state
+        return self.start + self.num_frames // FRAMES_PER_STATE * self.seconds_per_state
 
     def _find_time(self, token_id: int) -> float:
-        return self._start + (token_id - self._times_from) * self._seconds_per_state
-
-    @property
-    def _seconds_per_state(self) -> float:
-        return self._seconds_per_frame * FRAMES_PER_STATE
+        return self.start + (token_id - self.times_from) * self.seconds_per_state

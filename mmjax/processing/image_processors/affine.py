@@ -21,6 +21,8 @@ AFFINE_KEYS: Mapping[str, str] = MappingProxyType(
 )
 """By modality, what the map is called among an item's tensors."""
 
+ARITHMETIC = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+"""HF's names of the settings that the map is made of."""
 _SHORT = np.uint32(0xFFFFFF00)
 """The bits of a float32 that leave 16 of its significand."""
 

@@ -191,3 +191,23 @@ def _mix_channels(samples: np.ndarray, target_channels: int, param: str) -> np.n
             param=param,
         )
     return channels_first.mean(axis=0)
+
+
+def long_clip_error(
+    seconds: float, most: float, *, what: str = "a clip", modality: str = "audio"
+) -> RequestValueError:
+    """Return the error of sound that lasts longer than the `most` seconds that a model hears."""
+    return RequestValueError(
+        f"{what} lasts {seconds:.1f} s, and the model hears {most:g} s at once; cut it, and send "
+        "its parts as several",
+        param=f"multi_modal_data.{modality}",
+    )
+
+
+def unheard_clip_error(num_samples: int, rate: int, most: int) -> RequestValueError:
+    """Return the error of a clip that is too short; `most`: samples of which nothing is heard."""
+    return RequestValueError(
+        f"a clip has {num_samples} samples, {num_samples / rate:.3f} s, of which no embedding is "
+        f"made; send one of more than {most}",
+        param="multi_modal_data.audio",
+    )

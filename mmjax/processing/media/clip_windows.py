@@ -60,14 +60,20 @@ class ClipWindows:
 
     def cut(self, features: np.ndarray) -> dict[str, np.ndarray]:
         """Return the windows of a spectrogram, `[frames, bins]`; the last has zeros behind it."""
-        size, num_frames = self.window_size, len(features)
-        num_windows = cdiv(num_frames, size)
-        padded = np.zeros((num_windows * size, features.shape[1]), np.float32)
-        padded[:num_frames] = features
-        left = num_frames - size * np.arange(num_windows)
-        seen = self.chunk_size if self._pads_short else min(num_frames, self.chunk_size)
+        windows, num_frames = cut_frames(features, self.window_size)
+        seen = self.chunk_size if self._pads_short else min(len(features), self.chunk_size)
         return {
-            "input_features": padded.reshape(num_windows, size, -1).transpose(0, 2, 1),
-            "num_frames": np.minimum(left, size),
-            "num_seen": np.full(num_windows, seen),
+            "input_features": windows.transpose(0, 2, 1),
+            "num_frames": num_frames,
+            "num_seen": np.full(len(windows), seen),
         }
+
+
+def cut_frames(frames: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the chunks of a spectrogram, `[frames, bins]`, and how many frames of it each has.
+
+    `[chunks, size, bins]`, the last with zeros behind it, and int[chunks].
+    """
+    padded = np.pad(frames, ((0, -len(frames) % size), (0, 0)))
+    chunks = padded.reshape(-1, size, frames.shape[1])
+    return chunks, np.minimum(len(frames) - size * np.arange(len(chunks)), size)
