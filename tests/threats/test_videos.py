@@ -151,7 +151,7 @@ def test_no_file_makes_ffmpeg_open_another(
     for url in (f"file://{inner}", str(inner), "http://127.0.0.1:9/x.mp4", "concat:" + str(inner)):
         data = text.format(url=url).encode()
         refusal_of(workers, data)
-        for _, mark in VIDEO_FORMATS.values():
+        for _, (mark,) in VIDEO_FORMATS.values():
             refusal_of(workers, b"\x00\x00\x00\x18" + mark + data)
 
 
