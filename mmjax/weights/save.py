@@ -9,13 +9,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params
-from mmjax.weights.files.safetensors import INDEX_FILE, StoredTensor, find_weight_files, open_file
+from mmjax.weights.files.safetensors import (
+    FLOATS,
+    INDEX_FILE,
+    StoredTensor,
+    find_weight_files,
+    open_file,
+)
 from mmjax.weights.rules import (
     Change,
     Part,
@@ -26,8 +31,6 @@ from mmjax.weights.rules import (
     Transposition,
     map_tensor,
 )
-
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 def save_params(params: Params, source: Path, out: Path, rules: Sequence[RuleTypes]) -> None:
@@ -91,7 +94,7 @@ def _restore(
     tensor: StoredTensor, leaves: Mapping[str, Any], rules: Sequence[RuleTypes]
 ) -> np.ndarray:
     """Return a file's tensor with the tree's values where the tree has them."""
-    array = np.array(tensor.read((slice(None),) * len(tensor.shape)))
+    array = np.array(tensor.read())
     for name, change in map_tensor(tensor.name, rules):
         if name in leaves:
             _write(array, np.asarray(leaves[name]), change)
@@ -99,7 +102,7 @@ def _restore(
             table = next((n for n in leaves if n.endswith("embed_tokens.weight")), None)
             if table is not None:
                 _write(array, np.asarray(leaves[table]), change)
-    return array.astype(_DTYPES[tensor.dtype])
+    return array.astype(FLOATS[tensor.dtype])
 
 
 def _write(array: np.ndarray, leaf: np.ndarray, change: Change | Place | None) -> None:
