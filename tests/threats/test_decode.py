@@ -49,13 +49,6 @@ def message_with(data: bytes) -> dict[str, Any]:
     return {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[DecodeWorkers]:
-    pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
-    yield pool
-    pool.close()
-
-
 def pids_of(workers: DecodeWorkers) -> list[int]:
     """Return the processes that run."""
     return [one.process.pid for one in workers._pool._workers if one.process is not None]
