@@ -23,7 +23,7 @@ from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear, linear
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.vision import Conv2d
+from mmjax.layers.vision import Conv2d, PositionTable
 from mmjax.rounding import cdiv
 
 FRAMES_PER_STATE = 2
@@ -80,13 +80,6 @@ class Conv1d(nnx.Module):
         taps = [padded[:, tap : tap + length : stride] for tap in range(_KERNEL_SIZE)]
         weight = self.weight[...].transpose(0, 2, 1).reshape(self.weight.shape[0], -1)
         return linear(jnp.concatenate(taps, axis=-1), weight, self.bias[...])
-
-
-class WhisperPositions(nnx.Module):
-    """Sinusoids, which checkpoints hold: parameter `weight[positions, D]`."""
-
-    def __init__(self, num_positions: int, width: int, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((num_positions, width), dtype))
 
 
 class WhisperEncoderAttention(nnx.Module):
@@ -156,8 +149,9 @@ class WhisperEncoder(nnx.Module):
             # HF has the states of all clips in a row, so that these are not its row by row.
             self.encoder_layers = layers
         else:
+            # Sinusoids, which checkpoints hold.
             size = config.max_source_positions
-            self.embed_positions = WhisperPositions(size, width, dtype=dtype)
+            self.embed_positions = PositionTable(size, width, dtype=dtype)
             self.layers = layers
         self.layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
         self.config = config

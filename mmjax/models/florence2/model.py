@@ -12,6 +12,7 @@ from mmjax.errors import CheckpointError
 from mmjax.language.encoder_decoder.bart import BartConfig, BartEncoder
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
+from mmjax.layers.vision import PositionTable
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.text_model import build_text_model, text_rules
 from mmjax.models.tower_model import TowerModel
@@ -24,20 +25,13 @@ _FEATURES = ["spatial_avg_pool", "temporal_avg_pool"]
 """The average patch, and the patches, in the words of Microsoft's own config."""
 
 
-class EmbeddingTable(nnx.Module):
-    """Learned embeddings of rows or columns: parameter `weight[positions, D]`."""
-
-    def __init__(self, num_positions: int, dim: int, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
-
-
 class Florence2PositionEmbedding(nnx.Module):
     """Learned embeddings of a patch's column and row, side by side."""
 
     def __init__(self, vision: Any, *, dtype: Any) -> None:
         count, dim = vision.max_position_embeddings, vision.embed_dim[-1]
-        self.row_embeddings = EmbeddingTable(count, dim // 2, dtype=dtype)
-        self.column_embeddings = EmbeddingTable(count, dim - dim // 2, dtype=dtype)
+        self.row_embeddings = PositionTable(count, dim // 2, dtype=dtype)
+        self.column_embeddings = PositionTable(count, dim - dim // 2, dtype=dtype)
 
     def __call__(self, height: int, width: int) -> Float[Array, "Y X D"]:
         """Return the embeddings of a grid."""
