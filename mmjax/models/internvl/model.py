@@ -160,7 +160,7 @@ class InternVLForConditionalGeneration(InternVLModel):
             )
         super().__init__(
             hf_config,
-            _read_vision(hf_config),
+            read_vision(hf_config),
             projector_act=hf_config.projector_hidden_act,
             is_tied=is_head_tied(hf_config),
             dtype=dtype,
@@ -169,7 +169,7 @@ class InternVLForConditionalGeneration(InternVLModel):
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, save_pretrained's, and the module's own names."""
-        vision = _read_vision(hf_config)
+        vision = read_vision(hf_config)
         tower = r"^(?:model\.)?vision_tower\."
         unread = range(vision.num_hidden_layers, hf_config.vision_config.num_hidden_layers)
         dropped = [rf"{tower}encoder\.layer\.{layer}\." for layer in unread]
@@ -190,7 +190,7 @@ class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the published files, which are in InternVL's original layout, and HF's module."""
-        vision = _read_vision(hf_config)
+        vision = read_vision(hf_config)
         tower = r"^(?:model\.)?vision_tower\."
         unread = range(vision.num_hidden_layers, hf_config.vision_config.num_hidden_layers)
         dropped = [rf"{tower}layers\.{layer}\." for layer in unread]
@@ -303,7 +303,7 @@ def _read_original_vision(hf_config: Any) -> ViTConfig:
     )
 
 
-def _read_vision(hf_config: Any) -> ViTConfig:
+def read_vision(hf_config: Any) -> ViTConfig:
     """Read HF's `InternVLVisionConfig`, and which of its states the projector reads."""
     vision = hf_config.vision_config
     layer, name = hf_config.vision_feature_layer, "vision_feature_layer"
