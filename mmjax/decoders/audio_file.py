@@ -5,19 +5,18 @@ have one.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmjax.decoders.limits import MediaLimits, check_audio_size, check_bytes, check_num_samples
-from mmjax.decoders.video_file import VIDEO_FORMATS
+from mmjax.decoders.video_file import VIDEO_FORMATS, Formats, StreamKind, open_stream
 from mmjax.errors import MediaError, RequestValueError
 
-AUDIO_FORMATS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
+AUDIO_FORMATS: Formats = {
     "wav": (8, (b"WAVE",)),
     "flac": (0, (b"fLaC",)),
     "ogg": (0, (b"OggS",)),
@@ -26,8 +25,6 @@ AUDIO_FORMATS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
     # Its own frames have no name: eleven bits that are set, and a layer.
     "mp3": (0, (b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"\xff\xfa", b"\xff\xe3")),
 }
-"""Containers that are read: FFmpeg's name, and the bytes at a place that tell. FFmpeg is never
-left to guess: some of its formats name other files, or hosts."""
 SHOWN_AUDIO_FORMATS = "WAV, FLAC, MP3, OGG, WebM, M4A"
 AUDIO_CODECS = (
     *("aac", "flac", "libopus", "libvorbis", "mp3", "mp3float", "opus", "vorbis"),
@@ -37,15 +34,27 @@ AUDIO_CODECS = (
 BYTES_PER_SAMPLE = 4
 """Of a decoded sample: float32."""
 
-_MAX_STREAMS = 16
 _MAX_PACKETS = 2_000_000
 _MAX_DURATION = 2**31
 _SLACK_S = 1.0
 """How much longer a clip may be than its packets say: encoders add some milliseconds at the end."""
 _SCALES = {"u1": 2.0**7, "i2": 2.0**15, "i4": 2.0**31}
-_MISSING_PYAV = (
-    "clips need PyAV, which is not installed here; have `pip install 'mmjax[video]'` run"
+
+
+class _SilentError(MediaError):
+    """A video without a stream of sound."""
+
+
+_CLIP = StreamKind(
+    name="audio",
+    formats=AUDIO_FORMATS,
+    codecs=AUDIO_CODECS,
+    shown_formats=SHOWN_AUDIO_FORMATS,
+    no_stream="it has no sound",
+    no_pyav="clips need PyAV, which is not installed here; have `pip install 'mmjax[video]'` run",
 )
+_SOUND = _CLIP._replace(formats=VIDEO_FORMATS, absence=_SilentError)
+"""A video's."""
 
 
 class AudioHeader(NamedTuple):
@@ -82,10 +91,6 @@ def decode_audio(
         param: The field that is wrong where the clip is.
     """
     return _decode_all(data, limits, rate, param)
-
-
-class _SilentError(MediaError):
-    """A video without a stream of sound."""
 
 
 def read_sound_header(
@@ -143,45 +148,12 @@ def _decode_all(
 def _opened(
     data: bytes, limits: MediaLimits, param: str | None, modality: str = "audio"
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield FFmpeg's container and its first stream of sound; whatever fails is the request's."""
     check_bytes(modality, len(data), limits, param=param)
-    try:
-        import av
-    except ImportError:
-        raise RequestValueError(_MISSING_PYAV, param=param) from None
-    try:
-        options = {"codec_whitelist": ",".join(AUDIO_CODECS), "max_streams": str(_MAX_STREAMS)}
-        form = _format_of(data, modality)
-        with av.open(BytesIO(data), format=form, options=options) as container:
-            if not container.streams.audio:
-                kind = _SilentError if modality == "video" else MediaError
-                raise kind("it has no sound", param=param)
-            stream = container.streams.audio[0]
-            codec = stream.codec_context
-            if codec is None or codec.name not in AUDIO_CODECS:
-                raise MediaError("its codec is not supported", param=param)
-            check_audio_size(codec.sample_rate or 0, codec.channels, 0.0, limits, param=param)
-            codec.thread_count = 1
-            yield container, stream
-    except RequestValueError:
-        raise
-    # FFmpeg's errors are OSErrors and ValueErrors of many kinds.
-    except Exception as error:
-        raise MediaError(
-            f"Failed to load audio of {len(data)} bytes: {error}; send a whole file of one of "
-            f"{SHOWN_AUDIO_FORMATS}",
-            param=param,
-        ) from error
-
-
-def _format_of(data: bytes, modality: str) -> str:
-    formats: Mapping[str, tuple[int, Any]] = AUDIO_FORMATS
-    if modality == "video":
-        formats = VIDEO_FORMATS
-    for name, (place, marks) in formats.items():
-        if data[place:].startswith(marks):
-            return name
-    raise ValueError("its format is not recognised")
+    kind = _SOUND if modality == "video" else _CLIP
+    with open_stream(data, kind, param) as (container, stream):
+        codec = stream.codec_context
+        check_audio_size(codec.sample_rate or 0, codec.channels, 0.0, limits, param=param)
+        yield container, stream
 
 
 def _survey(container: Any, stream: Any, limits: MediaLimits, param: str | None) -> AudioHeader:

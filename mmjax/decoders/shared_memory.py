@@ -76,9 +76,11 @@ class SharedMemory:
             whole.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Free it here; the other process may have it still."""
+        """Free it here; the other process may have it still. Idempotent."""
         self._unmap()
-        os.close(self.descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _unmap(self) -> None:
         mapping, self._mapping = self._mapping, None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,14 @@ from mmjax.decoders.image_file import BYTES_PER_PIXEL
 from mmjax.decoders.limits import MediaLimits, check_bytes, check_image_size, check_video_size
 from mmjax.errors import MediaError, RequestValueError
 
-VIDEO_FORMATS: Mapping[str, tuple[int, bytes]] = {
-    "mp4": (4, b"ftyp"),
-    "matroska": (0, b"\x1aE\xdf\xa3"),
-    "avi": (8, b"AVI "),
-}
+Formats = Mapping[str, tuple[int, tuple[bytes, ...]]]
 """Containers that are read: FFmpeg's name, and the bytes at a place that tell. FFmpeg is never
 left to guess: some of its formats name other files, or hosts."""
+VIDEO_FORMATS: Formats = {
+    "mp4": (4, (b"ftyp",)),
+    "matroska": (0, (b"\x1aE\xdf\xa3",)),
+    "avi": (8, (b"AVI ",)),
+}
 SHOWN_FORMATS = "MP4, MOV, WebM, MKV, AVI"
 VIDEO_CODECS = ("av1", "h264", "hevc", "libdav1d", "mjpeg", "mpeg4", "vp8", "vp9")
 DEFAULT_NUM_FRAMES = 32
@@ -29,9 +30,29 @@ DEFAULT_NUM_FRAMES = 32
 
 _MAX_STREAMS = 16
 _MAX_PACKETS = 1_000_000
-_MISSING_PYAV = (
-    "videos need PyAV, which is not installed here; have `pip install 'mmjax[video]'` run, or send "
-    "frames as `data:video/jpeg;base64,...`"
+
+
+class StreamKind(NamedTuple):
+    """What is read of which files, and in which words others are refused."""
+
+    name: Literal["audio", "video"]
+    formats: Formats
+    codecs: tuple[str, ...]
+    shown_formats: str
+    no_stream: str
+    no_pyav: str
+    absence: type[MediaError] = MediaError
+    """What is raised of a file without such a stream."""
+
+
+_VIDEO = StreamKind(
+    name="video",
+    formats=VIDEO_FORMATS,
+    codecs=VIDEO_CODECS,
+    shown_formats=SHOWN_FORMATS,
+    no_stream="it has no video stream",
+    no_pyav="videos need PyAV, which is not installed here; have `pip install 'mmjax[video]'` run, "
+    "or send frames as `data:video/jpeg;base64,...`",
 )
 
 
@@ -150,43 +171,46 @@ def decode_frames(
 
 
 @contextmanager
-def _opened(data: bytes, limits: MediaLimits, param: str | None) -> Iterator[tuple[Any, Any]]:
-    """Yield FFmpeg's container and its first video stream; whatever fails is the request's."""
-    check_bytes("video", len(data), limits, param=param)
+def open_stream(data: bytes, kind: StreamKind, param: str | None) -> Iterator[tuple[Any, Any]]:
+    """Yield FFmpeg's container and its first stream of a kind; whatever fails is the request's."""
     try:
         import av
     except ImportError:
-        raise RequestValueError(_MISSING_PYAV, param=param) from None
+        raise RequestValueError(kind.no_pyav, param=param) from None
     try:
-        options = {"codec_whitelist": ",".join(VIDEO_CODECS), "max_streams": str(_MAX_STREAMS)}
-        with av.open(BytesIO(data), format=_format_of(data), options=options) as container:
-            if not container.streams.video:
-                raise MediaError("it has no video stream", param=param)
-            stream = container.streams.video[0]
-            codec = stream.codec_context
-            if codec is None or codec.name not in VIDEO_CODECS:
+        options = {"codec_whitelist": ",".join(kind.codecs), "max_streams": str(_MAX_STREAMS)}
+        found = (n for n, (at, marks) in kind.formats.items() if data.startswith(marks, at))
+        if (form := next(found, None)) is None:
+            raise ValueError("its format is not recognised")
+        with av.open(BytesIO(data), format=form, options=options) as container:
+            streams = getattr(container.streams, kind.name)
+            if not streams:
+                raise kind.absence(kind.no_stream, param=param)
+            codec = streams[0].codec_context
+            if codec is None or codec.name not in kind.codecs:
                 raise MediaError("its codec is not supported", param=param)
-            check_image_size((codec.width, codec.height), limits, param=param)
-            # Frames may be larger than the header says.
-            codec.options = {"max_pixels": str(limits.max_image_pixels)}
             codec.thread_count = 1
-            yield container, stream
+            yield container, streams[0]
     except RequestValueError:
         raise
     # FFmpeg's errors are OSErrors and ValueErrors of many kinds.
     except Exception as error:
         raise MediaError(
-            f"Failed to load video of {len(data)} bytes: {error}; send a whole file of one of "
-            f"{SHOWN_FORMATS}",
+            f"Failed to load {kind.name} of {len(data)} bytes: {error}; send a whole file of one "
+            f"of {kind.shown_formats}",
             param=param,
         ) from error
 
 
-def _format_of(data: bytes) -> str:
-    for name, (place, mark) in VIDEO_FORMATS.items():
-        if data[place : place + len(mark)] == mark:
-            return name
-    raise ValueError("its format is not recognised")
+@contextmanager
+def _opened(data: bytes, limits: MediaLimits, param: str | None) -> Iterator[tuple[Any, Any]]:
+    check_bytes("video", len(data), limits, param=param)
+    with open_stream(data, _VIDEO, param) as (container, stream):
+        codec = stream.codec_context
+        check_image_size((codec.width, codec.height), limits, param=param)
+        # Frames may be larger than the header says.
+        codec.options = {"max_pixels": str(limits.max_image_pixels)}
+        yield container, stream
 
 
 def _survey(

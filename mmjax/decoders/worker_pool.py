@@ -159,22 +159,31 @@ class _Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> socket.socket:
-        """Start a process, which says when it is ready; return the socket to it."""
+        """Start a process with memory of its own, which says when it is ready; return its socket.
+
+        OSError where the host has no room for one.
+        """
+        former, self.memory = self.memory, create_shared_memory()
+        former.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             descriptors = (theirs.fileno(), self.memory.descriptor)
             arguments = [str(number) for number in (*descriptors, self._memory_bytes)]
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mmjax.decoders.worker", self._kind, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                # Ctrl-C is for the server, which drains.
-                start_new_session=True,
-                env=_environment(),
-            )
-        self._channel, self.is_ready = ours, False
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "mmjax.decoders.worker", self._kind, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                    # Ctrl-C is for the server, which drains.
+                    start_new_session=True,
+                    env=_environment(),
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._channel = ours
         return ours
 
     def call(self, job: Mapping[str, Any], data: bytes, timeout_s: float) -> dict[str, Any]:
@@ -196,22 +205,20 @@ class _Worker:
         try:
             self.memory.free()
         except (OSError, ValueError):
-            self.stop()
-            self.memory.close()
-            self.memory = create_shared_memory()
+            self.restart()
 
     def restart(self) -> None:
-        """Have a new process, without waiting for it."""
+        """Have a new process, without waiting for it; where none starts, the next call tries."""
         self.stop()
         if not self._is_closed:
-            self.memory.close()
-            self.memory = create_shared_memory()
-            self.start()
+            with suppress(OSError):
+                self.start()
 
     def stop(self) -> int | None:
         """Kill the process, if there is one; the next call starts another."""
         process, channel = self.process, self._channel
         self.process = self._channel = None
+        self.is_ready = False
         if channel is not None:
             channel.close()
         if process is None:

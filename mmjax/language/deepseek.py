@@ -420,8 +420,6 @@ def _build_attention(config: DeepseekConfig, window: int | None, *, dtype: Any) 
         num_heads=num_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.rotary_dim,
-        has_qkv_bias=False,
-        has_output_bias=False,
         window=window,
         keeps_reference=window is not None,
         dtype=dtype,

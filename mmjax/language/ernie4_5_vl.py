@@ -151,8 +151,6 @@ def _build_layer(config: Ernie45VLConfig, number: int, *, dtype: Any) -> nnx.Mod
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        has_qkv_bias=False,
-        has_output_bias=False,
         is_interleaved=True,
         dtype=dtype,
     )

@@ -31,59 +31,6 @@ Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 """Cosines and sines of every position."""
 
 
-def attend_by_heads(
-    query: Float[Array, "T _query"],
-    key: Float[Array, "T _key"],
-    value: Float[Array, "T _key"],
-    cache: LayerCache | DenseCache | None,
-    metadata: AttentionMetadata,
-    *,
-    head_dim: int,
-    angles: Angles | None = None,
-    is_interleaved: bool = False,
-    rotates_in_float32: bool = False,
-    norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
-    norms_are_last: bool = False,
-    scale: float | None = None,
-    window: Window = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    keeps_reference: bool = False,
-) -> tuple[Float[Array, "T _query"], LayerCache | DenseCache | None]:
-    """Cut projections into heads, norm and rotate them, and attend.
-
-    `angles` None: nothing is rotated; positions are in the hidden states, or the layer has none.
-    `is_interleaved`: whether neighbours are a pair that is rotated, and not the halves of a head.
-    `rotates_in_float32`: whether heads are, and not in their own dtype. `norms`: of each head's
-    queries and keys, before they are rotated; behind that where they `are_last`. `scale`: what
-    scores are multiplied by; None: `head_dim ** -0.5`. `window`, `sinks` and `keeps_reference` are
-    as in `attention`.
-    """
-    query, key, value = (x.reshape(x.shape[0], -1, head_dim) for x in (query, key, value))
-    first, last = ((None, None), norms) if norms_are_last else (norms, (None, None))
-    query, key = _apply_norms(first, query, key)
-    if angles is not None:
-        rotate = apply_interleaved_rotary if is_interleaved else apply_rotary
-        dtype = jnp.float32 if rotates_in_float32 else query.dtype
-        query, key = (
-            rotate(part.astype(dtype), *angles).astype(part.dtype) for part in (query, key)
-        )
-    query, key = _apply_norms(last, query, key)
-    scale = head_dim**-0.5 if scale is None else scale
-    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    options["keeps_reference"] = keeps_reference
-    out, cache = attention(query, key, value, cache, metadata, sinks=sinks, **options)
-    return out.reshape(out.shape[0], -1), cache
-
-
-def _apply_norms(norms: tuple[Any, Any], query: Array, key: Array) -> tuple[Array, Array]:
-    query_norm, key_norm = norms
-    return (
-        query if query_norm is None else query_norm(query),
-        key if key_norm is None else key_norm(key),
-    )
-
-
 class GroupedQueryAttention(nnx.Module):
     """Attention whose query heads share key and value heads (arXiv 2305.13245), with rotary angles.
 
@@ -97,8 +44,8 @@ class GroupedQueryAttention(nnx.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        has_qkv_bias: bool,
-        has_output_bias: bool,
+        has_qkv_bias: bool = False,
+        has_output_bias: bool = False,
         norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
         norms_are_wide: bool = False,
         norms_are_last: bool = False,
@@ -111,10 +58,15 @@ class GroupedQueryAttention(nnx.Module):
         keeps_reference: bool = False,
         dtype: Any,
     ) -> None:
-        """The options from `norms` to `soft_cap` are those of `attend_by_heads`.
+        """Make the projections; none has a bias unless that is said.
 
-        `norms_are_wide`: they norm all heads together, before these are cut apart. `has_sinks`:
-        whether each head has a learned score of a key without a value.
+        `norms`: of each head's queries and keys, before they are rotated; where they `are_last`
+        behind that; where they `are_wide` of all heads together, before these are cut apart.
+        `is_interleaved`: whether neighbours are a pair that is rotated, and not the halves of a
+        head. `rotates_in_float32`: whether heads are, and not in their own dtype. `scale`: what
+        scores are multiplied by; None: `head_dim ** -0.5`. `has_sinks`: whether each head has a
+        learned score of a key without a value. `window` and `keeps_reference` are as in
+        `attention`.
         """
         inner, key_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = Linear(width, inner, use_bias=has_qkv_bias, dtype=dtype)
@@ -127,7 +79,7 @@ class GroupedQueryAttention(nnx.Module):
         self.is_interleaved = is_interleaved
         self.rotates_in_float32 = rotates_in_float32
         self.head_dim = head_dim
-        self.scale = scale
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.soft_cap = soft_cap
         self.keeps_reference = keeps_reference
@@ -152,28 +104,46 @@ class GroupedQueryAttention(nnx.Module):
         cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T _query"], LayerCache | DenseCache | None]:
-        """Attend with projected queries to the keys and values of `x`; `o_proj` is left to do."""
-        key, norms = self.k_proj(x), (self.q_norm, self.k_norm)
+        """Attend with projected queries to the keys and values of `x`; `o_proj` is left to do.
+
+        `angles` None: nothing is rotated; positions are in the hidden states, or the layer has
+        none.
+        """
+        key = self.k_proj(x)
         if self.norms_are_wide:
-            query, key = _apply_norms(norms, query, key)
-            norms = (None, None)
-        return attend_by_heads(
+            query, key = self._norm(query, key)
+        heads = (part.reshape(len(x), -1, self.head_dim) for part in (query, key, self.v_proj(x)))
+        query, key, value = heads
+        if not (self.norms_are_wide or self.norms_are_last):
+            query, key = self._norm(query, key)
+        if angles is not None:
+            rotate = apply_interleaved_rotary if self.is_interleaved else apply_rotary
+            dtype = jnp.float32 if self.rotates_in_float32 else query.dtype
+            query, key = (
+                rotate(part.astype(dtype), *angles).astype(part.dtype) for part in (query, key)
+            )
+        if self.norms_are_last:
+            query, key = self._norm(query, key)
+        out, cache = attention(
             query,
             key,
-            self.v_proj(x),
+            value,
             cache,
             metadata,
-            head_dim=self.head_dim,
-            angles=angles,
-            is_interleaved=self.is_interleaved,
-            rotates_in_float32=self.rotates_in_float32,
-            norms=norms,
-            norms_are_last=self.norms_are_last,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
             keeps_reference=self.keeps_reference,
+        )
+        return out.reshape(len(x), -1), cache
+
+    def _norm(self, query: Array, key: Array) -> tuple[Array, Array]:
+        query_norm: Any = self.q_norm
+        key_norm: Any = self.k_norm
+        return (
+            query if query_norm is None else query_norm(query),
+            key if key_norm is None else key_norm(key),
         )
 
 

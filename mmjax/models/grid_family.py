@@ -19,11 +19,7 @@ from mmjax.models.grid_inputs import GridHostInputs
 from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.frames import DEFAULT_FPS, MIN_FPS, Timing, check_fps
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
-from mmjax.processing.image_processors.patches import (
-    ImagePatcher,
-    VideoPatcher,
-    keep_bytes_of_patches,
-)
+from mmjax.processing.image_processors.patches import BytePatches, ImagePatcher, VideoPatcher
 from mmjax.processing.image_processors.pil_classes import load_image_processor, make_image_processor
 from mmjax.processing.image_processors.sampled_videos import SampledVideoPatcher
 from mmjax.processing.items.items import MultiModalDataItems, VideoProcessorItems
@@ -101,7 +97,8 @@ class GridInfo(FamilyInfo):
 
     host_inputs = GridHostInputs
     image_processors: ClassVar = {"Qwen2VL": "qwen2_vl"}
-    keep_bytes: ClassVar[Callable[[Any], Any]] = keep_bytes_of_patches
+    patch_class: ClassVar[type[BytePatches]] = BytePatches
+    """How HF's class cuts patches here."""
     image_patcher: ClassVar[type[ImagePatcher]] = ImagePatcher
     limits: ClassVar = {"image": None, "video": None}
     placeholders: ClassVar = {
@@ -134,7 +131,7 @@ class GridInfo(FamilyInfo):
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
         path = self.ctx.model_config.path
-        own = load_image_processor(path, self.image_processors, type(self).keep_bytes)
+        own = load_image_processor(path, self.image_processors, self.patch_class)
         options = {"max_pixels_resized": self.ctx.model_config.mm.max_image_pixels}
         parts = ProcessorOfParts(
             tokenizer=self.get_tokenizer(),

@@ -267,39 +267,27 @@ def validate_limited_modalities(info: BaseProcessingInfo) -> None:
 def process_and_blame(
     process: Callable[[Mapping[str, object]], T], mm_kwargs: Mapping[str, object]
 ) -> T:
-    """Return `process(mm_kwargs)`; where it fails, raise what `find_fault` says."""
+    """Return `process(mm_kwargs)`; a failure is the request's where its kwargs cause it, else ours.
+
+    What else a client can cause is checked before, and is a RequestError already.
+    """
     try:
         return process(mm_kwargs)
     except Exception as error:  # HF's code and families' may raise anything
-        blamed = find_fault(error, mm_kwargs, lambda: process({}))
-        if blamed is error:
+        if isinstance(error, MMJaxError) and not isinstance(error, ProcessingError):
             raise
-        raise blamed from error
-
-
-def find_fault(
-    error: Exception, mm_kwargs: Mapping[str, object], process_without: Callable[[], Any]
-) -> Exception:
-    """Return the error to raise for `error`: the request's where its kwargs cause it, else ours.
-
-    What else a client can cause is checked before, and is a RequestError already.
-
-    Args:
-        error: What HF's code or a family's raised.
-        mm_kwargs: The request's own.
-        process_without: Does the same work without them.
-    """
-    if isinstance(error, MMJaxError) and not isinstance(error, ProcessingError):
-        return error
-    if mm_kwargs:
+        is_by_kwargs = False
         with suppress(Exception):  # where it fails too, it is not the kwargs
-            process_without()
+            if mm_kwargs:
+                process({})
+                is_by_kwargs = True
+        if is_by_kwargs:
             names = ", ".join(f"`{str(name)[:64]}`" for name in list(mm_kwargs)[:_MAX_NAMES_SHOWN])
-            return RequestValueError(
+            raise RequestValueError(
                 f"mm_processor_kwargs cannot be applied: processing fails with {names}, and not "
                 "without; correct the values, or leave them out",
                 param=MM_KWARGS_PARAM,
-            )
-    if isinstance(error, ProcessingError):
-        return error
-    return ProcessingError(f"processing failed: {type(error).__name__}: {error}")
+            ) from error
+        if isinstance(error, ProcessingError):
+            raise
+        raise ProcessingError(f"processing failed: {type(error).__name__}: {error}") from error

@@ -65,7 +65,6 @@ class QueryEncoder(nnx.Module):
                     num_kv_heads=config.num_key_value_heads,
                     head_dim=config.head_dim,
                     has_qkv_bias=True,
-                    has_output_bias=False,
                     dtype=dtype,
                 ),
                 GatedMLP(

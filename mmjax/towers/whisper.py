@@ -23,7 +23,7 @@ from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear, linear
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.vision import Conv2d
+from mmjax.layers.vision import Conv2d, PositionTable
 from mmjax.rounding import cdiv
 
 FRAMES_PER_STATE = 2
@@ -59,16 +59,6 @@ class WhisperEncoderConfig:
         """Read HF's config of any of them; `own`: fields that it does not have."""
         return read_config(cls, hf_config, **own)
 
-    @property
-    def num_frames(self) -> int:
-        """Frames of a spectrogram: always so many, silence behind a shorter clip."""
-        return self.max_source_positions * FRAMES_PER_STATE
-
-    @property
-    def num_rows(self) -> int:
-        """States that a spectrogram gives."""
-        return self.max_source_positions // self.pool_size
-
 
 class Conv1d(nnx.Module):
     """`torch.nn.Conv1d` of three taps, zeros before and behind, as one matrix product.
@@ -90,13 +80,6 @@ class Conv1d(nnx.Module):
         taps = [padded[:, tap : tap + length : stride] for tap in range(_KERNEL_SIZE)]
         weight = self.weight[...].transpose(0, 2, 1).reshape(self.weight.shape[0], -1)
         return linear(jnp.concatenate(taps, axis=-1), weight, self.bias[...])
-
-
-class WhisperPositions(nnx.Module):
-    """Sinusoids, which checkpoints hold: parameter `weight[positions, D]`."""
-
-    def __init__(self, num_positions: int, width: int, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((num_positions, width), dtype))
 
 
 class WhisperEncoderAttention(nnx.Module):
@@ -166,8 +149,9 @@ class WhisperEncoder(nnx.Module):
             # HF has the states of all clips in a row, so that these are not its row by row.
             self.encoder_layers = layers
         else:
+            # Sinusoids, which checkpoints hold.
             size = config.max_source_positions
-            self.embed_positions = WhisperPositions(size, width, dtype=dtype)
+            self.embed_positions = PositionTable(size, width, dtype=dtype)
             self.layers = layers
         self.layer_norm = LayerNorm(width, eps=_EPS, dtype=dtype)
         self.config = config
@@ -179,7 +163,7 @@ class WhisperEncoder(nnx.Module):
         num_keys: Int[Array, " U"] | None = None,
         num_frames: Int[Array, " U"] | None = None,
     ) -> Float[Array, "U P D"]:
-        """Return the normed states of spectrograms of the config's `num_frames`.
+        """Return the normed states of spectrograms, silence behind shorter clips.
 
         `num_keys`: how many states of each clip, from the first, all of its states see; None: all
         of them. Whisper and Voxtral see the silence behind a clip, Qwen2-Audio and Ultravox do
@@ -235,21 +219,6 @@ class Qwen3AudioConfig:
     def num_chunks(self) -> int:
         """Chunks whose states see each other: a window."""
         return self.n_window_infer // self.chunk_size
-
-    @property
-    def window_size(self) -> int:
-        """Frames of a window."""
-        return self.num_chunks * self.chunk_size
-
-    @property
-    def num_rows(self) -> int:
-        """States of a window."""
-        return self.num_chunks * _STATES_PER_CHUNK
-
-    def count_states(self, num_frames: int) -> int:
-        """Return how many states a clip has."""
-        whole, rest = divmod(num_frames, self.chunk_size)
-        return whole * _STATES_PER_CHUNK + cdiv(rest, 2**_NUM_HALVINGS)
 
 
 class Qwen3AudioEncoder(nnx.Module):

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from mmjax.errors import CheckpointError
 from mmjax.rounding import quantize_rows
-from mmjax.weights.files.safetensors import StoredTensor, open_file
+from mmjax.weights.files.safetensors import StoredTensor, open_file, tag_of
 from mmjax.weights.rules import Change, Part, Place, RuleTypes, Turn, map_tensor
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -144,7 +144,7 @@ class AdapterReader:
         """
         config, _ = read_adapter_config(path)
         tensors = [
-            StoredTensor(name, WEIGHTS_FILE, tuple(one.shape), _tag(one.dtype), np.asarray(one))
+            StoredTensor(name, WEIGHTS_FILE, tuple(one.shape), tag_of(one.dtype), np.asarray(one))
             for name, one in arrays.items()
         ]
         adapter = self._read_tensors(tensors, config, b"")
@@ -458,12 +458,5 @@ def _cut(layer: str, part: Change | Place | None, value: np.ndarray) -> np.ndarr
     return part.apply(value)
 
 
-def _tag(dtype: Any) -> str:
-    """Return a dtype in safetensors' notation; its own name, if it is no float of theirs."""
-    tags = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-    name = np.dtype(dtype).name
-    return tags.get(name, name)
-
-
 def _read(tensor: StoredTensor) -> np.ndarray:
-    return tensor.read((slice(None),) * len(tensor.shape)).astype(np.float32)
+    return tensor.read().astype(np.float32)

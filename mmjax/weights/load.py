@@ -21,13 +21,7 @@ from mmjax.system.allocator import return_pages_of_files
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
 from mmjax.weights.files.method import Method
-from mmjax.weights.files.packed import (
-    STORED,
-    PackedTensor,
-    find_packed,
-    read_part,
-    read_whole,
-)
+from mmjax.weights.files.packed import STORED, PackedTensor, find_packed, read_part
 from mmjax.weights.files.safetensors import StoredTensor, View
 from mmjax.weights.maxtext import is_maxtext, open_maxtext
 from mmjax.weights.parts import open_with_parts
@@ -132,8 +126,7 @@ def iter_params(
         with progress(logger, "loading weights", total, unit="B", is_shown=use_tqdm) as update:
             for name, tensor in _unloading(sources, path):
                 if name in quantized and not packed:
-                    whole = tensor.read((slice(None), slice(None)))
-                    arrays = quantize(whole, expected[name].dtype)
+                    arrays = quantize(tensor.read(), expected[name].dtype)
                     _check_scales(tensor, arrays[1], scales[quantized[name]])
                     yield name, _place_array(name, arrays[0], mesh)
                     yield quantized[name], _place_array(quantized[name], arrays[1], mesh)
@@ -199,7 +192,7 @@ def match_tensors(
             joined[name] = place.joined
         elif name not in expected and name.endswith(TIED_HEAD):
             heads.append(tensor)
-        elif name not in expected and tensor.name in biases and not read_whole(tensor).any():
+        elif name not in expected and tensor.name in biases and not tensor.read().any():
             continue
         elif name not in expected:
             problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")

@@ -17,14 +17,12 @@ import numpy as np
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
-from mmjax.weights.files.safetensors import StoredTensor, View
+from mmjax.weights.files.safetensors import StoredTensor, View, tag_of
 from mmjax.weights.rules import Rule, RuleTypes, Turn, Unstack
 
 Function = Callable[[Any], Any]
 
 _ITEMS, _METADATA = "items", "_METADATA"
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-"""In safetensors' notation."""
 _PARAMS = re.compile(r"^params\.(?:params\.)?")
 
 
@@ -178,7 +176,7 @@ def open_maxtext(path: Path) -> Iterator[dict[str, StoredTensor]]:
                 _PARAMS.sub("", name),
                 items.name,
                 tuple(leaf.shape),
-                _DTYPES.get(str(leaf.dtype), str(leaf.dtype)),
+                tag_of(leaf.dtype),
                 View(reader.view(name)),
             )
             for name, leaf in found.items()

@@ -9,25 +9,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params
-from mmjax.weights.files.safetensors import INDEX_FILE, StoredTensor, find_weight_files, open_file
-from mmjax.weights.rules import (
-    Change,
-    Part,
-    Place,
-    RuleTypes,
-    Squeeze,
-    StackPart,
-    Transposition,
-    map_tensor,
+from mmjax.weights.files.safetensors import (
+    FLOATS,
+    INDEX_FILE,
+    StoredTensor,
+    find_weight_files,
+    open_file,
 )
-
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+from mmjax.weights.rules import Change, Part, Place, RuleTypes, Turn, map_tensor
 
 
 def save_params(params: Params, source: Path, out: Path, rules: Sequence[RuleTypes]) -> None:
@@ -43,7 +37,7 @@ def save_params(params: Params, source: Path, out: Path, rules: Sequence[RuleTyp
 
     Raises:
         CheckpointError: If the files have integers (quantised weights), or a tensor of the tree is
-            in none of them; nothing is written then.
+            in none of them, or made by a function; nothing is written then.
     """
     leaves = flatten_params(params)
     files = find_weight_files(source)
@@ -77,7 +71,11 @@ def _check(
                         f"`{tensor.name}` of `{source}` is {tensor.dtype}: weights that are "
                         "quantised cannot be written back; train a checkpoint of floats"
                     )
-                found |= {name for name, _ in map_tensor(tensor.name, rules)}
+                changes = dict(map_tensor(tensor.name, rules))
+                made = [one for name, one in changes.items() if _is_made(name, one, leaves)]
+                if made:
+                    raise CheckpointError(f"what {made[0]} makes of a tensor cannot be undone")
+                found |= changes.keys()
     missing = sorted(leaves.keys() - found)
     if missing:
         raise CheckpointError(
@@ -91,15 +89,25 @@ def _restore(
     tensor: StoredTensor, leaves: Mapping[str, Any], rules: Sequence[RuleTypes]
 ) -> np.ndarray:
     """Return a file's tensor with the tree's values where the tree has them."""
-    array = np.array(tensor.read((slice(None),) * len(tensor.shape)))
+    array = np.array(tensor.read())
     for name, change in map_tensor(tensor.name, rules):
-        if name in leaves:
-            _write(array, np.asarray(leaves[name]), change)
-        elif name.endswith("lm_head.weight"):  # tied
-            table = next((n for n in leaves if n.endswith("embed_tokens.weight")), None)
-            if table is not None:
-                _write(array, np.asarray(leaves[table]), change)
-    return array.astype(_DTYPES[tensor.dtype])
+        leaf = _find_leaf(name, leaves)
+        if leaf is not None:
+            _write(array, np.asarray(leaf), change)
+    return array.astype(FLOATS[tensor.dtype])
+
+
+def _find_leaf(name: str, leaves: Mapping[str, Any]) -> Any:
+    """Return the tree's values of a tensor, of a tied head the table's; None: it has none."""
+    if name not in leaves and name.endswith("lm_head.weight"):
+        name = next((one for one in leaves if one.endswith("embed_tokens.weight")), name)
+    return leaves.get(name)
+
+
+def _is_made(name: str, change: Change | Place | None, leaves: Mapping[str, Any]) -> bool:
+    """Whether the tree's values of a tensor are what any function made of it."""
+    turn = change.turn if isinstance(change, Place) else change
+    return isinstance(turn, Turn) and _find_leaf(name, leaves) is not None
 
 
 def _write(array: np.ndarray, leaf: np.ndarray, change: Change | Place | None) -> None:
@@ -111,10 +119,8 @@ def _write(array: np.ndarray, leaf: np.ndarray, change: Change | Place | None) -
             groups = array.reshape(-1, change.group_size, *array.shape[1:])
             part = groups[:, change.start : change.stop]
             part[...] = leaf.reshape(part.shape)
-        case Place(turn=None):
+        case Place():
             array[...] = leaf[change.index]
-        case Squeeze() | Transposition() | StackPart():
+        case _:
             # Views of the file's own numbers.
             change.apply(array)[...] = leaf
-        case _:
-            raise CheckpointError(f"what {change} makes of a tensor cannot be undone")

@@ -4,8 +4,8 @@ A snapshot can be restored onto another mesh than it was saved from, or none, an
 """
 
 import json
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ _ARRAYS = "params"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotMetadata:
-    """Metadata of a snapshot."""
+class _Metadata:
+    """What `SNAPSHOT_FILE` holds."""
 
     source: str
     """The checkpoint: a directory or a hub id."""
@@ -37,6 +37,11 @@ class SnapshotMetadata:
     architecture: str
     dtype: str
     schema_version: int = SCHEMA_VERSION
+    shapes: Mapping[str, tuple[int, ...]]
+    layouts: Layouts = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Of each file of the arrays, by its name below the directory; one of an earlier mmjax has
+    neither these nor layouts."""
 
 
 def save_snapshot(
@@ -47,34 +52,29 @@ def save_snapshot(
     architecture: str,
     revision: str | None = None,
     layouts: Layouts | None = None,
-) -> SnapshotMetadata:
+) -> None:
     """Write `params` and their metadata into the directory `path`.
 
     `layouts`: of a checkpoint that was quantised already.
     """
     path = Path(path).absolute()
     leaves = flatten_params(params)
-    dtypes = {str(leaf.dtype) for leaf in leaves.values()}
-    metadata = SnapshotMetadata(
-        source=source,
-        revision=revision,
-        architecture=architecture,
-        dtype="+".join(sorted(dtypes)),
-    )
     if (path / SNAPSHOT_FILE).exists() or (path / _ARRAYS).exists():
         raise CheckpointError(f"`{path}` holds a snapshot already; remove it, or name another")
     path.mkdir(parents=True, exist_ok=True)
     with _checkpointer() as checkpointer:
         checkpointer.save(path / _ARRAYS, args=_save_args(leaves))
+    metadata = _Metadata(
+        source=source,
+        revision=revision,
+        architecture=architecture,
+        dtype="+".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),
+        shapes={name: tuple(leaf.shape) for name, leaf in leaves.items()},
+        layouts=dict(layouts or {}),
+        digests=_digests(path),
+    )
     # Written last: without it the snapshot is unfinished.
-    shapes = {name: list(leaf.shape) for name, leaf in leaves.items()}
-    packed = {
-        name: asdict(layout) if isinstance(layout, Layout) else layout
-        for name, layout in (layouts or {}).items()
-    }
-    written = {**asdict(metadata), "shapes": shapes, "layouts": packed, "digests": _digests(path)}
-    (path / SNAPSHOT_FILE).write_text(json.dumps(written, indent=1))
-    return metadata
+    (path / SNAPSHOT_FILE).write_text(json.dumps(asdict(metadata), indent=1))
 
 
 def load_snapshot(
@@ -100,9 +100,9 @@ def load_snapshot(
         CheckpointError: If it is no snapshot, or has other tensors than the tree; lists them all.
     """
     path = Path(path).absolute()
-    metadata, shapes, digests = _read(path)
-    _check_files(path, metadata, digests, agree)
-    shapes = {n: shape for n, shape in shapes.items() if not is_left_out(n, left_out)}
+    metadata = _read(path)
+    _check_files(path, metadata, agree)
+    shapes = {n: shape for n, shape in metadata.shapes.items() if not is_left_out(n, left_out)}
     expected = flatten_params(abstract_params)
     _check_quantization(path, shapes, expected)
     _check(path, metadata, shapes, expected)
@@ -119,15 +119,7 @@ def load_snapshot(
 
 def read_snapshot_layouts(path: Path) -> Layouts | None:
     """Return the `layouts` that `save_snapshot` was given; CheckpointError for damaged metadata."""
-    file = path / SNAPSHOT_FILE
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("layouts") or {}
-        return {
-            name: Layout(**layout) if isinstance(layout, dict) else layout
-            for name, layout in found.items()
-        } or None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"`{file}` is not a snapshot's metadata: {error!r}") from error
+    return _read(path).layouts or None
 
 
 def _checkpointer() -> Any:
@@ -153,22 +145,23 @@ def _restore_args(targets: dict[str, Any]) -> Any:
     )
 
 
-def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]], dict[str, str]]:
+def _read(path: Path) -> _Metadata:
     file = path / SNAPSHOT_FILE
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        shapes = {str(name): tuple(shape) for name, shape in raw.pop("shapes").items()}
-        # One of an earlier mmjax has none.
-        raw.pop("layouts", None)
-        digests = {str(name): str(digest) for name, digest in raw.pop("digests", {}).items()}
-        metadata = SnapshotMetadata(**raw)
+        raw["shapes"] = {name: tuple(shape) for name, shape in raw["shapes"].items()}
+        raw["layouts"] = {
+            name: Layout(**layout) if isinstance(layout, dict) else layout
+            for name, layout in (raw.get("layouts") or {}).items()
+        }
+        raw["digests"] = dict(raw.get("digests") or {})
+        return _Metadata(**raw)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"`{path}` is no finished snapshot: it lacks `{SNAPSHOT_FILE}`; make it again"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"`{file}` is not a snapshot's metadata: {error!r}") from error
-    return metadata, shapes, digests
 
 
 def _digests(path: Path) -> dict[str, str]:
@@ -182,15 +175,10 @@ def _digest(file: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
 
 
-def _check_files(
-    path: Path,
-    metadata: SnapshotMetadata,
-    digests: dict[str, str],
-    agree: Callable[[bool], bool],
-) -> None:
+def _check_files(path: Path, metadata: _Metadata, agree: Callable[[bool], bool]) -> None:
     """Raise SnapshotDamagedError if a file is missing, cut or changed: Orbax may not notice it."""
     damaged: list[str] = []
-    for name, digest in digests.items():
+    for name, digest in metadata.digests.items():
         try:
             if _digest(path / name) != digest:
                 damaged.append(f"`{name}` has other bytes than were written")
@@ -225,7 +213,7 @@ def _check_quantization(
 
 def _check(
     path: Path,
-    metadata: SnapshotMetadata,
+    metadata: _Metadata,
     shapes: dict[str, tuple[int, ...]],
     expected: dict[str, Any],
 ) -> None:

@@ -1,4 +1,4 @@
-"""Items and handles for the tests of shared memory."""
+"""Items, features and handles for the tests of processor caches."""
 
 import mmap
 from pathlib import Path
@@ -35,11 +35,13 @@ def put(sender: ShmObjectStoreSenderCache, mm_hash: str, **kwargs: int) -> ItemD
     return item
 
 
-def feature(data: ItemData | None, mm_hash: str | None = "a") -> MultiModalFeatureSpec:
+def feature(
+    data: ItemData | None, mm_hash: str | None = "a", identifier: str = "a"
+) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(
         data=data,
         modality="image",
-        identifier="a",
+        identifier=identifier,
         mm_position=PlaceholderRange(offset=0, length=1),
         mm_hash=mm_hash,
     )

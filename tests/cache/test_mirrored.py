@@ -19,19 +19,15 @@ from mmjax.cache import (
     MultiModalReceiverCache,
 )
 from mmjax.cache.media.processor_cache import get_item_size
-from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
     MultiModalKwargsItem,
-    PlaceholderRange,
     ProcessorCache,
     PromptReplacement,
 )
 from mmjax.processing.tensors.fields import MultiModalBatchedField
-from mmjax.processing.tensors.inputs import ItemData
-from mmjax.transport.codec import decode, encode
-from mmjax.transport.messages import EngineCoreRequest
+from tests.cache.shm_kit import feature, over_the_bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
 
@@ -41,35 +37,8 @@ def processed(nbytes: int, token: int = 2):
     return MultiModalKwargsItem.dummy(nbytes), updates
 
 
-def feature(
-    mm_hash: str | None, data: ItemData | None = None, identifier: str = "?"
-) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(
-        data=data,
-        modality="image",
-        identifier=identifier,
-        mm_position=PlaceholderRange(0, 1),
-        mm_hash=mm_hash,
-    )
-
-
 def item_of(data: Any) -> MultiModalKwargsItem:
     return MultiModalKwargsItem({"x": MultiModalFieldElem(data, MultiModalBatchedField())})
-
-
-def over_the_wire(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
-    request = EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=[1],
-        mm_features=[feature("h", item)],
-        sampling_params=SamplingParams(),
-    )
-    frames = [bytes(frame) for frame in encode(request)]
-    message = decode(frames)
-    assert isinstance(message, EngineCoreRequest)
-    (received,) = message.mm_features
-    assert received.tensors is not None
-    return received.tensors
 
 
 # ---- P0 ----------------------------------------------------------------------------------------
@@ -77,7 +46,7 @@ def over_the_wire(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
 
 def test_a_hit_sends_nothing_but_the_updates():
     cache = MultiModalProcessorSenderCache(100)
-    assert isinstance(cache, ProcessorCache)
+    assert isinstance(cache, ProcessorCache)  # as all are, by their base class
     first = processed(10)
     assert cache.get_and_update_item(first, "a") == first
     assert cache.get_and_update_item(None, "a") == (None, first[1])
@@ -141,10 +110,10 @@ def test_one_request_is_one_change():
 def test_it_fills_in_what_it_holds():
     cache = MultiModalReceiverCache(100)
     a, b = MultiModalKwargsItem.dummy(10), MultiModalKwargsItem.dummy(20)
-    features = [feature("a", a), feature(None, b, identifier="b")]
+    features = [feature(a, "a"), feature(b, None, "b")]
     assert cache.get_and_update_features(features) == features
     # Adapters share the tensors: the key is the hash, where there is one.
-    again = [feature("b"), feature("a", identifier="adapter:a"), feature(None, identifier="a")]
+    again = [feature(None, "b"), feature(None, "a", "adapter:a"), feature(None, None)]
     resolved = cache.get_and_update_features(again)
     assert [one.data for one in resolved] == [b, a, a]
     assert resolved[0] is again[0]
@@ -154,19 +123,19 @@ def test_it_fills_in_what_it_holds():
 def test_what_comes_replaces_what_is_held():
     cache = MultiModalReceiverCache(100)
     old, new = MultiModalKwargsItem.dummy(10), MultiModalKwargsItem.dummy(30)
-    cache.get_and_update_features([feature("a", old), feature("b", old)])
-    (resolved,) = cache.get_and_update_features([feature("a", new)])
+    cache.get_and_update_features([feature(old, "a"), feature(old, "b")])
+    (resolved,) = cache.get_and_update_features([feature(new, "a")])
     assert resolved.data is new
     assert (cache.order, cache.currsize) == (("b", "a"), 40)
-    assert cache.get_and_update_features([feature("a")])[0].data is new
+    assert cache.get_and_update_features([feature(None, "a")])[0].data is new
 
 
 def test_an_oversize_item_is_served_and_drops_the_old_one(caplog: pytest.LogCaptureFixture):
     cache = MultiModalReceiverCache(100)
-    cache.get_and_update_features([feature("a", MultiModalKwargsItem.dummy(10))])
+    cache.get_and_update_features([feature(MultiModalKwargsItem.dummy(10), "a")])
     large = MultiModalKwargsItem.dummy(101)
     for _ in range(2):
-        features = [feature("a", large), feature("a")]
+        features = [feature(large, "a"), feature(None, "a")]
         assert [one.data for one in cache.get_and_update_features(features)] == [large, large]
         assert cache.order == ()
     assert caplog.text.count("is not cached") == 1
@@ -174,10 +143,10 @@ def test_an_oversize_item_is_served_and_drops_the_old_one(caplog: pytest.LogCapt
 
 def test_every_miss_is_named_once_and_the_rest_is_kept():
     cache = MultiModalReceiverCache(100)
-    cache.get_and_update_features([feature("held", MultiModalKwargsItem.dummy(10))])
+    cache.get_and_update_features([feature(MultiModalKwargsItem.dummy(10), "held")])
     new = MultiModalKwargsItem.dummy(20)
-    features = [feature(key) for key in ("y", "held", "x", "y", "new")]
-    features.append(feature("new", new))
+    features = [feature(None, key) for key in ("y", "held", "x", "y", "new")]
+    features.append(feature(new, "new"))
     with pytest.raises(MultiModalCacheMissError) as caught:
         cache.get_and_update_features(features)
     assert caught.value.mm_hashes == ["y", "x"]
@@ -186,7 +155,7 @@ def test_every_miss_is_named_once_and_the_rest_is_kept():
     assert cache.order == ("held", "new")
     cache.clear_cache()
     with pytest.raises(MultiModalCacheMissError):
-        cache.get_and_update_features([feature("held")])
+        cache.get_and_update_features([feature(None, "held")])
 
 
 # ---- sizes, on both sides of the bridge --------------------------------------------------------
@@ -214,14 +183,14 @@ data = st.recursive(
 @given(data)
 def test_an_item_weighs_the_same_on_both_sides(value: Any):
     item = item_of(value)
-    received = over_the_wire(item)
+    received = over_the_bridge(item)
     assert get_item_size(received) == get_item_size(item)
-    assert get_item_size(over_the_wire(received)) == get_item_size(item)
+    assert get_item_size(over_the_bridge(received)) == get_item_size(item)
 
 
 def test_an_absent_tensor_weighs_nothing():
     item = item_of(None)
-    assert get_item_size(item) == get_item_size(over_the_wire(item)) == 0
+    assert get_item_size(item) == get_item_size(over_the_bridge(item)) == 0
 
 
 def test_weights_are_those_of_tensors_alone():
@@ -247,7 +216,7 @@ def test_threads_that_commit_in_the_order_of_sending_never_miss():
                 sent = sender.get_and_update([fresh.get(h) for h in hashes], hashes)
             except MultiModalCacheMissError:
                 return False  # evicted since we looked
-            bridge.put([feature(h, item) for h, (item, _) in zip(hashes, sent, strict=True)])
+            bridge.put([feature(item, h) for h, (item, _) in zip(hashes, sent, strict=True)])
         return True
 
     def ask(seed: int) -> None:

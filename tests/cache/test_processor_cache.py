@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mmjax.cache import (
@@ -20,26 +19,16 @@ from mmjax.cache import (
     engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
-from mmjax.cache.media.processor_cache import get_item_size
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import ConfigError, MultiModalCacheMissError
-from mmjax.processing import (
-    MultiModalFeatureSpec,
-    MultiModalKwargsItem,
-    PlaceholderRange,
-    ProcessorCache,
-    PromptReplacement,
-)
+from mmjax.processing import MultiModalKwargsItem, PromptReplacement
 from tests.cache.logs import find_records
+from tests.cache.shm_kit import feature
 
 
 def item(nbytes: int):
     updates = [PromptReplacement("image", [1], [2] * 1000).resolve(0)]
     return MultiModalKwargsItem.dummy(nbytes), updates
-
-
-def test_it_is_what_a_processor_asks_for():
-    assert isinstance(MultiModalProcessorOnlyCache(1), ProcessorCache)
 
 
 def test_a_hit_returns_what_was_stored():
@@ -80,13 +69,6 @@ def test_an_oversize_item_is_served_and_not_kept(caplog: pytest.LogCaptureFixtur
         assert cache.get_and_update_item(large, "b") is large
     assert cache.is_cached(["a", "b"]) == [True, False]
     assert caplog.text.count("is not cached") == 1
-
-
-def test_tensors_are_what_weighs():
-    one, _ = item(10)
-    assert get_item_size(one) == 10
-    assert get_item_size({"a": [np.zeros(2, np.float32)], "b": (one,)}) == 18
-    assert get_item_size(1) > 0
 
 
 def test_one_request_is_one_change():
@@ -191,16 +173,7 @@ def test_both_halves_hold_the_same_number_of_bytes():
     assert isinstance(receiver, MultiModalReceiverCache)
     for nbytes in (1024, 1025):
         (sent,) = sender.get_and_update([item(nbytes)], [str(nbytes)])
-        receiver.get_and_update_features(
-            [
-                MultiModalFeatureSpec(
-                    data=sent[0],
-                    modality="image",
-                    identifier=str(nbytes),
-                    mm_position=PlaceholderRange(0, 1),
-                )
-            ]
-        )
+        receiver.get_and_update_features([feature(sent[0], str(nbytes))])
     assert sender.order == receiver.order == ("1024",)
 
 

@@ -25,7 +25,7 @@ from mmjax.cache.media.shared_cache import (
 )
 from mmjax.cache.media.shared_directory import SharedDirectory
 from mmjax.errors import ConfigError
-from mmjax.processing import MultiModalFieldElem, MultiModalKwargsItem, ProcessorCache
+from mmjax.processing import MultiModalFieldElem, MultiModalKwargsItem
 from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFlatField,
@@ -134,10 +134,6 @@ def test_nobody_can_write_to_what_was_read(sender, receiver):
 
 
 # ---- the cache in P0 ---------------------------------------------------------------------------
-
-
-def test_it_is_what_a_processor_asks_for(sender):
-    assert isinstance(sender, ProcessorCache)
 
 
 def test_hits_misses_and_statistics(sender):

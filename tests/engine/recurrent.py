@@ -131,13 +131,7 @@ class RecurrentDecoder(Decoder):
 
     def __init__(self, *, dtype: Any) -> None:
         attention = GroupedQueryAttention(
-            WIDTH,
-            num_heads=2,
-            num_kv_heads=1,
-            head_dim=HEAD_DIM,
-            has_qkv_bias=False,
-            has_output_bias=False,
-            dtype=dtype,
+            WIDTH, num_heads=2, num_kv_heads=1, head_dim=HEAD_DIM, dtype=dtype
         )
         mixers = (DeltaMixer(dtype=dtype), attention, ConvMixer(dtype=dtype))
         super().__init__(

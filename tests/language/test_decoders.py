@@ -201,8 +201,8 @@ class Decoder:
     name: str
     hf_classes: tuple[Any, Any]
     """Config and model."""
-    config_class: Any
-    model_class: Any
+    config_class: Any = LlamaConfig
+    model_class: Any = LlamaTextModel
     tiny: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
     """What differs from `tiny`."""
@@ -219,8 +219,6 @@ DECODERS = (
     Decoder(
         name="gemma3",
         hf_classes=(Gemma3TextConfig, Gemma3ForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=GEMMA,
         fill=fill_by_name,
         configs={
@@ -244,8 +242,6 @@ DECODERS = (
     Decoder(
         name="gemma2",
         hf_classes=(Gemma2Config, Gemma2ForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=GEMMA,
         fill=fill_by_name,
         configs={
@@ -257,8 +253,6 @@ DECODERS = (
     Decoder(
         name="gemma",
         hf_classes=(HFGemmaConfig, GemmaForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny={**LLAMA, "head_dim": 16},
         fill=fill_by_name,
         configs={
@@ -270,8 +264,6 @@ DECODERS = (
     Decoder(
         name="llama",
         hf_classes=(HFLlamaConfig, LlamaForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=LLAMA,
         configs={
             "plain": {},
@@ -290,8 +282,6 @@ DECODERS = (
     Decoder(
         name="llama4",
         hf_classes=(Llama4TextConfig, Llama4ForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=LLAMA4,
         rules=own_rules,
         configs={
@@ -318,8 +308,6 @@ DECODERS = (
     Decoder(
         name="mistral",
         hf_classes=(MistralConfig, MistralForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=LLAMA,
         configs={
             "no window": {"sliding_window": None, "head_dim": 16},
@@ -334,8 +322,6 @@ DECODERS = (
     Decoder(
         name="qwen2",
         hf_classes=(Qwen2Config, Qwen2ForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=LLAMA,
         configs={
             "plain": {"sliding_window": 5},
@@ -353,8 +339,6 @@ DECODERS = (
     Decoder(
         name="qwen3",
         hf_classes=(Qwen3Config, Qwen3ForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=QWEN3,
         configs={
             "heads narrower than the model": {"head_dim": 4},
@@ -372,8 +356,6 @@ DECODERS = (
     Decoder(
         name="hunyuan",
         hf_classes=(HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny={**LLAMA, "head_dim": 16},
         rules=own_rules,
         fill=partial(fill_with_unit_norms, sharpness=1.4),
@@ -394,8 +376,6 @@ DECODERS = (
     Decoder(
         name="cohere",
         hf_classes=(CohereConfig, CohereForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=LLAMA,
         configs={
             "plain": {},
@@ -410,8 +390,6 @@ DECODERS = (
     Decoder(
         name="cohere2",
         hf_classes=(Cohere2Config, Cohere2ForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=LLAMA,
         configs={
             "three with a window, one without positions": {
@@ -426,8 +404,6 @@ DECODERS = (
     Decoder(
         name="exaone4",
         hf_classes=(Exaone4Config, Exaone4ForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=LLAMA,
         rules=own_rules,
         configs={
@@ -465,8 +441,6 @@ DECODERS = (
     Decoder(
         name="granite",
         hf_classes=(GraniteConfig, GraniteForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=LLAMA,
         configs={
             "multipliers as in Granite 3": {
@@ -519,8 +493,6 @@ DECODERS = (
     Decoder(
         name="persimmon",
         hf_classes=(HFPersimmonConfig, PersimmonForCausalLM),
-        config_class=LlamaConfig,
-        model_class=LlamaTextModel,
         tiny=PERSIMMON,
         rules=own_rules,
         configs={

@@ -1,7 +1,6 @@
 """Clips' files: their samples, of one channel, at the rate that is asked for."""
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import av
@@ -96,13 +95,6 @@ def write_heard_video(
 
 
 WAV = write_audio(tones(48_000, 0.5))
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[DecodeWorkers]:
-    pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**29)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(("kind", "codec", "form", "atol"), KINDS)

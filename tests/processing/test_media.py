@@ -21,8 +21,7 @@ from mmjax.processing.media.decode import (
     MediaWithBytes,
     decode_data_url,
     image_from_array,
-    read_media_path,
-    read_media_url,
+    read_media,
 )
 from tests.kit import draw
 
@@ -183,11 +182,15 @@ class TestLimits:
         assert media.mode == "RGB"
 
 
+def read(entry: str | Path) -> bytes:
+    return read_media(entry, LIMITS, param="photo", modality="image")
+
+
 class TestUrls:
     def test_a_data_url_holds_a_picture(self):
         data = encode(draw(4, 5))
         for header in ("data:image/png;base64,", "DATA:;charset=x;base64,", "data:;base64,"):
-            assert read_media_url(as_url(data, header), LIMITS) == data
+            assert read(as_url(data, header)) == data
 
     @pytest.mark.parametrize(
         ("url", "message"),
@@ -196,7 +199,6 @@ class TestUrls:
             ("HTTPS://host/a.png", "`https:` URLs are fetched for messages"),
             ("file:///etc/passwd", "`file:` URLs are fetched for messages"),
             ("ftp://host/a.png", "must be a base64 `data:` URL"),
-            ("/etc/passwd", "must be a base64 `data:` URL"),
             ("data:image/png;base64", "missing ','"),
             ("data:image/png,abc", "only base64 payloads"),
             ("data:image/png;BASE64,AAAA", "only base64 payloads"),
@@ -209,15 +211,15 @@ class TestUrls:
     )
     def test_everything_else_is_refused(self, url: str, message: str):
         with pytest.raises(RequestError, match=message) as caught:
-            read_media_url(url, LIMITS)
-        assert caught.value.param == "image_url"
+            read(url)
+        assert caught.value.param == "photo"
 
 
 class TestPaths:
     def test_a_file_is_read(self, tmp_path: Path):
         path = tmp_path / "a.png"
         path.write_bytes(encode(draw(6, 7)))
-        assert read_media_path(path, LIMITS) == path.read_bytes()
+        assert read(path) == read(str(path)) == path.read_bytes()
 
     def test_what_cannot_be_read_is_named(self, tmp_path: Path):
         big = tmp_path / "big.png"
@@ -229,7 +231,7 @@ class TestPaths:
         ]
         for path, message in [*cases, (Path("a\0b"), "cannot be read")]:
             with pytest.raises(RequestValueError, match=message):
-                read_media_path(path, LIMITS)
+                read(path)
 
 
 class TestArrays:
@@ -299,7 +301,7 @@ def test_long_payloads_are_decoded_in_pieces(num_bytes: int):
     data = bytes(index * 7 % 256 for index in range(num_bytes))
     limits = MediaLimits()
     url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    assert decode_data_url(url, limits) == data
+    assert decode_data_url(url, limits, param=None, modality="image") == data
     for damaged in (
         url[:40] + "=" + url[41:],
         url + "A",
@@ -308,4 +310,4 @@ def test_long_payloads_are_decoded_in_pieces(num_bytes: int):
     ):
         if num_bytes > 3:
             with pytest.raises(MediaError, match="invalid base64"):
-                decode_data_url(damaged, limits)
+                decode_data_url(damaged, limits, param=None, modality="image")

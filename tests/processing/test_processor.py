@@ -406,19 +406,9 @@ class TestHashes:
         assert plain
 
 
-class TestLimits:
-    def test_too_many_items(self):
-        with pytest.raises(RequestValueError, match=r"At most 5 image\(s\)") as caught:
-            make().apply("", {"image": [draw(1, 1)] * 6})
-        assert "limit-mm-per-prompt" not in str(caught.value)  # the model itself takes no more
-
-    def test_the_count_comes_before_the_decoding(self):
-        with pytest.raises(RequestValueError, match="At most 5"):
-            make().apply("", {"image": [b"broken"] * 6})
-
-    def test_other_modalities(self):
-        with pytest.raises(RequestValueError, match="Unsupported modality: audio"):
-            make().apply("", {"audio": [1]})
+def test_the_count_comes_before_the_decoding():
+    with pytest.raises(RequestValueError, match="At most 5"):
+        make().apply("", {"image": [b"broken"] * 6})
 
 
 @pytest.mark.parametrize(

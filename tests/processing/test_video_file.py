@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import av
@@ -88,13 +87,6 @@ def places_of(frames: np.ndarray) -> list[int]:
 
 
 VIDEO = write_video()
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[DecodeWorkers]:
-    pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**29)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(("kind", "codec", "options"), KINDS, ids=lambda value: str(value))

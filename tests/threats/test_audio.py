@@ -24,13 +24,6 @@ LIMITS = MediaLimits(max_audio_bytes=2_000_000, max_audio_seconds=60, max_audio_
 RATE = 16_000
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[DecodeWorkers]:
-    pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
-    yield pool
-    pool.close()
-
-
 def refusal_of(workers: DecodeWorkers, data: bytes) -> RequestError:
     """Return the error that a file gives, the same apart and in a thread."""
     with pytest.raises(RequestError) as apart:

@@ -1,5 +1,6 @@
 """Files that are no pictures, or too much of one: the request is refused, and nothing else."""
 
+import errno
 import fcntl
 import importlib
 import io
@@ -8,8 +9,10 @@ import pkgutil
 import random
 import re
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +50,6 @@ KNOWN_ERRORS = re.compile(
 def message_with(data: bytes) -> dict[str, Any]:
     part = {"type": "image_url", "image_url": {"url": as_url(data)}}
     return {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[DecodeWorkers]:
-    pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
-    yield pool
-    pool.close()
 
 
 def pids_of(workers: DecodeWorkers) -> list[int]:
@@ -431,6 +427,34 @@ def test_a_large_picture_leaves_no_memory_behind() -> None:
             )
             assert image.getpixel((side - 1, side - 1)) == (255, 0, 0)
             assert memory.num_used_bytes < 2**20
+    finally:
+        pool.close()
+
+
+def test_a_process_that_cannot_be_started_again_costs_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor its place: later requests would wait for it for ever."""
+    pool = worker_pool.WorkerPool("media", 1, timeout_s=120.0, memory_bytes=2**28, is_fresh=True)
+    start, started = subprocess.Popen, list[Any]()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(start(*args, **kwargs))
+        return started[0]
+
+    def read() -> Any:
+        with pool.run("read_image_header", PICTURE, **asdict(LIMITS)) as (reply, _):
+            return reply["header"]
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("mmjax.decoders.worker_pool.subprocess.Popen", refuse)
+            assert read() == [16, 12, False]
+            with pytest.raises(worker_pool.WorkerError, match="start"):
+                read()
+        assert read() == [16, 12, False]
     finally:
         pool.close()
 

@@ -23,13 +23,6 @@ LIMITS = MediaLimits(max_video_bytes=2_000_000, max_image_pixels=100_000, max_vi
 SAMPLING = VideoSampling(4)
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[DecodeWorkers]:
-    pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
-    yield pool
-    pool.close()
-
-
 def refusal_of(workers: DecodeWorkers, data: bytes) -> RequestError:
     """Return the error that a file gives, the same apart and in a thread."""
     with pytest.raises(RequestError) as apart:
@@ -151,7 +144,7 @@ def test_no_file_makes_ffmpeg_open_another(
     for url in (f"file://{inner}", str(inner), "http://127.0.0.1:9/x.mp4", "concat:" + str(inner)):
         data = text.format(url=url).encode()
         refusal_of(workers, data)
-        for _, mark in VIDEO_FORMATS.values():
+        for _, (mark,) in VIDEO_FORMATS.values():
             refusal_of(workers, b"\x00\x00\x00\x18" + mark + data)
 
 

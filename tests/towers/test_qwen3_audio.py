@@ -16,6 +16,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
 from mmjax.layers.module import bind, build_abstract
+from mmjax.processing.media.clip_windows import ClipWindows
 from mmjax.towers.whisper import Qwen3AudioConfig, Qwen3AudioEncoder
 from mmjax.weights.rules import Rule
 from tests.oracle import assert_close, fill_with_unit_norms, params_of
@@ -31,8 +32,8 @@ LENGTHS = (519, 400, 207, 100, 99, 31, 1)
 
 
 @cache
-def make(config_class: Any, reference_class: Any, activation: str) -> tuple[Any, Any, Any]:
-    """Return HF's encoder, our config of it, and what runs ours with its weights."""
+def make(config_class: Any, reference_class: Any, activation: str) -> tuple[Any, Any]:
+    """Return HF's encoder, and what runs ours with its weights."""
     hf_config = config_class(**TINY, activation_function=activation)
     hf_config._attn_implementation = "eager"
     reference = reference_class(hf_config).eval()
@@ -40,7 +41,7 @@ def make(config_class: Any, reference_class: Any, activation: str) -> tuple[Any,
     config = Qwen3AudioConfig.from_hf(hf_config)
     graphdef, abstract = build_abstract(Qwen3AudioEncoder, config, dtype=jnp.float32)
     params = params_of(reference, abstract, RULES)
-    return reference, config, jax.jit(lambda *inputs: bind(graphdef, params)(*inputs))
+    return reference, jax.jit(lambda *inputs: bind(graphdef, params)(*inputs))
 
 
 def run_reference(reference: Any, features: np.ndarray, chunk: int) -> np.ndarray:
@@ -69,17 +70,19 @@ def run_reference(reference: Any, features: np.ndarray, chunk: int) -> np.ndarra
 )
 def test_the_states_of_clips_are_hfs(classes: tuple[Any, Any], activation: str):
     """Qwen3-Omni's convolutions see no silence behind a clip of less than a chunk."""
-    reference, config, run = make(*classes, activation)
-    pads_short = isinstance(reference, Qwen3ASREncoder)
-    num_windows = max(LENGTHS) // config.window_size + 1
+    reference, run = make(*classes, activation)
+    clips = ClipWindows(reference.config, pads_short=isinstance(reference, Qwen3ASREncoder))
+    num_windows = max(LENGTHS) // clips.window_size + 1
     for number, length in enumerate(LENGTHS):
         features = np.random.default_rng(number).normal(size=(10, length)).astype(np.float32)
-        padded = np.pad(features, ((0, 0), (0, num_windows * config.window_size - length)))
-        windows = padded.reshape(10, num_windows, -1).swapaxes(0, 1)
-        left = np.clip(length - config.window_size * np.arange(num_windows), 0, config.window_size)
-        seen = config.chunk_size if pads_short else min(length, config.chunk_size)
-        ours = run(windows, left.astype(np.int32), np.full(num_windows, seen, np.int32))
-        assert ours.shape == (num_windows, config.num_rows, 24)
-        found = np.asarray(ours).reshape(-1, 24)[: config.count_states(length)]
-        expected = run_reference(reference, features, config.chunk_size)
+        windows, left, seen = clips.cut(features.T).values()
+        missing = num_windows - len(windows)  # one program for all
+        ours = run(
+            np.pad(windows, ((0, missing), (0, 0), (0, 0))),
+            np.pad(left, (0, missing)).astype(np.int32),
+            np.pad(seen, (0, missing), mode="edge").astype(np.int32),
+        )
+        assert ours.shape == (num_windows, clips.num_rows, 24)
+        found = np.asarray(ours).reshape(-1, 24)[: clips.count_rows(length)]
+        expected = run_reference(reference, features, clips.chunk_size)
         assert_close({"states": found}, {"states": expected}, atol=5e-6)

@@ -40,7 +40,7 @@ from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOc
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.host_inputs import find_places
-from mmjax.models.internvl.model import count_blocks, rename_tower
+from mmjax.models.internvl.model import count_blocks, read_vision, rename_tower
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.lfm2_vl.model import Lfm2VlForConditionalGeneration
 from mmjax.models.llama4.model import read_vision as read_llama4
@@ -76,20 +76,9 @@ SIZES = [(12, 40), (4, 4), (20, 16)]
 NUM_PADDING = 7
 
 
-def read_internvit(hf_config: Any) -> ViTConfig:
-    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_channels")
-    same = (*same, "num_hidden_layers", "layer_norm_eps", "hidden_act", "norm_type")
-    return ViTConfig(
-        **{name: getattr(hf_config, name) for name in same},
-        image_size=hf_config.image_size[0],
-        patch_size=hf_config.patch_size[0],
-        qkv_bias=hf_config.attention_bias,
-        qk_norm_eps=1e-6 if hf_config.use_qk_norm else None,
-        has_class_token=True,
-        has_positions=hf_config.use_absolute_position_embeddings,
-        has_final_norm=not hf_config.use_mean_pooling,
-        has_scales=True,
-    )
+def read_internvit(vision_config: Any) -> ViTConfig:
+    """Return the tower's configuration, of a model that reads its last state."""
+    return read_vision(SimpleNamespace(vision_config=vision_config, vision_feature_layer=-1))
 
 
 def make_llama4(config: Any) -> Any:

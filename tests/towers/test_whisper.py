@@ -58,11 +58,10 @@ def test_the_states_are_hfs(
         expected = reference(torch.tensor(features), attention_mask=mask)[0]
 
     read = WhisperEncoderConfig.from_hf(config, pool_size=pool_size)
-    assert (read.num_frames, read.num_rows) == (22, 11 // pool_size)
     graphdef, abstract = build_abstract(WhisperEncoder, read, dtype=jnp.float32)
     params = params_of(reference, abstract, ())
     lengths = None if num_keys is None else jnp.array(num_keys, jnp.int32)
     run = jax.jit(lambda params, x: bind(graphdef, params)(x, lengths))
     ours = {"states": np.asarray(run(params, features))}
-    assert ours["states"].shape == (2, read.num_rows, 24)
+    assert ours["states"].shape == (2, 11 // pool_size, 24)
     assert_close(ours, {"states": expected.numpy()}, atol=5e-6)

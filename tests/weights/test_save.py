@@ -1,5 +1,6 @@
 """Weights go back into files of the layout that they came from, whatever the rules made of them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
 from mmjax.models.interface import build_model
 from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import load_model_class
+from mmjax.weights.files.safetensors import INDEX_FILE
 from mmjax.weights.load import load_params
 from mmjax.weights.rules import (
     Rule,
@@ -140,9 +142,15 @@ def test_it_is_refused_before_anything_is_written(
     assert not [*out.iterdir()]
 
 
-def test_a_change_that_is_any_function_is_refused(tmp_path: Path):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_a_change_that_is_any_function_is_refused_before_any_file_is_written(tmp_path: Path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
     out.mkdir()
+    files = {"qkv": "1.safetensors", "one": "2.safetensors"}
+    for name, file in files.items():
+        save_file({name: np.zeros(SHAPES[name], np.float32)}, source / file)
+    (source / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
     rules = (Rule("^one$", "none", Turn(np.sin)), *RULES)
     with pytest.raises(CheckpointError, match="cannot be undone"):
-        save_params({n: np.zeros(s) for n, s in TREE.items()}, source, out, rules)
+        save_params({n: np.zeros(TREE[n]) for n in ("q", "k", "none")}, source, out, rules)
+    assert not [*out.iterdir()]

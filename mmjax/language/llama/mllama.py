@@ -85,8 +85,6 @@ class MllamaCrossAttentionLayer(DecoderLayer):
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            has_qkv_bias=False,
-            has_output_bias=False,
             norms=(make_norm(config.head_dim), make_norm(config.head_dim)),
             dtype=dtype,
         )

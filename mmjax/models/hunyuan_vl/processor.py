@@ -14,11 +14,7 @@ from mmjax.models.family import make_factories
 from mmjax.models.grid_family import GridInfo
 from mmjax.models.hunyuan_vl.host_inputs import HunYuanVLHostInputs
 from mmjax.processing.chat_turns import write_parts, write_turns
-from mmjax.processing.image_processors.patches import (
-    MAX_ASPECT_RATIO,
-    ImagePatcher,
-    keep_flat_bytes_row_by_row,
-)
+from mmjax.processing.image_processors.patches import MAX_ASPECT_RATIO, FlatRowByRow, ImagePatcher
 from mmjax.processing.items.parse import ImageSize
 
 _BOS = "<｜hy_begin▁of▁sentence｜>"
@@ -76,7 +72,7 @@ class HunYuanVLProcessingInfo(GridInfo):
     host_inputs = HunYuanVLHostInputs
     image_processors: ClassVar = {"HunYuanVL": "hunyuan_vl"}
     image_patcher = RowEndPatcher
-    keep_bytes = keep_flat_bytes_row_by_row
+    patch_class = FlatRowByRow
     limits: ClassVar = {"image": None}
     placeholders: ClassVar = {"image": IMAGE}
 

@@ -20,9 +20,10 @@ from mmjax.models.llama4.host_inputs import Llama4HostInputs, normalize, to_bflo
 from mmjax.models.tiles import TiledInfo, TileGridInfo
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.crops import MAX_TILES
 from mmjax.processing.image_processors.image import check_bool, check_count, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
-from mmjax.processing.image_processors.tiling import MAX_TILES, list_arrangements
+from mmjax.processing.image_processors.tiling import list_arrangements
 from mmjax.processing.items.items import ImageSize
 from mmjax.processing.items.parse import ImagesOnlyDataParser
 

@@ -10,7 +10,7 @@ from mmjax.models.family import make_factories
 from mmjax.models.grid_family import GridInfo
 from mmjax.models.paddleocr_vl.host_inputs import PaddleOCRVLHostInputs
 from mmjax.processing.chat_turns import write_parts, write_turns
-from mmjax.processing.image_processors.patches import keep_bytes_row_by_row
+from mmjax.processing.image_processors.patches import RowByRow
 
 CHAT_TEMPLATE = write_turns(
     start="{'user': 'User: ', 'assistant': 'Assistant: '}[message.role]",
@@ -30,7 +30,7 @@ class PaddleOCRVLProcessingInfo(GridInfo):
     }
     host_inputs = PaddleOCRVLHostInputs
     image_processors: ClassVar = {"PaddleOCRVL": "paddleocr_vl"}
-    keep_bytes = keep_bytes_row_by_row
+    patch_class = RowByRow
     limits: ClassVar = {"image": None}
     placeholders: ClassVar = {"image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"}
 

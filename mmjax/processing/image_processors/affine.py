@@ -77,13 +77,13 @@ def apply_affine(pixels: ArrayT, affine: ArrayT) -> ArrayT:
     return (by_colour * high + (by_colour * low + offset)).reshape(pixels.shape)
 
 
-def keep_bytes(hf_class: Any) -> Any:
+def keep_bytes(hf_class: Any, *changes: type) -> Any:
     """Return a subclass of one of HF's PIL image processors whose pixels stay bytes.
 
     `image_affine` comes beside them, by all that HF would have gone by: the checkpoint's settings,
-    the operator's and the request's.
+    the operator's and the request's. `changes`: classes whose methods stand before HF's, too.
     """
-    return type(hf_class.__name__, (_KeepsBytes, hf_class), {"hf_class": hf_class})
+    return type(hf_class.__name__, (*changes, _KeepsBytes, hf_class), {"hf_class": hf_class})
 
 
 class _Unresized(Image.Image):

@@ -11,7 +11,7 @@ from mmjax.processing.image_processors.image import check_count, patchify
 from mmjax.processing.items.items import ImageSize
 from mmjax.rounding import cdiv
 
-MAX_CROPS = 128
+MAX_TILES = 128
 """No model has seen as many, and the time to list tilings grows with their number."""
 
 
@@ -104,7 +104,7 @@ class OverlappingCrops:
         """Return how many crops a request may have of a tiled image; refuse what is no number."""
         given = kwargs.get("max_crops")
         value = self.max_crops if given is None else given
-        return check_count("max_crops", value, MAX_CROPS, "crops")
+        return check_count("max_crops", value, MAX_TILES, "crops")
 
     def find_most(
         self, kwargs: Mapping[str, Any], count: Callable[[Grid], int]

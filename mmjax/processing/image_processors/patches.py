@@ -13,7 +13,6 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError
-from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.frames import read_speed, read_timing, split_pairs
 from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.items.items import ImageSize
@@ -32,12 +31,9 @@ are admitted within the encoder budget."""
 _FIXED = ("patch_size", "merge_size", "temporal_patch_size")
 
 
-def keep_bytes_of_patches(hf_class: Any) -> Any:
-    """Return a subclass of Qwen2-VL's image processor whose patches are bytes; see `keep_bytes`."""
-    return type(hf_class.__name__, (_BytePatches, keep_bytes(hf_class)), {})
+class BytePatches:
+    """Qwen2-VL's patches as bytes: what stands before HF's class (`keep_bytes`)."""
 
-
-class _BytePatches:
     def patchify(
         self, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
     ) -> tuple[np.ndarray, int, int]:
@@ -54,12 +50,9 @@ class _BytePatches:
         return deep.reshape(rows * columns, -1), rows, columns
 
 
-def keep_bytes_row_by_row(hf_class: Any) -> Any:
-    """Return the same of PaddleOCR-VL's, whose patches come row by row: uint8[P, C, size, size]."""
-    return type(hf_class.__name__, (_RowByRow, keep_bytes(hf_class)), {})
+class RowByRow(BytePatches):
+    """The same of PaddleOCR-VL's, which come row by row: uint8[P, C, size, size]."""
 
-
-class _RowByRow(_BytePatches):
     def patchify(
         self, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
     ) -> tuple[np.ndarray, int, int]:
@@ -68,12 +61,9 @@ class _RowByRow(_BytePatches):
         return patches.reshape(len(patches), -1, patch_size, patch_size), rows, columns
 
 
-def keep_flat_bytes_row_by_row(hf_class: Any) -> Any:
-    """Return the same of HunYuan-VL's, whose patches are flat: uint8[P, C * size * size]."""
-    return type(hf_class.__name__, (_FlatRowByRow, keep_bytes(hf_class)), {})
+class FlatRowByRow(BytePatches):
+    """The same of HunYuan-VL's, which are flat: uint8[P, C * size * size]."""
 
-
-class _FlatRowByRow(_BytePatches):
     def patchify(
         self, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
     ) -> tuple[np.ndarray, int, int]:

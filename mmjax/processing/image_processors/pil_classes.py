@@ -3,7 +3,7 @@
 Each is found by its name: transformers has one for each of the classes that use torchvision.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,26 +13,24 @@ from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.parts import load_image_settings
 
 
-def load_image_processor(
-    path: Path, folders: Mapping[str, str], keep: Callable[[Any], Any] = keep_bytes
-) -> Any:
+def load_image_processor(path: Path, folders: Mapping[str, str], *changes: type) -> Any:
     """Load the image processor that a checkpoint names, of those that a family is served with.
 
     Args:
         path: The checkpoint, whose `image_processor_type` is asked where there are several.
         folders: By the beginning of a class's name (`CLIP` of `CLIPImageProcessor`), the folder of
             `transformers.models` that has it. The first is that of a checkpoint that names none.
-        keep: Makes a class whose pixels stay bytes of HF's.
+        changes: Of HF's class, beside that its pixels stay bytes; as in `keep_bytes`.
     """
     name = next(iter(folders)) if len(folders) == 1 else _find_name(path, folders)
-    return load_class(name, folders[name], keep).from_pretrained(path)
+    return load_class(name, folders[name], *changes).from_pretrained(path)
 
 
-def load_class(name: str, folder: str, keep: Callable[[Any], Any] = keep_bytes) -> Any:
+def load_class(name: str, folder: str, *changes: type) -> Any:
     """Return such a class by the beginning of its name; arguments as above."""
     # On use only: it brings an installed torch along.
     module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
-    return keep(getattr(module, f"{name}ImageProcessorPil"))
+    return keep_bytes(getattr(module, f"{name}ImageProcessorPil"), *changes)
 
 
 def make_image_processor(hf_class: Any, settings: Mapping[str, Any]) -> Any:

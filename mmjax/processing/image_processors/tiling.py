@@ -15,14 +15,12 @@ from PIL import Image
 
 from mmjax.errors import RequestValueError, check_settings
 from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.crops import MAX_TILES, list_tilings
 from mmjax.processing.image_processors.frames import split_pairs
 from mmjax.processing.image_processors.image import bad_kwarg, check_bool, check_count, to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.image_processors.pil_classes import load_class, make_image_processor
 from mmjax.processing.items.items import ImageSize
-
-MAX_TILES = 128
-"""No model has seen as many, and the time to list arrangements grows with their number."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -209,16 +207,10 @@ class OriginalTileCutter(PillowTileCutter):
         return check_bool("dynamic_image_size", value)
 
 
-def list_canvases(most: int) -> list[tuple[int, int]]:
-    """Return every (columns, rows) of at most so many tiles, as Cohere's code orders them."""
-    sides = range(1, most + 1)
-    canvases = [(columns, rows) for columns in sides for rows in sides if columns * rows <= most]
-    return sorted(canvases, key=lambda one: one[0] * one[1])
-
-
 def choose_canvas(size: ImageSize, most: int, tile_size: int) -> tuple[int, int]:
     """Return the (columns, rows) to which an image is scaled up least; else down least."""
-    canvases = list_canvases(most)
+    # In the order of Cohere's code: those of as many tiles by their columns, as tilings by rows.
+    canvases = [(columns, rows) for columns, rows in list_tilings(most)]
     scales = [
         min(columns * tile_size / size.width, rows * tile_size / size.height)
         for columns, rows in canvases

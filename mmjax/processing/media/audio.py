@@ -6,7 +6,6 @@ A file stays encoded, and decodes when it is used.
 import math
 from collections.abc import Sequence
 from numbers import Real
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +14,11 @@ from mmjax.decoders.audio_file import resample
 from mmjax.decoders.limits import MediaLimits, check_audio_size, check_num_samples
 from mmjax.errors import RequestRuntimeError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
+    FILES,
     MediaWithBytes,
     as_numpy,
     is_array_like,
-    read_media_path,
-    read_media_url,
+    read_media,
 )
 from mmjax.processing.media.encoded import EncodedAudio
 
@@ -66,8 +65,9 @@ def parse_audio(entry: Any, spec: AudioSpec, limits: MediaLimits, *, param: str)
     """
     if entry is None or isinstance(entry, EncodedAudio):
         return entry
-    if isinstance(entry, bytes | bytearray | memoryview | str | Path):
-        return EncodedAudio(_read_file(entry, limits, param), limits, param)
+    if isinstance(entry, FILES):
+        data = read_media(entry, limits, param=param, modality="audio")
+        return EncodedAudio(data, limits, param)
     if isinstance(entry, MediaWithBytes) and entry.media is not None:
         samples = parse_audio(entry.media, spec, limits, param=param)
         return MediaWithBytes(samples, entry.original_bytes, entry.io_config)
@@ -80,14 +80,6 @@ def parse_audio(entry: Any, spec: AudioSpec, limits: MediaLimits, *, param: str)
     if spec.target_channels is not None:
         samples = _mix_channels(samples, spec.target_channels, param)
     return samples
-
-
-def _read_file(entry: Any, limits: MediaLimits, param: str) -> bytes:
-    if not isinstance(entry, str | Path):
-        return bytes(entry)
-    if isinstance(entry, str) and ("://" in entry[:16] or entry[:5].lower() == "data:"):
-        return read_media_url(entry, limits, param=param, modality="audio")
-    return read_media_path(Path(entry), limits, param=param, modality="audio")
 
 
 def _as_samples(samples: Any, limits: MediaLimits, param: str) -> np.ndarray:

@@ -32,6 +32,9 @@ R = TypeVar("R")
 CHANNELS = (1, 3, 4)
 """How many an image, or a frame, may have."""
 
+FILES = bytes | bytearray | memoryview | str | Path
+"""What a file may be given as; a str is a path or a `data:` URL."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaWithBytes:
@@ -82,10 +85,19 @@ def _torch_as_numpy(tensor: Any) -> np.ndarray:
     return np.asarray(bits).view(dtype)
 
 
-def read_media_path(
-    path: Path, limits: MediaLimits, *, param: str | None = "image", modality: str = "image"
-) -> bytes:
-    """Read a local file; for callers in this process, never for clients' strings."""
+def read_media(entry: Any, limits: MediaLimits, *, param: str, modality: str) -> bytes:
+    """Return the content of a file that is given as one of `FILES`.
+
+    For callers in this process, never for clients' strings.
+    """
+    if isinstance(entry, bytes | bytearray | memoryview):
+        return bytes(entry)
+    if isinstance(entry, str) and ("://" in entry[:16] or entry[:5].lower() == "data:"):
+        return _read_url(entry, limits, param, modality)
+    return _read_path(Path(entry), limits, param, modality)
+
+
+def _read_path(path: Path, limits: MediaLimits, param: str, modality: str) -> bytes:
     try:
         size, max_bytes = path.stat().st_size, limits.max_bytes(modality)
         if size > max_bytes:
@@ -104,10 +116,7 @@ def read_media_path(
         ) from error
 
 
-def read_media_url(
-    url: str, limits: MediaLimits, *, param: str | None = "image_url", modality: str = "image"
-) -> bytes:
-    """Return what a `data:` URL holds; other schemes are refused. Safe for clients' strings."""
+def _read_url(url: str, limits: MediaLimits, param: str, modality: str) -> bytes:
     scheme = url.partition(":")[0].lower()
     if scheme in ("http", "https", "file"):
         raise RequestValueError(
@@ -124,9 +133,7 @@ def read_media_url(
     return decode_data_url(url, limits, param=param, modality=modality)
 
 
-def decode_data_url(
-    url: str, limits: MediaLimits, *, param: str | None = "image_url", modality: str = "image"
-) -> bytes:
+def decode_data_url(url: str, limits: MediaLimits, *, param: str | None, modality: str) -> bytes:
     """Return the payload of a base64 `data:` URL; strict in what it accepts."""
     start = find_payload(url, param)
     num_chars = len(url) - start

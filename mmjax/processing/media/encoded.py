@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -43,13 +42,13 @@ from mmjax.decoders.limits import (
 from mmjax.decoders.video_file import VideoHeader, VideoSampling, decode_frames, read_video_header
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
+    FILES,
     MediaWithBytes,
     get_image_id,
     image_from_array,
     is_array_like,
     map_in_threads,
-    read_media_path,
-    read_media_url,
+    read_media,
 )
 from mmjax.processing.media.decode_budget import DecodeBudget
 
@@ -414,15 +413,9 @@ def parse_image(
     if isinstance(entry, Image.Image):
         check_image_size(entry.size, limits, param=param)
         return _convert(entry, param)
-    if isinstance(entry, bytes | bytearray | memoryview):
-        return EncodedImage(bytes(entry), limits, param)
-    if isinstance(entry, Path):
-        return EncodedImage(read_media_path(entry, limits, param=param), limits, param)
-    if isinstance(entry, str):
-        is_url = "://" in entry[:16] or entry[:5].lower() == "data:"
-        if is_url:
-            return EncodedImage(read_media_url(entry, limits, param=param), limits, param)
-        return EncodedImage(read_media_path(Path(entry), limits, param=param), limits, param)
+    if isinstance(entry, FILES):
+        data = read_media(entry, limits, param=param, modality="image")
+        return EncodedImage(data, limits, param)
     if is_array_like(entry):
         return image_from_array(entry, limits, param=param)
     raise RequestTypeError(

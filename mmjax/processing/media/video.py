@@ -4,7 +4,6 @@ Frames are taken, files are not: nothing here decodes a container.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from mmjax.decoders.limits import MediaLimits, check_video_size
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
     CHANNELS,
+    FILES,
     MediaWithBytes,
     as_numpy,
     image_from_array,
@@ -70,7 +70,7 @@ def parse_video(entry: Any, limits: MediaLimits, *, param: str) -> Video:
         frames, metadata = entry
         inner = parse_video(frames, limits, param=param)
         return Video(inner.frames, inner.metadata if metadata is None else metadata)
-    if isinstance(entry, bytes | bytearray | memoryview | str | Path):
+    if isinstance(entry, FILES):
         raise RequestTypeError(
             f"{param} is an encoded video (`{type(entry).__name__}`), which is not decoded here; "
             "give its frames: a list of PIL images or one array (a `video_url` part of a message "

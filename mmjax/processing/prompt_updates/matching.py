@@ -220,14 +220,8 @@ def _result_of(
     result: dict[str, list[int | None]] = {
         modality: [None] * len(items) for modality, items in mm_prompt_updates.items()
     }
-    places = {
-        priority: (modality, index)
-        for priority, (modality, index) in enumerate(
-            (modality, index)
-            for modality, items in mm_prompt_updates.items()
-            for index in range(len(items))
-        )
-    }
+    # By priority.
+    places = [(m, index) for m, items in mm_prompt_updates.items() for index in range(len(items))]
     for applied in plan:
         modality, index = places[applied.priority]
         result[modality][index] = applied.alternative

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -154,16 +154,13 @@ MultiModalPromptUpdates = Mapping[str, Sequence[Sequence[ResolvedPromptUpdate]]]
 class PromptUpdate(ABC):
     """An update for every item of a modality; target and content may depend on the item."""
 
+    mode: ClassVar[UpdateMode]
     modality: str
     target: PromptUpdateTarget
 
     @property
     @abstractmethod
     def content(self) -> PromptUpdateContent: ...
-
-    @property
-    @abstractmethod
-    def mode(self) -> UpdateMode: ...
 
     def resolve(self, item_idx: int) -> ResolvedPromptUpdate:
         """Compute target and content for one item."""
@@ -178,30 +175,24 @@ class PromptUpdate(ABC):
 class PromptInsertion(PromptUpdate):
     """Writes right after the target: `a [target] b` becomes `a [target] [insertion] b`."""
 
+    mode = UpdateMode.INSERT
     insertion: PromptUpdateContent
 
     @property
     def content(self) -> PromptUpdateContent:
         return self.insertion
 
-    @property
-    def mode(self) -> UpdateMode:
-        return UpdateMode.INSERT
-
 
 @dataclass(frozen=True, slots=True)
 class PromptReplacement(PromptUpdate):
     """Writes in place of the target: `a [target] b` becomes `a [replacement] b`."""
 
+    mode = UpdateMode.REPLACE
     replacement: PromptUpdateContent
 
     @property
     def content(self) -> PromptUpdateContent:
         return self.replacement
-
-    @property
-    def mode(self) -> UpdateMode:
-        return UpdateMode.REPLACE
 
 
 def resolve_updates(

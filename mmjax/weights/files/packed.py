@@ -74,7 +74,7 @@ class Source:
     def read_scale(self) -> np.ndarray:
         """Return the scale of each output and group, float32 `[out, groups]`."""
         tensor = self.find("scales", "weight_scale", "weight_scale_inv")
-        scale = read_whole(tensor).astype(np.float32)
+        scale = tensor.read().astype(np.float32)
         features, width = self.shape
         if self.kind in ("awq", "gptq"):
             return np.ascontiguousarray(scale.T)
@@ -115,7 +115,7 @@ class Source:
         tensor = self.tensors.get("g_idx", self.tensors.get("weight_g_idx"))
         if tensor is None:
             return None
-        groups = read_whole(tensor).astype(np.int64)
+        groups = tensor.read().astype(np.int64)
         if (groups < 0).any():
             return None  # compressed-tensors' for what no sample reached: never set
         width = self.shape[1]
@@ -140,12 +140,7 @@ class Source:
         )
 
     def _read(self, name: str) -> np.ndarray:
-        return read_whole(self.find(name))
-
-
-def read_whole(tensor: StoredTensor) -> np.ndarray:
-    """Return all of a tensor."""
-    return tensor.read((slice(None),) * len(tensor.shape))
+        return self.find(name).read()
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
@@ -343,7 +338,7 @@ def _read_packed(name: str, parts: dict[str, StoredTensor], method: Method) -> P
 
 def _find_source(name: str, parts: dict[str, StoredTensor], method: Method) -> Source | None:
     if "weight_packed" in parts:
-        shape = read_whole(parts["weight_shape"]) if "weight_shape" in parts else None
+        shape = parts["weight_shape"].read() if "weight_shape" in parts else None
         if shape is None or len(parts["weight_packed"].shape) != 2:
             raise CheckpointError(
                 f"`{name}.weight_packed` has no `weight_shape` of two sizes beside it, as "

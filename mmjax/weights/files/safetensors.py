@@ -1,6 +1,7 @@
 """The tensors of a checkpoint directory's safetensors files, read lazily, by slices. No jax."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ SNAPSHOT_FILE = "mmjax_snapshot.json"
 """The metadata of a snapshot, which `snapshot` writes and reads."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
-"""Dtypes of weights and their bits; others (int8, float8) are quantised weights."""
+FLOATS: Mapping[str, Any] = {
+    **{"F64": np.float64, "F32": np.float32, "F16": np.float16},
+    "BF16": ml_dtypes.bfloat16,
+}
+"""Dtypes of weights, by safetensors' notation; others (int8, float8) are quantised weights."""
 _FLOAT8 = "F8_E4M3"
-_WORDS = {"I64": 64, "I32": 32}
-"""Dtypes of more than a byte that quantised weights may be stored in, and their bits."""
+_SIZES = {"I64": 8, "I32": 4, **{name: np.dtype(one).itemsize for name, one in FLOATS.items()}}
+"""Of dtypes of more than a byte, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +44,24 @@ class StoredTensor:
     @property
     def is_floating(self) -> bool:
         """Whether the dtype is supported."""
-        return self.dtype in _BITS
+        return self.dtype in FLOATS
 
     @property
     def num_bytes(self) -> int:
         """Size in bytes."""
-        return (
-            int(np.prod(self.shape, dtype=np.int64)) * {**_BITS, **_WORDS}.get(self.dtype, 8) // 8
-        )
+        return math.prod(self.shape) * _SIZES.get(self.dtype, 1)
 
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a slice in the file's dtype (bfloat16: of ml_dtypes)."""
+    def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return a slice in the file's dtype (bfloat16: of ml_dtypes); None: all of it."""
+        index = (slice(None),) * len(self.shape) if index is None else index
         # NOTE: a tensor without axes is read with `...`, which returns a scalar.
         return np.asarray(self.slices[index if self.shape else ...])
+
+
+def tag_of(dtype: Any) -> str:
+    """Return a dtype in safetensors' notation; its own name, if it is none of `FLOATS`."""
+    name = np.dtype(dtype).name
+    return next((tag for tag, one in FLOATS.items() if np.dtype(one).name == name), name)
 
 
 class View:
