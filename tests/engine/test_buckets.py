@@ -95,13 +95,17 @@ def test_every_step_within_the_limits_has_a_bucket_that_holds_it(data: st.DataOb
 @given(st.integers(1, 100), st.integers(1, 8))
 def test_units_are_split_over_calls_without_loss(num_units: int, max_units: int) -> None:
     buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64, max_units=max_units)
-    calls = split_calls(buckets.encode, num_units)
-    assert sum(count for _, count in calls) == num_units
-    assert all(0 < count <= bucket and bucket in buckets.encode for bucket, count in calls)
+    calls = list(split_calls(buckets.encode, num_units))
+    units = [unit for _, chosen in calls for unit in range(num_units)[chosen]]
+    assert units == list(range(num_units))
+    assert all(
+        0 < one.stop - one.start <= size and size in buckets.encode for size, one in calls
+    )
 
 
 def test_eleven_units_take_two_calls() -> None:
-    assert split_calls(make_buckets().encode, 11) == [(8, 8), (4, 3)]
+    calls = split_calls(make_buckets().encode, 11)
+    assert list(calls) == [(8, slice(0, 8)), (4, slice(8, 11))]
 
 
 def make_variants(*span_variants: bool) -> Buckets:

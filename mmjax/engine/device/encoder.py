@@ -253,11 +253,8 @@ class Encoders:
 def _plan_units(counts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
     """Yield calls with all units of all items, in order."""
     units = [(item, unit) for item, count in enumerate(counts) for unit in range(count)]
-    first = 0
-    for bucket, count in split_calls(sizes, len(units)):
-        chosen = units[first : first + count]
-        yield bucket, [Piece(*unit, 1, place) for place, unit in enumerate(chosen)]
-        first += count
+    for bucket, chosen in split_calls(sizes, len(units)):
+        yield bucket, [Piece(*unit, 1, place) for place, unit in enumerate(units[chosen])]
 
 
 def plan_calls(
@@ -436,14 +433,10 @@ class PrecomputedEmbeds:
         """Yield the calls of the `sizes` that write items to their pool rows."""
         embeds = np.concatenate([item.embeds for item in items if item.embeds is not None])
         dst_rows = np.concatenate(rows)
-        start = 0
-        while start < len(dst_rows):
-            count = min(len(dst_rows) - start, sizes[-1])
-            call = self.empty(next_bucket(sizes, count))
-            call.embeds[:count] = embeds[start : start + count]
-            call.dst_rows[:count] = dst_rows[start : start + count]
+        for size, chosen in split_calls(sizes, len(dst_rows)):
+            call, count = self.empty(size), chosen.stop - chosen.start
+            call.embeds[:count], call.dst_rows[:count] = embeds[chosen], dst_rows[chosen]
             yield call
-            start += count
 
     def empty(self, size: int) -> WriteCall:
         """Return a call of padding."""
@@ -484,13 +477,11 @@ class PromptCalls:
         `rows_of` returns the pool's rows of an item by its identifier: of the states, where they
         go, and of the prompts' own items, which are encoded already.
         """
-        start = 0
-        for size, count in split_calls(sizes, len(items)):
+        for size, chosen in split_calls(sizes, len(items)):
             call = self.empty(size)
-            for row, item in enumerate(items[start : start + count]):
+            for row, item in enumerate(items[chosen]):
                 self._fill_row(call, row, item, rows_of)
             yield call
-            start += count
 
     def _fill_row(
         self,

@@ -399,13 +399,10 @@ class ModelRunner:
     ) -> Iterator[SampleOutput]:
         """Report tokens that rows from `row` on predict, in as many samples as that takes."""
         known = np.minimum(token_ids, self._programs.vocab_size - 1)
-        start = 0
-        for size, number in split_calls(self._compiled.ready.sample, len(token_ids)):
-            chosen = slice(start, start + number)
-            rows = np.arange(row + start, row + start + number, dtype=np.int32)
-            packed = self._builder.build_reports(rows, known[chosen], adapter_slot)
+        rows = np.arange(row, row + len(token_ids), dtype=np.int32)
+        for size, chosen in split_calls(self._compiled.ready.sample, len(token_ids)):
+            packed = self._builder.build_reports(rows[chosen], known[chosen], adapter_slot)
             yield self._run_reports(size, packed)
-            start += number
 
     def _align(self, request: Request) -> AlignmentReport:
         """Align a request's prompt with its encoder's states, which are in the pool."""
@@ -468,12 +465,11 @@ class ModelRunner:
             first_row += scheduled.num_tokens
         if not parts:
             return None
-        rows, calls, place = np.concatenate(parts), list[tuple[Array, int]](), 0
-        for size, number in split_calls(self._compiled.ready.pool, len(rows)):
-            packed = np.zeros(size, np.int32)
-            packed[:number] = rows[place : place + number]
+        rows, calls = np.concatenate(parts), list[tuple[Array, int]]()
+        for size, chosen in split_calls(self._compiled.ready.pool, len(rows)):
+            packed, number = np.zeros(size, np.int32), chosen.stop - chosen.start
+            packed[:number] = rows[chosen]
             calls.append((self._run_pool(packed), number))
-            place += number
         return PooledRows(windows, calls)
 
     def _run_pool(self, rows: np.ndarray) -> Array:

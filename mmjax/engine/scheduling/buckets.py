@@ -6,7 +6,7 @@ the first of `Buckets.compile_order` are.
 """
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from typing import Any, NamedTuple
@@ -373,17 +373,15 @@ def unit_sizes(max_units: int) -> tuple[int, ...]:
     return ladder(1, max(1, min(max_units, MAX_UNITS)), 2)
 
 
-def split_calls(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Split units over calls of some sizes: (size, number of units) of each call.
+def split_calls(sizes: Sequence[int], number: int) -> Iterator[tuple[int, slice]]:
+    """Split units over calls of some sizes: yield the size of each call, and which units it has.
 
-    11 units, sizes 1, 2, 4, 8: [(8, 8), (4, 3)].
+    11 units, sizes 1, 2, 4, 8: (8, slice(0, 8)), (4, slice(8, 11)).
     """
-    calls = []
-    while number:
-        size = next_bucket(sizes, min(number, sizes[-1]))
-        calls.append((size, min(number, size)))
-        number -= calls[-1][1]
-    return calls
+    largest = max((1, *sizes))
+    for start in range(0, number, largest):
+        count = min(number - start, largest)
+        yield next_bucket(sizes, count), slice(start, start + count)
 
 
 def _ends_first(sizes: Sequence[Any]) -> Iterable[Any]:
