@@ -24,7 +24,13 @@ from mmjax.engine.device.batch import (
     step_layout,
 )
 from mmjax.engine.device.compilation import Program, compiler_options, with_exact_products
-from mmjax.engine.device.encoder import Encoders, PrecomputedEmbeds, PromptCalls
+from mmjax.engine.device.encoder import (
+    Encoders,
+    PrecomputedEmbeds,
+    PromptCall,
+    PromptCalls,
+    WriteCall,
+)
 from mmjax.engine.device.functions import (
     AdaptedModel,
     AdapterArrays,
@@ -90,6 +96,24 @@ class AlignCall(NamedTuple):
     """int32[T]"""
     state_rows: np.ndarray
     """int32[S]: rows of the pool."""
+
+
+class PoolCall(NamedTuple):
+    """The host's arguments of one call of `pool_rows`."""
+
+    rows: np.ndarray
+    """int32[R]: rows of the hidden states; padding: 0."""
+
+
+HostCall = WriteCall | PromptCall | AlignCall | PoolCall
+"""The size of its program is the length of its first array."""
+HELD = {
+    "write": ("pool",),
+    "encode prompts": ("params", "pool"),
+    "align": ("params", "pool"),
+    "pool": ("hidden",),
+}
+"""What the device has of the arguments of these functions, beside parameters by name."""
 
 
 class Programs:
@@ -439,10 +463,16 @@ class Programs:
         """Return the tables of a sample, on the host, which ask for nothing."""
         return empty_tables(num_rows, self.history_len, self.vocab_size)
 
-    def empty_alignment(self) -> AlignCall:
+    def empty_call(self, function: str, size: int) -> HostCall:
         """Return a call of padding."""
-        (size,) = self.buckets.align
-        return AlignCall(np.zeros(size, np.int32), np.zeros(self.max_encoder_len, np.int32))
+        if function == "write":
+            return self.precomputed.empty(size)
+        if function == "encode prompts":
+            return self.prompt_calls.empty(size)
+        zeros = np.zeros(size, np.int32)
+        if function == "pool":
+            return PoolCall(zeros)
+        return AlignCall(zeros, np.zeros(self.max_encoder_len, np.int32))
 
     # ---- programs ------------------------------------------------------------------------------
 
@@ -467,17 +497,17 @@ class Programs:
 
     def _describe_call(self, key: ProgramKey, arrays: DeviceArrays) -> dict[str, Any]:
         """Return a call's arguments; of a function with `params` by name without these."""
-        describe = {
-            "step": self._describe_step,
-            "encode": partial(self._describe_encode, "encode"),
-            "encode clips": partial(self._describe_encode, "encode clips"),
-            "encode prompts": self._describe_encode_prompts,
-            "write": self._describe_write,
-            "align": self._describe_align,
-            "sample": self._describe_sample,
-            "pool": self._describe_pool,
-        }[key.function]
-        return describe(key.size, arrays)
+        function, size = key
+        if function == "step":
+            return self._describe_step(size, arrays)
+        if function == "sample":
+            return self._describe_sample(size, arrays)
+        if function in self.encoders.by_function:
+            return self._describe_encode(function, size, arrays)
+        held = {"params": self.params, "pool": arrays.pool, "hidden": arrays.state.hidden}
+        given = self.empty_call(function, size)._asdict()
+        described = {name: self._describe(one.shape, one.dtype) for name, one in given.items()}
+        return {name: held[name] for name in HELD[function]} | described
 
     def select_params(self, function: str, params: Params) -> dict[str, Any]:
         """Return by name the parameters that "step", "sample" or "pool" is called with."""
@@ -547,23 +577,6 @@ class Programs:
             "adapters": self.describe_adapters() if ADAPTER_SLOTS in inputs else None,
         }
 
-    def _describe_encode_prompts(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        inputs = self.prompt_calls.empty(size)._asdict()
-        described = {name: self._describe(array.shape) for name, array in inputs.items()}
-        return {"params": self.params, "pool": arrays.pool, **described}
-
-    def _describe_write(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        embeds = self._describe((size, self._shape.embed_width), self._shape.dtype)
-        return {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._describe((size,))}
-
-    def _describe_align(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        assert (size,) == self.buckets.align, f"{size=}"
-        inputs = {
-            name: self._describe(one.shape)
-            for name, one in self.empty_alignment()._asdict().items()
-        }
-        return {"params": self.params, "pool": arrays.pool, **inputs}
-
     def _describe_sample(self, bucket: SampleBucket, arrays: DeviceArrays) -> dict[str, Any]:
         tables = self.empty_tables(bucket.num_rows)
         return {
@@ -576,10 +589,6 @@ class Programs:
             "previous": arrays.previous,
             "adapters": self.describe_adapters(),
         }
-
-    def _describe_pool(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        hidden = arrays.state.hidden
-        return {"hidden": hidden, "rows": self._describe((size,))}
 
     def _describe(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)

@@ -18,10 +18,10 @@ from mmjax.cache.disk_store import DiskStoreStats
 from mmjax.cache.stored_rows import StoredRows, UnsavedRows, make_row_key
 from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.compilation import CompiledPrograms
-from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
+from mmjax.engine.device.encoder import EncoderCall, EncoderRows
 from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import Call, SampleKind
-from mmjax.engine.device.programs import AlignCall, Programs
+from mmjax.engine.device.programs import HELD, AlignCall, HostCall, PoolCall, Programs
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables, read_logprobs
 from mmjax.engine.scheduling.buckets import (
     ProgramKey,
@@ -407,16 +407,27 @@ class ModelRunner:
     def _align(self, request: Request) -> AlignmentReport:
         """Align a request's prompt with its encoder's states, which are in the pool."""
         assert request.encoder is not None, "a request without an encoder's states is aligned"
-        call = self._programs.empty_alignment()
+        call = self._programs.empty_call("align", *self.buckets.align)
+        assert isinstance(call, AlignCall), f"{call=} aligns nothing"
         call.token_ids[: request.num_prompt_tokens] = request.prompt_token_ids
         call.state_rows[: request.encoder_len] = self.rows.get(request.encoder.identifier)
-        return AlignmentReport(request, self._run_align(call))
+        return AlignmentReport(request, self._run("align", call))
 
-    def _run_align(self, call: AlignCall) -> Array:
-        size = len(call.token_ids)
-        self._lead("align", size)
-        on_device = self._placement.put(call._asdict())
-        return self._compiled("align", size, params=self.params, pool=self._pool, **on_device)
+    def _run(self, function: str, call: HostCall) -> Any:
+        """Call a program with the host's arguments; keep its pool, and return all that it gives."""
+        size = len(call[0])
+        self._lead(function, size)
+        arguments = self._placement.put(call._asdict())
+        held = {"params": self.params, "pool": self._pool, "hidden": self._state.hidden}
+        arguments |= {name: held[name] for name in HELD[function]}
+        if function == "pool":
+            arguments |= {"params": self.select_params("pool")}
+        result = self._compiled(function, size, **arguments)
+        if function == "write":
+            self._pool = result
+        elif function == "encode prompts":
+            self._pool, self._encoded = result
+        return result
 
     def _run_reports(self, num_rows: int, packed: np.ndarray) -> SampleOutput:
         bucket = SampleBucket(num_rows, is_plain=False)
@@ -469,15 +480,8 @@ class ModelRunner:
         for size, chosen in split_calls(self._compiled.ready.pool, len(rows)):
             packed, number = np.zeros(size, np.int32), chosen.stop - chosen.start
             packed[:number] = rows[chosen]
-            calls.append((self._run_pool(packed), number))
+            calls.append((self._run("pool", PoolCall(packed)), number))
         return PooledRows(windows, calls)
-
-    def _run_pool(self, rows: np.ndarray) -> Array:
-        self._lead("pool", len(rows))
-        placed = self._placement.put(rows)
-        params = self.select_params("pool")
-        given = {"params": params, "hidden": self._state.hidden, "rows": placed}
-        return self._compiled("pool", len(rows), **given)
 
     def _run_encode(self, call: EncoderCall) -> None:
         self._lead(call.function, call.bucket)
@@ -491,20 +495,6 @@ class ModelRunner:
             inputs=self._placement.put(call.inputs, sharding),
             dst_rows=self._placement.put(call.dst_rows),
             adapters=self._adapters if self._has_tower_adapters else None,
-        )
-
-    def _run_write(self, call: WriteCall) -> None:
-        size = len(call.dst_rows)
-        self._lead("write", size)
-        on_device = self._placement.put(call._asdict())
-        self._pool = self._compiled("write", size, pool=self._pool, **on_device)
-
-    def _run_encode_prompts(self, call: PromptCall) -> None:
-        size = len(call.token_ids)
-        self._lead("encode prompts", size)
-        on_device = self._placement.put(call._asdict())
-        self._pool, self._encoded = self._compiled(
-            "encode prompts", size, params=self.params, pool=self._pool, **on_device
         )
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
@@ -526,11 +516,11 @@ class ModelRunner:
         if written:
             rows = [places[item.identifier] for item in written]
             for write in self._programs.precomputed.fill(written, rows, ready.write):
-                self._run_write(write)
+                self._run("write", write)
         states = [item for item in new if item.prompt is not None]
         prompt_calls = self._programs.prompt_calls
         for prompt_call in prompt_calls.fill(states, self.rows.get, ready.prompts):
-            self._run_encode_prompts(prompt_call)
+            self._run("encode prompts", prompt_call)
 
     def _run_encoders(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], *, returns: bool
@@ -670,14 +660,10 @@ class ModelRunner:
             return self._run_step(size, self._builder.empty_step(size)[0])
         if function in self._encoders.by_function:
             self._run_encode(self._encoders.by_function[function].empty(size))
-        elif function == "encode prompts":
-            self._run_encode_prompts(self._programs.prompt_calls.empty(size))
-        elif function == "write":
-            self._run_write(self._programs.precomputed.empty(size))
-        elif function == "align":
-            self._run_align(self._programs.empty_alignment())
-        elif function == "pool":
-            jax.block_until_ready(self._run_pool(np.zeros(size, np.int32)))
+        elif function != "sample":
+            result = self._run(function, self._programs.empty_call(function, size))
+            if function == "pool":
+                jax.block_until_ready(result)
         elif kind is SampleKind.REPORTS:
             packed = np.zeros(self._programs.sample_layout.size, np.int32)
             self._run_reports(size.num_rows, packed)
