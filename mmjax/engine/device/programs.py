@@ -267,12 +267,8 @@ class Programs:
         self._jit_others(jit, kv_cache, whole)
 
     def _jit_others(self, jit: Any, kv_cache: Any, whole: Any) -> None:
-        """Jit what has one program each: allocations, and copies within caches."""
-        # No device ever holds all of a sharded array.
+        """Jit what has one program each: copies within caches, and to them."""
         own = self._drop_lent(self._shardings)
-        self._allocate_adapters = jax.jit(
-            self._zero_adapters, out_shardings=self._adapter_shardings
-        )
         self.write_extra = jit(
             partial(write_extra, self._shape.graphdef), donate_argnames="pool", out_shardings=whole
         )
@@ -364,7 +360,7 @@ class Programs:
         return jax.tree.map(self._make_zeros, self._drop_lent(self.describe_arrays(num_blocks)))
 
     def _make_zeros(self, described: jax.ShapeDtypeStruct) -> Array:
-        zeros = jnp.zeros(described.shape, described.dtype, device=described.sharding)
+        zeros = _zeros_of(described)
         if self.placement.platform == "cpu":
             for shard in jax.block_until_ready(zeros).addressable_shards:
                 return_pages_of_zeros(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
@@ -441,13 +437,7 @@ class Programs:
 
     def make_adapters(self) -> AdapterArrays | None:
         """Allocate all slots, zeroed; None: the engine has no adapters."""
-        if self.adapted is None:
-            return None
-        return self._allocate_adapters()
-
-    def _zero_adapters(self) -> AdapterArrays:
-        shapes = {} if self.adapted is None else self.adapted.shapes
-        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+        return jax.tree.map(_zeros_of, self.describe_adapters())
 
     def describe_adapters(self) -> Mapping[str, Any] | None:
         """Return shapes, dtypes and shardings of `make_adapters`."""
@@ -597,6 +587,10 @@ class Programs:
 def _find_states(arrays: DeviceArrays) -> list[StateCache]:
     """Return the caches of recurrent layers, which stand behind the others."""
     return [one for one in arrays.state.kv_cache if isinstance(one, StateCache)]
+
+
+def _zeros_of(described: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(described.shape, described.dtype, device=described.sharding)
 
 
 def _describe_param(leaf: Any) -> jax.ShapeDtypeStruct:
