@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -40,14 +41,13 @@ from mmjax.weights.update import Replacement, flatten_given
 
 logger = get_logger(__name__)
 
-_PROGRAM_WAIT_S = 0.05
+_WAIT_S = 0.05
 _MASK_WAIT_S = 0.005
 """How long a step waits for its grammars to read a token, while the device computes: those of
 schemas take some hundred microseconds. A later one is not in the step, which others are."""
 _STATE_WAIT_S = 1.0
 """Likewise of a model with recurrent layers, whose requests compute their prompts again if a step
 has to go without them."""
-_ADAPTER_WAIT_S = 1.0
 
 
 class _Dispatched(NamedTuple):
@@ -222,8 +222,7 @@ class EngineCore:
 
     def wait_loaded(self) -> None:
         """Wait until all adapters are read; raise what is wrong with the first bad one."""
-        while self._adapters.wait(_ADAPTER_WAIT_S):
-            pass
+        self._adapters.wait()
         for _, error in self._adapters.pop_loaded():
             if error is not None:
                 raise error
@@ -313,15 +312,8 @@ class EngineCore:
             if not self.config.scheduler.async_scheduling:
                 before, self._in_flight = self._in_flight, None
             if before is None:
-                if self._in_flight is None and not (
-                    self._scheduler.kv_cache.wait_read(_PROGRAM_WAIT_S)
-                    or self._wait_rows()
-                    or self._grammars.wait(_PROGRAM_WAIT_S)
-                    or self._adapters.wait(_PROGRAM_WAIT_S)
-                ):
-                    # What waits needs a larger program than there is yet.
-                    self._programs.wait(_PROGRAM_WAIT_S)
-                    self._programs.check()
+                if self._in_flight is None:
+                    self._wait()
                 return []
             return self._read(before)
 
@@ -335,9 +327,18 @@ class EngineCore:
             return can_run
         return self._draft is not None and self._draft.runner.run_ahead()
 
-    def _wait_rows(self) -> bool:
-        awaited = self._scheduler.awaited
-        return awaited is not None and awaited.wait(_PROGRAM_WAIT_S)
+    def _wait(self) -> None:
+        """Wait a little for what lets a request start, or go on."""
+        scheduler = self._scheduler
+        rows = [] if scheduler.awaited is None else scheduler.awaited.pending
+        jobs: list[Future[Any]] = [*scheduler.kv_cache.pending, *rows]
+        jobs += [*self._grammars.pending, *self._adapters.pending]
+        if jobs:
+            wait(jobs, _WAIT_S, FIRST_COMPLETED)
+        else:
+            # What waits needs a larger program than there is yet.
+            self._programs.wait(_WAIT_S)
+            self._programs.check()
 
     def _read_first(self, before: _Dispatched) -> list[RequestOutputDelta]:
         """Read the step on the device, and dispatch the next one only then.
@@ -422,7 +423,7 @@ class EngineCore:
         """Return the requests of the steps that are on the device, and of grammars in threads."""
         steps = [output] if self._in_flight is None else [self._in_flight.output, output]
         ids = {one.request.request_id: None for step in steps for one in step.requests}
-        if self._grammars.is_computing:
+        if self._grammars.pending:
             ids.update(dict.fromkeys(self._scheduler.blocked_ids))
         return list(ids)
 

@@ -472,8 +472,7 @@ def _open_adapters(
 def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
     for name, path in config.lora.modules:
         adapters.load(name, Path(path))
-    while adapters.wait(1.0):
-        pass
+    adapters.wait()
     for name, error in adapters.pop_loaded():
         if error is not None:
             raise ConfigError(f"`lora_modules` gives `{name}`, which cannot be loaded: {error}")

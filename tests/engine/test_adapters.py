@@ -172,7 +172,7 @@ def test_requests_wait_for_an_adapter_that_is_being_read(
     core.load_adapter("bad", tmp_path / "nowhere")
     core.add_request(ask("a"))
     core.add_request(ask("bad"))
-    core._adapters.wait(60.0)
+    core._adapters.wait()
     failed: list[Any] = []
     news: dict[str, list[int]] = {"a": []}
     while core.has_unfinished():
@@ -197,8 +197,7 @@ def test_one_that_is_being_read_while_weights_change_is_told_of(
     core.load_adapter("a", write_adapter(tmp_path / "a", seed=ord("a"), rank=1))
     core.replace_weights(core.match_weights(core.params))
     is_changed.set()
-    core._adapters.wait(60.0)
-    core._adapters.wait(60.0)
+    core._adapters.wait()
     assert core.pop_loaded() == [("a", None)]
     assert not core.is_loading
     assert answer(core, ask("a")) == lone_answers["a"]

@@ -9,7 +9,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -252,15 +252,9 @@ class Grammars:
         )
 
     @property
-    def is_computing(self) -> bool:
-        """Whether a grammar reads a token."""
-        return bool(self._pending)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until a grammar is ready; return False, at once, if there is none to wait for."""
-        pending = set(self._pending)
-        wait(pending, timeout_s, FIRST_COMPLETED)
-        return bool(pending)
+    def pending(self) -> list["Future[np.ndarray]"]:
+        """What reads tokens now, or begins to."""
+        return list(self._pending)
 
     def close(self) -> None:
         """Start no more jobs, without waiting for running ones. Idempotent."""
