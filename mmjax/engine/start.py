@@ -320,8 +320,9 @@ def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> Dra
 
 
 def _make_speculation(config: EngineConfig, draft: DraftModel | None) -> Speculation | None:
-    speculation = config.speculation
-    return None if speculation is None else Speculation(speculation, draft)
+    if config.speculation is None:
+        return None
+    return Speculation(config.speculation, None if draft is None else draft.runner)
 
 
 # ---- encoders apart ------------------------------------------------------------------------------
@@ -350,14 +351,7 @@ def start_encoder(
     model = model._replace(params=unflatten_params(mixed))
     programs = _make_programs(config, model, plan, unread)
     keys = [key for key in programs.buckets.keys if key.function in programs.buckets.encode_sizes]
-    compiled = CompiledPrograms(
-        programs.buckets,
-        partial(programs.make, 1),
-        keys,
-        len(keys),
-        num_threads=config.compile_threads,
-        use_tqdm=config.use_tqdm,
-    )
+    compiled = _plan_programs(config, programs, 1, keys, len(keys))
     tree = unflatten_params(held)
     runner = ModelRunner(programs, compiled, tree, num_blocks=1, has_spans=plan.sees != "past")
     compiled.compile_first()
@@ -431,10 +425,13 @@ def _make_source(
 # ---- adapters ------------------------------------------------------------------------------------
 
 
-def _make_adapter_reader(
+def _open_adapters(
     config: EngineConfig, model: LoadedModel, get_params: Callable[[], Params]
-) -> AdapterReader:
-    """Return what reads adapters; `get_params` returns the present parameters."""
+) -> tuple[Adapters, AdapterReader]:
+    """Return the adapters, of which none is loaded, and what reads them.
+
+    `get_params` returns the present parameters.
+    """
 
     def read_base(name: str) -> np.ndarray | None:
         leaves = flatten_params(get_params())
@@ -448,7 +445,7 @@ def _make_adapter_reader(
 
     lora = config.lora
     shapes = {} if model.adapted is None else model.adapted.shapes
-    return AdapterReader(
+    reader = AdapterReader(
         rules=model.model_class.rules(config.model.hf_config),
         shapes={name: leaf.shape for name, leaf in shapes.items()},
         dtype=next((leaf.dtype for leaf in shapes.values()), None),
@@ -458,13 +455,6 @@ def _make_adapter_reader(
         left_out=model.left_out,
         unadapted=model.model_class.unadapted,
     )
-
-
-def _open_adapters(
-    config: EngineConfig, model: LoadedModel, get_params: Callable[[], Params]
-) -> tuple[Adapters, AdapterReader]:
-    """Return the adapters, of which none is loaded, and what reads them."""
-    lora, reader = config.lora, _make_adapter_reader(config, model, get_params)
     max_cpu_loras = lora.max_cpu_loras or 2 * lora.max_loras
     return Adapters(reader.read, max_cpu_loras=max_cpu_loras), reader
 
@@ -577,16 +567,26 @@ def _order_programs(
     elif is_draft:
         # Nobody waits for a guess: a draft model has all of its programs, or uses none.
         num_first, warm_up_keys = 0, []
-    compiled = CompiledPrograms(
-        buckets,
+    compiled = _plan_programs(config, programs, num_blocks, order, num_first)
+    is_alone = not programs.placement.is_shared
+    return compiled, warm_up_keys if is_alone else order[:num_first]
+
+
+def _plan_programs(
+    config: EngineConfig,
+    programs: Programs,
+    num_blocks: int,
+    order: Sequence[ProgramKey],
+    num_first: int,
+) -> CompiledPrograms:
+    return CompiledPrograms(
+        programs.buckets,
         partial(programs.make, num_blocks),
         order,
         num_first,
         num_threads=config.compile_threads,
         use_tqdm=config.use_tqdm,
     )
-    is_alone = not programs.placement.is_shared
-    return compiled, warm_up_keys if is_alone else order[:num_first]
 
 
 def _make_host_pool(

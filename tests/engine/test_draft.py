@@ -64,7 +64,7 @@ class Eager(Speculation):
         """`rng` None: as many tokens as there may be, of each request."""
         config = core.config.scheduler.speculation
         assert config is not None, "the engine guesses nothing"
-        super().__init__(config, core._draft)
+        super().__init__(config, None if core._draft is None else core._draft.runner)
         self.is_on, self._rng = True, rng
         core._scheduler.speculation = self
 
