@@ -65,7 +65,7 @@ from mmjax.engine.mtp import (
 )
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
-from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, encode_sizes
+from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.weights import EngineWeights, WeightsSource
@@ -289,7 +289,7 @@ def _plan_beside(
     cache_type: type[LayerCache] | None = None,
 ) -> _DraftParts:
     """Return the parts of what guesses beside the engine's model, which encodes the items."""
-    own_plan = plan._replace(has_tower=False, sizes={"max_units": 0}, takes_embeds=False)
+    own_plan = plan._replace(has_tower=False, sizes={}, takes_embeds=False)
     shared = find_shared(layer)
     programs = _make_programs(config, layer, own_plan, shared=shared, cache_type=cache_type)
     return _DraftParts(config, layer, own_plan, programs)
@@ -499,7 +499,7 @@ def _make_programs(
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        **(plan.sizes if plan.has_tower else {"max_units": 0}),
+        encode_sizes=plan.sizes if plan.has_tower else {},
         max_written=plan.encoder_budget if writes else 0,
         span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,
@@ -645,7 +645,7 @@ def _make_scheduler(
         sees=plan.sees,
         max_encoder_len=plan.max_encoder_len,
         has_states=bool(plan.num_state_slots),
-        item_sizes=encode_sizes(**plan.sizes),
+        item_sizes=plan.sizes,
         aligns=bool(programs.alignment_heads),
     )
     scheduler = Scheduler(

@@ -238,9 +238,7 @@ def test_programs_are_there_only_where_they_are_taken(core: EngineCore):
 
 
 def test_items_are_cut_into_calls_of_few_sizes():
-    buckets = Buckets.create(
-        max_num_seqs=2, max_num_batched_tokens=64, max_units=0, max_written=3000
-    )
+    buckets = Buckets.create(max_num_seqs=2, max_num_batched_tokens=64, max_written=3000)
     assert buckets.write == (256, 512, 1024, 2048)
     embeds = PrecomputedEmbeds(is_enabled=True, num_rows=9000, width=2, dtype=np.float32)
     sizes = (1, 300, 2048, 100)
@@ -270,5 +268,5 @@ def test_items_are_cut_into_calls_of_few_sizes():
 
 @pytest.mark.parametrize(("most", "sizes"), [(0, ()), (64, (64,)), (300, (256, 300))])
 def test_no_call_is_larger_than_a_step(most: int, sizes: tuple[int, ...]):
-    sized = Buckets.create(max_num_seqs=2, max_num_batched_tokens=64, max_units=0, max_written=most)
+    sized = Buckets.create(max_num_seqs=2, max_num_batched_tokens=64, max_written=most)
     assert sized.write == sizes

@@ -537,7 +537,7 @@ def test_nothing_is_lost_in_random_workloads(seed: int) -> None:
 
 def make_roomy_scheduler(**settings: Any) -> Scheduler:
     """Return one whose steps have 128, 256, 512 or 1,024 tokens, or few."""
-    buckets = Buckets.create(max_num_seqs=4, max_num_batched_tokens=1024, max_units=8)
+    buckets = Buckets.create(max_num_seqs=4, max_num_batched_tokens=1024)
     settings = {"max_num_batched_tokens": 1024, "max_num_encoder_input_tokens": 1024, **settings}
     sizes = {"num_blocks": 400, "encoder_cache_size": 1024, "max_model_len": 1024}
     return make_scheduler(**sizes, **settings, buckets=buckets)

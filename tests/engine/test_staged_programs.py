@@ -161,7 +161,7 @@ def test_nothing_is_compiled_after_the_end(early: EngineCore, gate: Gate) -> Non
 
 
 def test_where_all_are_compiled_first_there_is_no_thread() -> None:
-    buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64, max_units=0)
+    buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64)
     program = Program("one", jax.jit(lambda: 1), {})
     programs = CompiledPrograms(
         buckets, lambda keys: [program for _ in keys], buckets.keys, buckets.num_programs

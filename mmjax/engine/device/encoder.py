@@ -322,31 +322,22 @@ def largest_items(
 
 
 def choose_sizes(
-    spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int, largest_item: int
-) -> dict[str, Any]:
-    """Return what `Buckets.create` needs to know of an encoder, for a budget in embeddings."""
+    spec: EncoderSpec | PackedEncoderSpec | None, encoder_budget: int, largest_item: int
+) -> tuple[int, ...]:
+    """Return the sizes of an encoder's calls, for a budget in embeddings; none without an encoder.
+
+    `largest_item`: its embeddings; 0: no prompt may have one.
+    """
+    if spec is None or not largest_item:
+        return ()
     if isinstance(spec, EncoderSpec):
-        return {"max_units": encoder_budget // spec.tokens_per_unit}
+        return unit_sizes(encoder_budget // spec.tokens_per_unit)
     per_embedding = spec.patches_per_kept or spec.patches_per_token
-    patches = patch_buckets(
+    return patch_buckets(
         largest_item=largest_item * per_embedding,
         encoder_budget=encoder_budget * per_embedding,
         patches_per_start=spec.patches_per_start,
     )
-    return {"max_units": 0, "patches": patches}
-
-
-def choose_clip_sizes(
-    spec: EncoderSpec | PackedEncoderSpec | None, encoder_budget: int, longest_clip: int
-) -> tuple[int, ...]:
-    """Return the sizes of the calls of an encoder of clips; none where there is none.
-
-    `longest_clip`: its embeddings; 0: no prompt may have one.
-    """
-    if spec is None or not longest_clip:
-        return ()
-    sizes = choose_sizes(spec, encoder_budget, longest_clip)
-    return sizes.get("patches") or unit_sizes(sizes["max_units"])
 
 
 def patch_buckets(
