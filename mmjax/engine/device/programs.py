@@ -18,11 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Int, Shaped
 
 from mmjax.config.engine_config import LogprobsMode
-from mmjax.engine.device.batch import (
-    ADAPTER_SLOTS,
-    sample_layout,
-    step_layout,
-)
+from mmjax.engine.device.batch import ADAPTER_SLOTS, StepSizes, sample_layout, step_layout
 from mmjax.engine.device.compilation import Program, compiler_options, with_exact_products
 from mmjax.engine.device.encoder import (
     Encoders,
@@ -169,10 +165,15 @@ class Programs:
             **{"num_rows": num_rows, "width": shape.embed_width, "dtype": shape.dtype},
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
-        self.block_size, self.max_blocks = block_size, max_blocks
+        self.block_size = block_size
         self.num_state_slots, self.states_per_seq = num_state_slots, states_per_seq
         self.max_encoder_len = max_encoder_len
-        self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
+        self.step_sizes = StepSizes(
+            max_blocks,
+            cdiv(max_encoder_len, block_size),
+            host_inputs.attends_to_items,
+            states_per_seq,
+        )
         self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
         self.num_token_ids, self.dtype = shape.num_token_ids, shape.dtype
         self.history_len = max_blocks * block_size
@@ -541,13 +542,7 @@ class Programs:
         return frozenset(compress(flatten_params(self.params), is_read))
 
     def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
-        sizes = (self.max_blocks, self.max_encoder_blocks)
-        layout = step_layout(
-            bucket,
-            *sizes,
-            attends_to_items=self.host_inputs.attends_to_items,
-            states_per_seq=self.states_per_seq,
-        )
+        layout = step_layout(bucket, self.step_sizes)
         return {
             "layout": layout,
             "state": arrays.state,

@@ -135,14 +135,10 @@ class ModelRunner:
         self._builder = BatchBuilder(
             num_blocks=num_blocks,
             block_size=programs.block_size,
-            max_blocks=programs.max_blocks,
-            max_num_seqs=self.buckets.sample[-1],
+            sizes=programs.step_sizes,
+            sample_layout=programs.sample_layout,
             rows_of=self.rows.get,
             has_spans=has_spans,
-            max_encoder_blocks=programs.max_encoder_blocks,
-            attends_to_items=programs.host_inputs.attends_to_items,
-            has_adapters=programs.adapted is not None,
-            states_per_seq=programs.states_per_seq,
             slot_lag=self.slot_lag,
         )
         self._empty_tables = {
