@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from mmjax.cache.media.lru import LRUCache
 from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
 from mmjax.params.sampling_params import SamplingParams, TranscriptRules
 from mmjax.params.structured_outputs import STACK_BYTES, make_limits, shorten
-from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger
 from mmjax.system.threads import DeepStackPool
 
@@ -36,9 +35,14 @@ def pack_token_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
     0 and 33 of 40 give 1 and 2.
     """
-    is_allowed = np.zeros(cdiv(vocab_size, 32) * 32, bool)
+    is_allowed = np.zeros(vocab_size, bool)
     is_allowed[list(token_ids)] = True
-    return np.packbits(is_allowed, bitorder="little").view("<i4")
+    return _pack(is_allowed)
+
+
+def _pack(is_allowed: np.ndarray) -> np.ndarray:
+    padded = np.pad(is_allowed, (0, -len(is_allowed) % 32))
+    return np.packbits(padded, bitorder="little").view("<i4")
 
 
 class Grammar:
@@ -184,9 +188,7 @@ class Transcript:
             is_allowed[list(self._rules.first_suppressed_token_ids)] = False
         if self._rules.timestamps_from is not None:
             self._keep_order(is_allowed)
-        padded = np.zeros(cdiv(len(is_allowed), 32) * 32, bool)
-        padded[: len(is_allowed)] = is_allowed
-        return np.packbits(padded, bitorder="little").view("<i4")
+        return _pack(is_allowed)
 
     def _keep_order(self, is_allowed: np.ndarray) -> None:
         if not self._num_read:
@@ -297,12 +299,11 @@ class Grammars:
         return found
 
 
-class _Started:
+class _Started(NamedTuple):
     """A grammar before its first token."""
 
-    def __init__(self, text: str, matcher: Any) -> None:
-        self.text = text
-        self.matcher = matcher
+    text: str
+    matcher: Any
 
 
 def _count_chars(started: _Started) -> int:
