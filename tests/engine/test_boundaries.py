@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from mmjax.engine.core import EngineCore
@@ -18,7 +17,15 @@ from mmjax.params.sampling_params import StructuredOutputsParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender
 from mmjax.transport.messages import EngineCoreRequest, RequestFailed, StepOutput
 from mmjax.transport.step_record import StepRecord
-from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
+from tests.engine.tiny import (
+    answer,
+    dense_greedy,
+    drain,
+    message,
+    text,
+    tiny_engine,
+    tokens_of,
+)
 
 BAD = "bad"
 BAD_PICTURE = "picture-13-1"
@@ -39,10 +46,6 @@ def everything_returns(core: EngineCore) -> Iterator[None]:
     assert core.stats().kv_cache_usage == 0
     assert core.encoder_usage() == 0
     assert core.compilations == 0
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 def good_requests() -> list[EngineCoreRequest]:

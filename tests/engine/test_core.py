@@ -31,6 +31,7 @@ from tests.engine.tiny import (
     drain,
     image_feature,
     message,
+    text,
     tiny_engine,
     tokens_of,
 )
@@ -58,10 +59,6 @@ def no_compilation(core: EngineCore, cramped: EngineCore) -> Iterator[None]:
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
         assert engine.encoder_usage() == 0
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 MIXED: list[tuple[Any, ...]] = [

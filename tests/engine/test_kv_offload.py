@@ -23,6 +23,7 @@ from tests.engine.tiny import (
     drain,
     engine_config,
     message,
+    text,
     tiny_engine,
     tokens_of,
 )
@@ -38,10 +39,6 @@ ROOMY_GB = 200 * BLOCK_BYTES / 2**30
 
 SIZES: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16}
 """Of all engines of the tiny model, so that they have the same few programs."""
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 def parts(seed: int) -> tuple[Any, ...]:

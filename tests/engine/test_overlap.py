@@ -27,16 +27,13 @@ from tests.engine.tiny import (
     dense_logits,
     drain,
     message,
+    text,
     tiny_engine,
     tokens_of,
 )
 
 FEW = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 """Sizes of an engine with few programs."""
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 # ---- the scheduler, one step ahead of the tokens -------------------------------------------------

@@ -20,12 +20,12 @@ from mmjax.errors import RequestError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.spread import text
 from tests.engine.tiny import (
     answer,
     drain,
     engine_config,
     message,
+    text,
     tiny_params,
     tokens_of,
     with_embeds,

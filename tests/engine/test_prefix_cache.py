@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
@@ -18,7 +17,15 @@ from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.weights.adapter import Adapter
-from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
+from tests.engine.tiny import (
+    answer,
+    dense_greedy,
+    drain,
+    message,
+    text,
+    tiny_engine,
+    tokens_of,
+)
 
 BLOCK_SIZE = 4
 
@@ -195,10 +202,6 @@ def test_without_a_hasher_nothing_is_kept() -> None:
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
     return tiny_engine()
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 def test_warm_answers_are_the_cold_ones(core: EngineCore) -> None:

@@ -107,6 +107,11 @@ def loud_params(config: Any, seed: int = 0) -> tuple[Any, Any]:
     return graphdef, unflatten_params(leaves)
 
 
+def text(seed: int, length: int) -> list[int]:
+    """Return random words."""
+    return np.random.default_rng(seed).integers(2, 90, length).tolist()
+
+
 def picture(seed: int, units: int = 1) -> np.ndarray:
     """Return the processed bytes of a picture, uint8[units, 3, Y, X]."""
     shape = (units, 3, IMAGE_SIZE, IMAGE_SIZE)
