@@ -34,6 +34,7 @@ from tests.engine.grammars import install_tokenizer
 from tests.engine.test_mixed_fields import NUM_REQUESTS, draw_request, serve
 from tests.engine.tiny import (
     answer,
+    answer_all,
     drain,
     drain_through_failures,
     engine_config,
@@ -117,12 +118,6 @@ def requests_of(fields: dict[str, Any], **more: Any) -> list[EngineCoreRequest]:
     return [message(f"{n}", one, **{**fields, **more}) for n, one in enumerate(parts)]
 
 
-def serve_all(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, list[int]]:
-    for request in requests:
-        core.add_request(request)
-    return {name: tokens_of(news) for name, news in drain(core).items()}
-
-
 # ---- answers -------------------------------------------------------------------------------------
 
 
@@ -173,8 +168,7 @@ def test_other_weights_guess_wrongly_and_change_nothing(plain: EngineCore) -> No
     eager = Eager(core)
     for fields in SAMPLINGS[:2]:
         requests = requests_of(fields, max_tokens=24)
-        expected = {one.request_id: answer(plain, one) for one in requests}
-        assert serve_all(core, requests) == expected
+        assert answer_all(core, requests) == [answer(plain, one) for one in requests]
     assert eager.num_draft_tokens > 200 > 2 * eager.num_accepted_tokens
 
 
@@ -255,7 +249,7 @@ def test_over_two_devices(plain: EngineCore) -> None:
     core = start(draft_config(size=2))
     eager = Eager(core)
     requests = requests_of({}, max_tokens=16)
-    assert serve_all(core, requests) == {one.request_id: answer(plain, one) for one in requests}
+    assert answer_all(core, requests) == [answer(plain, one) for one in requests]
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 20
 
 
@@ -313,7 +307,7 @@ def test_a_failed_step_and_sleep_leave_nothing_behind(
     assert drain_through_failures(core) == expected
     core.sleep()
     core.wake_up()
-    assert serve_all(core, requests) == expected
+    assert answer_all(core, requests) == list(expected.values())
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 50
 
 
