@@ -18,7 +18,7 @@ from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.runner import InFlight
 from mmjax.engine.scheduling.admission import resolve_features
 from mmjax.engine.scheduling.buckets import Buckets
-from mmjax.engine.scheduling.logit_rules import Grammars, Transcript
+from mmjax.engine.scheduling.logit_rules import Grammars
 from mmjax.engine.scheduling.outputs import SchedulerOutput
 from mmjax.engine.scheduling.queues import Deadlines
 from mmjax.engine.scheduling.request import Request
@@ -163,20 +163,7 @@ class EngineCore:
         self._scheduler.add_request(request)
         if request.lora_request is not None:
             self._adapters.use(request.lora_request)
-        if message.grammar is not None:
-            request.logit_rules.grammar = self._grammars.start(
-                message.grammar,
-                message.eos_token_ids,
-                message.output_token_ids,
-                allowed_token_ids=message.sampling_params.allowed_token_ids,
-            )
-        elif message.sampling_params.transcript is not None:
-            request.logit_rules.grammar = Transcript(
-                message.sampling_params.transcript,
-                self._requests.limits.vocab_size,
-                output_token_ids=message.output_token_ids,
-                allowed_token_ids=message.sampling_params.allowed_token_ids,
-            )
+        request.logit_rules.grammar = self._grammars.start_for(message)
         logger.debug(
             "request %s waits: %d prompt tokens, %d items",
             *(message.request_id, request.num_prompt_tokens, len(features)),
@@ -304,10 +291,8 @@ class EngineCore:
             if self._in_flight is not None and self._in_flight.awaits_masks:
                 assert before is not None, "a token in flight is of the step before"
                 deltas = self._read(before)
-                try:
+                with self._keeping_failure():
                     self._in_flight = self._sample(self._in_flight)
-                except Exception as error:
-                    self._note_failure(error)
                 return deltas
             if not self.config.scheduler.async_scheduling:
                 before, self._in_flight = self._in_flight, None
@@ -317,9 +302,16 @@ class EngineCore:
                 return []
             return self._read(before)
 
-    def _note_failure(self, error: Exception) -> None:
-        """Keep an error for the next call: this one has tokens to return."""
-        self._failure, self._has_failed = error, True
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        """Keep an error of the block for the next call: this one has tokens to return."""
+        try:
+            yield
+        except Exception as error:
+            self._failure, self._has_failed = error, True
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def _run_ahead(self) -> bool:
         can_run = not self.is_sleeping and not self._weights.num_missing
@@ -351,10 +343,8 @@ class EngineCore:
         for request in self._scheduler.running:
             # With no token in flight, a step holds only what has its mask.
             request.logit_rules.is_ready_by(deadline)
-        try:
+        with self._keeping_failure():
             self._in_flight = self._dispatch()
-        except Exception as error:
-            self._note_failure(error)
         return deltas
 
     def _sample(self, dispatched: _Dispatched) -> _Dispatched:
@@ -561,14 +551,8 @@ class EngineCore:
         if before is None or not self._scheduler.has_unfinished():
             self._open_outputs.clear()
             return []
-        try:
-            with self._counter.watching():
-                return self._read(before)
-        except Exception as error:
-            self._note_failure(error)
-        except BaseException:
-            self._has_failed = True
-            raise
+        with self._keeping_failure(), self._counter.watching():
+            return self._read(before)
         return []
 
     def abort_all(self) -> list[RequestOutputDelta]:

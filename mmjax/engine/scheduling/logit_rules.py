@@ -21,6 +21,7 @@ from mmjax.params.sampling_params import SamplingParams, TranscriptRules
 from mmjax.params.structured_outputs import STACK_BYTES, make_limits, shorten
 from mmjax.system.logger import get_logger
 from mmjax.system.threads import DeepStackPool
+from mmjax.transport.messages import EngineCoreRequest
 
 logger = get_logger(__name__)
 
@@ -229,6 +230,20 @@ class Grammars:
         """By the tokens that end a text."""
         self._started: LRUCache[tuple[tuple[int, ...], str], Any] = LRUCache(
             CACHE_CHARS, getsizeof=_count_chars
+        )
+
+    def start_for(self, message: EngineCoreRequest) -> Grammar | Transcript | None:
+        """Return what a request's answer must match, after its tokens so far; None: nothing."""
+        params, output = message.sampling_params, message.output_token_ids
+        allowed = params.allowed_token_ids
+        if message.grammar is not None:
+            ends = message.eos_token_ids
+            return self.start(message.grammar, ends, output, allowed_token_ids=allowed)
+        if params.transcript is None:
+            return None
+        size = self._vocab_size
+        return Transcript(
+            params.transcript, size, output_token_ids=output, allowed_token_ids=allowed
         )
 
     def start(
