@@ -26,7 +26,6 @@ from mmjax.engine.scheduling.speculation import (
     StepTimes,
 )
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.model_source import load_engine_config, resolve_model
 from mmjax.transport.messages import MEMORY_CAUSES, EngineCoreRequest
 from tests.engine.bench import choose_max_model_len
@@ -40,6 +39,7 @@ from tests.engine.tiny import (
     engine_config,
     loud_params,
     message,
+    start_tiny,
     tiny_config,
     tiny_engine,
     tiny_params,
@@ -89,12 +89,7 @@ def draft_config(*, size: int = 1, **settings: Any) -> EngineConfig:
 def start(config: EngineConfig, draft_params: Any = None) -> EngineCore:
     """Start an engine of the tiny model; its draft has the same weights, or those given."""
     _, params = tiny_params()
-    return EngineCore(
-        config,
-        model_class=Gemma3ForConditionalGeneration,
-        params=params,
-        draft_params=params if draft_params is None else draft_params,
-    )
+    return start_tiny(config, draft_params=params if draft_params is None else draft_params)
 
 
 @pytest.fixture(scope="module")

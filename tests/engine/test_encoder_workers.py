@@ -42,6 +42,7 @@ from tests.engine.tiny import (
     picture,
     report,
     serve_all,
+    start_tiny,
     tiny_engine,
     tiny_params,
     tokens_of,
@@ -95,11 +96,7 @@ def start(addresses: Sequence[str], *, params: Any = None, **settings: Any) -> E
     }
     config = engine_config(**SIZES, **settings)
     cache = replace(config.cache, encoder_workers=tuple(addresses), **workers)
-    return EngineCore(
-        replace(config, cache=cache),
-        model_class=Gemma3ForConditionalGeneration,
-        params=params or tiny_params()[1],
-    )
+    return start_tiny(replace(config, cache=cache), params)
 
 
 def ask(number: int, picture: tuple[int, int], **sampling: Any) -> EngineCoreRequest:

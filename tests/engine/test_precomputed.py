@@ -17,7 +17,6 @@ from mmjax.engine.device.encoder import PrecomputedEmbeds
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import RequestError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
@@ -25,8 +24,8 @@ from tests.engine.tiny import (
     drain,
     engine_config,
     message,
+    start_tiny,
     text,
-    tiny_params,
     tokens_of,
     with_embeds,
 )
@@ -36,8 +35,7 @@ NO_TOWER = {"image": 0}
 
 
 def make_engine(mm: MultiModalConfig, **settings: Any) -> EngineCore:
-    config = engine_config(**settings).with_mm(mm)
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=tiny_params()[1])
+    return start_tiny(engine_config(**settings).with_mm(mm))
 
 
 def count_programs(core: EngineCore) -> int:

@@ -214,10 +214,13 @@ def engine_config(
 
 def tiny_engine(**settings: Any) -> EngineCore:
     """Start an engine over the tiny model."""
-    _, params = tiny_params()
-    return EngineCore(
-        engine_config(**settings), model_class=Gemma3ForConditionalGeneration, params=params
-    )
+    return start_tiny(engine_config(**settings))
+
+
+def start_tiny(config: EngineConfig, params: Any = None, **given: Any) -> EngineCore:
+    """Start an engine of a tiny model's configuration; `params` None: of `tiny_params`."""
+    params = tiny_params()[1] if params is None else params
+    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params, **given)
 
 
 def drain(core: EngineCore) -> dict[str, list[RequestOutputDelta]]:
