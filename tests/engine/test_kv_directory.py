@@ -1,7 +1,6 @@
 """KV blocks in a directory: a later engine finds them, and a file that is not right is a miss."""
 
 import logging
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,9 +156,7 @@ def test_new_weights_behind_a_failed_step_write_nothing_of_it(tmp_path: Path) ->
 
 def test_little_host_memory_is_enough_for_what_it_holds(tmp_path: Path) -> None:
     answers = fill(tmp_path, range(3))
-    config = engine_config(**SIZES, kv_offload_dir=tmp_path, kv_offload_gb=ROOMY_GB)
-    cache = replace(config.cache, kv_offload_gb=5 * 3072 / 2**30)
-    core = start_tiny(replace(config, cache=cache))
+    core = tiny_engine(**SIZES, kv_offload_dir=tmp_path, kv_offload_gb=5 * 3072 / 2**30)
     assert [serve(core, f"{seed}", seed) for seed in range(3)] == [(one, 40) for one in answers]
     assert answers[0] == dense_greedy(message("oracle", parts(0)))
 
