@@ -29,6 +29,7 @@ from mmjax.engine.scheduling.outputs import (
     ScheduledRequest,
     SchedulerOutput,
     WantedGuess,
+    make_delta,
 )
 from mmjax.engine.scheduling.queues import WaitingQueue, full_error
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
@@ -212,7 +213,9 @@ class Scheduler:
 
     def find_failed(self) -> list[tuple[str, RequestError]]:
         """Return the requests that cannot go on, and why."""
-        failed = [*self._failed.items(), *self._windows.find_failed()]
+        failed = list(self._failed.items())
+        if self.awaited is not None:
+            failed += self.awaited.find_failed()
         for request_id, request in self._requests.items():
             adapter = request.lora_request
             if adapter is not None and adapter.error is not None:
@@ -397,28 +400,11 @@ class Scheduler:
                 request.request_id, request.block_hashes, request.num_computed_tokens
             )
         self.num_generation_tokens += len(taken)
-        prompt_logprobs = None
         is_first = request.num_output_tokens <= 1
         if is_first:
             self.num_prompt_tokens += request.num_prompt_tokens
             request.times.prefill = now - request.started_at - request.times.encode
-            prompt_logprobs = request.prompt_logprobs or None
-        delta = RequestOutputDelta(
-            request_id=request.request_id,
-            new_token_ids=[token.token_id for token in taken],
-            new_logprobs=[one.logprobs for one in taken if one.logprobs is not None] or None,
-            finish_reason=request.status.value if request.is_finished else None,
-            stop_reason=request.stop_reason,
-            num_cached_tokens=request.num_cached_tokens,
-            times=request.times if is_first else None,
-            encoded=request.encoded if is_first else [],
-            encoded_apart=request.encoded_apart if is_first else [],
-            found_on_disk=request.found_on_disk if is_first else [],
-            prompt_logprobs=prompt_logprobs,
-            alignment=request.alignment if is_first else None,
-            weights_version=self.weights_version,
-            vectors=request.take_vectors(),
-        )
+        delta = make_delta(request, taken, self.weights_version, is_first=is_first)
         if request.is_finished:
             self._finish(request)
         elif request.request_id in self._suspects:
@@ -470,7 +456,8 @@ class Scheduler:
         self._release(request)
         self.kv_cache.forget_request(request.request_id)
         self.waiting.forget(request)
-        self._windows.forget(request)
+        if self.awaited is not None:
+            self.awaited.forget(request.request_id)
         self._item_sizes.remove(request.media_items)
         if request.encoder is not None:
             # No other request has an encoder's hidden states.

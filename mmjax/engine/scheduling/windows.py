@@ -11,7 +11,6 @@ from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import StateSlots
 from mmjax.engine.scheduling.request import EncoderItem, Request
-from mmjax.errors import RequestError
 
 
 class WindowFitter:
@@ -59,15 +58,6 @@ class WindowFitter:
     def is_waiting(self, request: Request) -> bool:
         """Return whether a request waits for what a worker encodes."""
         return self._awaited is not None and self._awaited.is_waiting(request.request_id)
-
-    def find_failed(self) -> list[tuple[str, RequestError]]:
-        """Return the requests whose items no worker has encoded, and why."""
-        return [] if self._awaited is None else self._awaited.find_failed()
-
-    def forget(self, request: Request) -> None:
-        """Drop what was encoded for a request that has ended."""
-        if self._awaited is not None:
-            self._awaited.forget(request.request_id)
 
     def take(self, item: EncoderItem) -> EncoderItem:
         """Return an item that is to be encoded, with its rows where a worker has given them."""
