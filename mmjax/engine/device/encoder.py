@@ -486,9 +486,7 @@ class PromptCalls:
         count = len(prompt.token_ids)
         src_rows = call.src_rows[row, :count]
         for item in prompt.items:
-            mask = item.mm_position.is_embed
-            chosen = slice(None) if mask is None else np.asarray(mask, bool)
-            src_rows[item.start : item.end][chosen] = rows_of(item.identifier)
+            item.place(src_rows, rows_of(item.identifier))
         # An id where an embedding stands need not be one of the vocabulary.
         call.token_ids[row, :count] = np.where(src_rows == TEXT_ROW, prompt.token_ids, 0)
         call.dst_rows[row, :count] = rows_of(states.identifier)

@@ -104,6 +104,12 @@ class EncoderItem:
         """Number of the encoder's rows that its embeddings are: some may be twice, or learned."""
         return self.num_embeds if self.rows is None else len(np.unique(self.rows[self.rows >= 0]))
 
+    def place(self, target: np.ndarray, rows: np.ndarray) -> None:
+        """Set the row of each of its embeddings where that stands in a prompt, int32[prompt]."""
+        mask = self.mm_position.is_embed
+        chosen = slice(None) if mask is None else np.asarray(mask, bool)
+        target[self.start : self.end][chosen] = rows
+
     def has_embeds_from(self, position: int) -> bool:
         """Return whether an embedding stands at a position of the prompt, or behind it."""
         return self.has_embeds_between(position, self.end)
