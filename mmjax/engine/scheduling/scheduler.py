@@ -31,11 +31,12 @@ from mmjax.engine.scheduling.outputs import (
     WantedGuess,
     make_delta,
 )
-from mmjax.engine.scheduling.queues import WaitingQueue, full_error
+from mmjax.engine.scheduling.queues import WaitingQueue
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import (
+    CapacityError,
     InternalError,
     MediaIdConflictError,
     RequestError,
@@ -184,7 +185,9 @@ class Scheduler:
                 param="request_id",
             )
         if len(self._requests) >= self._max_num_unfinished_seqs:
-            raise full_error(len(self.running), len(self.waiting))
+            # It is not known which of the waiting ones will run in the next step: all count.
+            numbers = f"{len(self.running)} requests run and {len(self.waiting)} wait already"
+            raise CapacityError(f"{numbers}; try again later")
         for item in request.media_items:
             known = self.encoder_cache.get_num_embeds(item.identifier)
             if known not in (None, item.num_embeds):
@@ -617,7 +620,7 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan) -> None:
         most = self._limits.max_num_seqs
         while plan.tokens_left and len(self.running) < most:
-            request = self.waiting.peek(partial(self._may_start, set()))
+            request = next(filter(partial(self._may_start, set()), self.waiting), None)
             if request is None:
                 return
             num_tokens, items = 0, []
