@@ -658,11 +658,6 @@ class EngineCore:
         """Drop the hashes of all blocks; running requests keep their blocks."""
         self._scheduler.reset_prefix_cache()
 
-    def encoder_usage(self) -> float:
-        """Return the referenced share of the encoder cache, between 0 and 1."""
-        cache = self._scheduler.encoder_cache
-        return 1.0 - cache.num_freeable_slots / cache.cache_size
-
     def stats(self) -> Heartbeat:
         """Return the current statistics. Thread-safe."""
         scheduler = self._scheduler
@@ -688,7 +683,7 @@ class EngineCore:
             encoder_disk_read_bytes=disk.bytes_read,
             encoder_disk_written_bytes=disk.bytes_written,
             **({} if self._workers is None else self._workers.stats()),
-            encoder_cache_usage=self.encoder_usage(),
+            encoder_cache_usage=scheduler.encoder_cache.usage,
             num_preemptions=self.num_preemptions,
             num_drafts=0 if guessed is None else guessed.num_drafts,
             num_draft_tokens=0 if guessed is None else guessed.num_draft_tokens,

@@ -27,6 +27,7 @@ from tests.engine.adapters import make_tensors, text_layers, tower_layers, write
 from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
     answer,
+    check_idle,
     engine_config,
     message,
     start_tiny,
@@ -207,9 +208,7 @@ class AdapterMachine(RuleBasedStateMachine):
         assert not scheduler.adapter_slots._slots, "of adapters that are gone"
         assert len(scheduler.adapter_slots._free) == 2
         assert not adapters._kept, "host copies of adapters that are gone"
-        assert scheduler.kv_cache.usage == 0
-        assert self.core.encoder_usage() == 0
-        assert self.core.compilations == 0
+        check_idle(self.core)
 
 
 def check(stage: Stage, num_examples: int, num_steps: int) -> None:

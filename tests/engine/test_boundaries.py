@@ -19,6 +19,7 @@ from mmjax.transport.messages import EngineCoreRequest, RequestFailed, StepOutpu
 from mmjax.transport.step_record import StepRecord
 from tests.engine.tiny import (
     answer,
+    check_idle,
     dense_greedy,
     drain,
     message,
@@ -41,11 +42,8 @@ def everything_returns(core: EngineCore) -> Iterator[None]:
     # With empty caches: what was encoded for an earlier test is not found.
     assert core.recover() == []
     yield
-    assert not core.has_unfinished()
     assert core.step() == []
-    assert core.stats().kv_cache_usage == 0
-    assert core.encoder_usage() == 0
-    assert core.compilations == 0
+    check_idle(core)
 
 
 def good_requests() -> list[EngineCoreRequest]:
@@ -331,8 +329,7 @@ def test_what_is_aborted_is_free_at_once(core: EngineCore) -> None:
             core.step()
         core.abort([request.request_id for request in batch])
         assert core.step() == []
-        assert core.stats().kv_cache_usage == 0
-        assert core.encoder_usage() == 0
+        check_idle(core)
         scheduler = core._scheduler
         assert not scheduler._item_sizes._entries
         assert not scheduler.waiting._arrivals

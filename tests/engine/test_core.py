@@ -26,6 +26,7 @@ from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
     answer,
     answer_all,
+    check_idle,
     dense_greedy,
     dense_logits,
     drain,
@@ -54,11 +55,7 @@ def no_compilation(core: EngineCore, cramped: EngineCore) -> Iterator[None]:
     """After warm-up nothing compiles, whatever a test asks for; and everything returns."""
     yield
     for engine in (core, cramped):
-        assert engine.compilations == 0
-        assert not engine.has_unfinished()
-        stats = engine.stats()
-        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-        assert engine.encoder_usage() == 0
+        check_idle(engine)
 
 
 MIXED: list[tuple[Any, ...]] = [

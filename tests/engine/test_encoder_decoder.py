@@ -11,7 +11,7 @@ from mmjax.errors import ConfigError, RequestError
 from mmjax.layers.attention.kv_cache import InterleavedCache, TransposedCache
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.tiny import answer, answer_all, drain, text, tokens_of
+from tests.engine.tiny import answer, answer_all, check_idle, drain, text, tokens_of
 from tests.engine.tiny_encoder_decoder import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -47,11 +47,7 @@ def all_returns(core: EngineCore, cramped: EngineCore) -> Iterator[None]:
     """After warm-up nothing compiles, whatever a test asks for; and everything returns."""
     yield
     for engine in (core, cramped):
-        assert engine.compilations == 0
-        assert not engine.has_unfinished()
-        stats = engine.stats()
-        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-        assert engine.encoder_usage() == 0
+        check_idle(engine)
         assert engine.stats().prefix_cache_hits == 0
 
 

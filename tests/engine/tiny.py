@@ -234,6 +234,14 @@ def drain_through_failures(core: EngineCore) -> dict[str, list[int]]:
     return answers
 
 
+def check_idle(core: EngineCore) -> None:
+    """Check that nothing is held, and that no step had to wait for a program."""
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.kv_cache_usage, stats.encoder_cache_usage) == (0.0, 0.0)
+    assert stats.num_compilations == 0
+
+
 def tokens_of(news: Sequence[RequestOutputDelta]) -> list[int]:
     """Return what a request was given in all."""
     return [token for delta in news for token in delta.new_token_ids]
