@@ -288,9 +288,8 @@ class Programs:
         self.scatter_blocks = jit(
             scatter_blocks, donate_argnames="kv_cache", out_shardings=(kv_cache, whole)
         )
-        self.load_adapter = jit(
-            load_adapter, donate_argnames="adapters", out_shardings=self._adapter_shardings
-        )
+        adapters = jax.tree.map(lambda leaf: leaf.sharding, self.describe_adapters())
+        self.load_adapter = jit(load_adapter, donate_argnames="adapters", out_shardings=adapters)
 
     def _shard_cache(self, spec: KVCacheSpec) -> Any:
         """Return the shardings of the caches: one of all blocks, or of each layer's arrays."""
@@ -431,11 +430,6 @@ class Programs:
         }
         return {cause: number * shard_bytes(part) for cause, part in parts.items()}
 
-    @property
-    def _adapter_shardings(self) -> dict[str, Any]:
-        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self.placement.home
-        return {name: param_sharding(name, leaf.shape, mesh) for name, leaf in shapes.items()}
-
     def make_adapters(self) -> AdapterArrays | None:
         """Allocate all slots, zeroed; None: the engine has no adapters."""
         return jax.tree.map(_zeros_of, self.describe_adapters())
@@ -444,10 +438,11 @@ class Programs:
         """Return shapes, dtypes and shardings of `make_adapters`."""
         if self.adapted is None:
             return None
-        shardings = self._adapter_shardings
+        shapes, home = self.adapted.shapes, self.placement.home
+        shardings = {name: param_sharding(name, leaf.shape, home) for name, leaf in shapes.items()}
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
-            for name, leaf in self.adapted.shapes.items()
+            for name, leaf in shapes.items()
         }
 
     def empty_tables(self, num_rows: int) -> SampleTables:
