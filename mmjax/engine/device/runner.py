@@ -45,6 +45,9 @@ from mmjax.weights.adapter import fill_slot
 
 logger = get_logger(__name__)
 
+_KINDS = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
+"""Of a sample with each of `SampleTables`, in their order."""
+
 
 class InFlight(NamedTuple):
     """A step that was dispatched to the device."""
@@ -665,8 +668,7 @@ class ModelRunner:
             self._run_reports(size.num_rows, packed)
         else:
             assert rest is not None, "a sample follows a step"
-            flags = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
-            empty = zip(flags, self._empty_tables[size.num_rows], strict=True)
+            empty = zip(_KINDS, self._empty_tables[size.num_rows], strict=True)
             tables = SampleTables(*(table if flag in kind else None for flag, table in empty))
             self._run_sample(size, rest, tables)
         return rest
@@ -682,11 +684,8 @@ class ModelRunner:
 
 
 def _kind_of(tables: SampleTables) -> SampleKind:
-    kind = SampleKind.NO_TABLES
-    flags = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
-    for flag, table in zip(flags, tables, strict=True):
-        kind |= SampleKind.NO_TABLES if table is None else flag
-    return kind
+    given = zip(_KINDS, tables, strict=True)
+    return SampleKind(sum(kind for kind, table in given if table is not None))
 
 
 def _read(sampled: Sequence[ScheduledRequest], drawn: Array | SampleOutput) -> ModelRunnerOutput:
