@@ -236,8 +236,8 @@ class _DraftParts(NamedTuple):
     model: LoadedModel
     plan: MediaPlan
     programs: Programs
-    lent: tuple[int, ...] = ()
-    """Which of the engine's caches an assistant reads."""
+    make_runner: Callable[..., DraftRunner]
+    """Takes the `engine`'s, too, where it guesses beside that."""
 
 
 def _load_draft(
@@ -257,7 +257,7 @@ def _load_draft(
         check_mtp(config, model.model_class, sees=plan.sees)
         own = make_draft_config(config, config.model)
         layer = load_beside(own, model.model_class.mtp_class, model, params, devices)
-        return _plan_beside(own, layer, plan)
+        return _plan_beside(own, layer, plan, MtpRunner)
     if config.draft is None:
         return None
     own = make_draft_config(config, config.draft)
@@ -267,24 +267,26 @@ def _load_draft(
         dtype: Any = jnp.dtype(programs.dtype).name  # one of those that a model may be told
         named = replace(own.model, dtype=dtype)
         layer = load_beside(replace(own, model=named), Eagle3Head, model, params, devices)
-        return _plan_beside(own, layer, plan._replace(sees="past", num_encoder_rows=1))
+        own_plan = plan._replace(sees="past", num_encoder_rows=1)
+        return _plan_beside(own, layer, own_plan, Eagle3Runner)
     if is_assistant(config, model.model_class):
         layer = load_beside(own, model.model_class.assistant_class, model, params, devices)
-        lent, own_plan = find_lent(layer, model), plan._replace(sees="past")
-        parts = _plan_beside(own, layer, own_plan, cache_type=programs.cache_type)
-        return parts._replace(lent=lent)
+        make = partial(AssistantRunner, lent=find_lent(layer, model))
+        own_plan = plan._replace(sees="past")
+        return _plan_beside(own, layer, own_plan, make, cache_type=programs.cache_type)
     check_draft_settings(config)
     small = load_model(own, None, params, devices)
     own_plan = plan_media(own, small)
     own_programs = _make_programs(own, small, own_plan)
     check_draft_model(config.draft.model, programs, own_programs)
-    return _DraftParts(own, small, own_plan, own_programs)
+    return _DraftParts(own, small, own_plan, own_programs, DraftRunner)
 
 
 def _plan_beside(
     config: EngineConfig,
     layer: LoadedModel,
     plan: MediaPlan,
+    make_runner: Callable[..., DraftRunner],
     *,
     cache_type: type[LayerCache] | None = None,
 ) -> _DraftParts:
@@ -292,22 +294,16 @@ def _plan_beside(
     own_plan = plan._replace(has_tower=False, sizes={}, takes_embeds=False)
     shared = find_shared(layer)
     programs = _make_programs(config, layer, own_plan, shared=shared, cache_type=cache_type)
-    return _DraftParts(config, layer, own_plan, programs)
+    return _DraftParts(config, layer, own_plan, programs, make_runner)
 
 
 def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> DraftModel:
     """Allocate a draft model's caches: as many blocks as the engine's model has."""
-    config, model, plan, programs, lent = parts
+    config, model, plan, programs, make = parts
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks, is_draft=True)
-    options: dict[str, Any] = {"num_blocks": num_blocks, "has_spans": plan.sees != "past"}
-    make: Any = DraftRunner
-    if programs.shared:
-        make = Eagle3Runner if model.model_class is Eagle3Head else MtpRunner
-        options = {"num_blocks": num_blocks, "engine": engine}
-    if lent:
-        make, options = AssistantRunner, {**options, "lent": lent}
+    more = {"engine": engine} if programs.shared else {"has_spans": plan.sees != "past"}
     own = {n: leaf for n, leaf in flatten_params(model.params).items() if n not in programs.shared}
-    runner = make(programs, compiled, unflatten_params(own), **options)
+    runner = make(programs, compiled, unflatten_params(own), num_blocks=num_blocks, **more)
     weights = EngineWeights(programs, runner, _make_source(config, model, programs, None))
 
     def host_bytes(num_used: int) -> dict[str, int]:
