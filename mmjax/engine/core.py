@@ -133,7 +133,8 @@ class EngineCore:
             config,
             limits=parts.limits,
             host_inputs=parts.programs.host_inputs,
-            precomputed=parts.programs.precomputed,
+            embed_width=parts.programs.embed_width,
+            dtype=parts.programs.dtype,
             adapters=parts.adapters,
         )
         self._counter = CompilationCounter()

@@ -518,7 +518,6 @@ def _make_programs(
         max_encoder_len=plan.max_encoder_len,
         adapted=model.adapted,
         logprobs_mode=config.model.logprobs_mode,
-        takes_embeds=plan.takes_embeds,
         keeps_rows=keeps_rows,
         num_state_slots=plan.num_state_slots if has_states else 0,
         states_per_seq=plan.states_per_seq if has_states else 0,

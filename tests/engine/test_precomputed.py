@@ -13,7 +13,7 @@ import pytest
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.device.encoder import PrecomputedEmbeds
+from mmjax.engine.device.encoder import WriteCalls
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import RequestError
@@ -238,7 +238,7 @@ def test_programs_are_there_only_where_they_are_taken(core: EngineCore):
 def test_items_are_cut_into_calls_of_few_sizes():
     buckets = Buckets.create(max_num_seqs=2, max_num_batched_tokens=64, max_written=3000)
     assert buckets.write == (256, 512, 1024, 2048)
-    embeds = PrecomputedEmbeds(is_enabled=True, num_rows=9000, width=2, dtype=np.float32)
+    embeds = WriteCalls(num_rows=9000, width=2, dtype=np.float32)
     sizes = (1, 300, 2048, 100)
     items = [
         EncoderItem(

@@ -21,11 +21,9 @@ from mmjax.engine.device.batch import ADAPTER_SLOTS
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls, unit_sizes
 from mmjax.engine.scheduling.request import EncoderItem
-from mmjax.errors import ConfigError, RequestRuntimeError, RequestTypeError, RequestValueError
+from mmjax.errors import ConfigError
 from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec
-from mmjax.processing.items.embeddings import EMBEDS_DTYPES
-from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.rounding import cdiv, round_up
 
 MIN_PATCHES = 128
@@ -370,53 +368,12 @@ class WriteCall(NamedTuple):
     """int32[rows]: rows of the pool; padding: `num_rows`, which is out of range."""
 
 
-class PrecomputedEmbeds:
-    """Validates precomputed embeddings, and makes calls of `write_rows`."""
+class WriteCalls:
+    """Makes the calls of `write_rows`."""
 
-    def __init__(self, *, is_enabled: bool, num_rows: int, width: int, dtype: Any) -> None:
+    def __init__(self, *, num_rows: int, width: int, dtype: Any) -> None:
         """`num_rows`, `width` (the language model's) and `dtype` are the pool's."""
-        self._is_enabled = is_enabled
-        self._num_rows = num_rows
-        self._width = width
-        self._dtype = np.dtype(dtype)
-
-    def find(self, feature: MultiModalFeatureSpec) -> Any:
-        """Return the embeddings of an item; None if it must be encoded."""
-        name = f"{feature.modality}_embeds"
-        if not self._is_enabled or feature.tensors is None or name not in feature.tensors:
-            return None
-        return feature.tensors[name].data
-
-    def make_item(self, feature: MultiModalFeatureSpec, embeds: Any) -> EncoderItem:
-        """Return the item with embeddings in the pool's dtype.
-
-        Raises `RequestError` for another shape or dtype, and for values that are not finite after
-        the cast.
-        """
-        name = f"`{feature.modality}_embeds` of item {feature.identifier}"
-        given = np.asarray(embeds)
-        if given.dtype.name not in EMBEDS_DTYPES:
-            raise RequestTypeError(
-                f"{name} are of dtype {given.dtype}; give one of {', '.join(EMBEDS_DTYPES)}",
-                param="multi_modal_data",
-            )
-        expected = (feature.mm_position.get_num_embeds(), self._width)
-        if given.shape != expected:
-            raise RequestRuntimeError(
-                f"{name} have shape {given.shape}; its placeholders and the model's width ask for "
-                f"{expected}",
-                param="multi_modal_data",
-            )
-        with np.errstate(over="ignore"):
-            rows = given.astype(self._dtype)
-        if not np.isfinite(rows).all():
-            raise RequestValueError(
-                f"{name} have values that are NaN, or beyond {self._dtype.name}; give finite ones",
-                param="multi_modal_data",
-            )
-        return EncoderItem(
-            identifier=feature.identifier, mm_position=feature.mm_position, embeds=rows
-        )
+        self._num_rows, self._width, self._dtype = num_rows, width, np.dtype(dtype)
 
     def fill(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]

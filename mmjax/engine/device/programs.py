@@ -22,10 +22,10 @@ from mmjax.engine.device.batch import ADAPTER_SLOTS, StepSizes, sample_layout, s
 from mmjax.engine.device.compilation import Program, compiler_options, with_exact_products
 from mmjax.engine.device.encoder import (
     Encoders,
-    PrecomputedEmbeds,
     PromptCall,
     PromptCalls,
     WriteCall,
+    WriteCalls,
 )
 from mmjax.engine.device.functions import (
     AdaptedModel,
@@ -132,7 +132,6 @@ class Programs:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_state_slots: int = 0,
         states_per_seq: int = 0,
-        takes_embeds: bool = False,
         keeps_rows: bool = False,
         unread: Collection[str] = (),
         shared: Collection[str] = (),
@@ -140,7 +139,7 @@ class Programs:
     ) -> None:
         """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them.
 
-        `takes_embeds`: of clients; `keeps_rows`: whether what is encoded is returned, too.
+        `keeps_rows`: whether what is encoded is returned, too.
         `unread`: parameters that are not held, of programs that encode and do nothing else.
         `shared`: parameters that the engine's model holds, of one that guesses for it.
         `alignment_heads`: as of `MultiModalModel`.
@@ -160,10 +159,7 @@ class Programs:
             min_units=2 if self._is_small(placement, model, is_tower=True) else 1,
             has_adapters=adapted is not None and adapted.has_towers,
         )
-        self.precomputed = PrecomputedEmbeds(
-            is_enabled=takes_embeds,
-            **{"num_rows": num_rows, "width": shape.embed_width, "dtype": shape.dtype},
-        )
+        self.write_calls = WriteCalls(num_rows=num_rows, width=shape.embed_width, dtype=shape.dtype)
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
         self.block_size = block_size
         self.num_state_slots, self.states_per_seq = num_state_slots, states_per_seq
@@ -452,7 +448,7 @@ class Programs:
     def empty_call(self, function: str, size: int) -> HostCall:
         """Return a call of padding."""
         if function == "write":
-            return self.precomputed.empty(size)
+            return self.write_calls.empty(size)
         if function == "encode prompts":
             return self.prompt_calls.empty(size)
         zeros = np.zeros(size, np.int32)

@@ -514,7 +514,7 @@ class ModelRunner:
             self._unsaved = UnsavedRows(held, calls) if keys else None
         if written:
             rows = [places[item.identifier] for item in written]
-            for write in self._programs.precomputed.fill(written, rows, ready.write):
+            for write in self._programs.write_calls.fill(written, rows, ready.write):
                 self._run("write", write)
         states = [item for item in new if item.prompt is not None]
         prompt_calls = self._programs.prompt_calls
