@@ -274,17 +274,9 @@ class Buckets:
                 (o.num_tokens < chunk, o.num_tokens, o.num_requests, not o.has_spans),
             ),
         )
-        by_kind = {
-            "mixed": mixed,
-            "decode": _ends_first(self.decode),
-            "sample": _ends_first(self.sample),
-            "encode": self.encode,
-            "clips": self.clips,
-            "prompts": self.prompts,
-            "write": self.write,
-            "align": self.align,
-            "pool": _ends_first(self.pool) if self.pool else (),
-        }
+        ordered = {kind: _ends_first(getattr(self, kind)) for kind in ("decode", "sample", "pool")}
+        ordered["mixed"] = mixed
+        by_kind = {kind: ordered.get(kind, getattr(self, kind)) for kind in _KINDS}
         rounds = [
             [
                 key
@@ -376,7 +368,7 @@ def split_calls(sizes: Sequence[int], number: int) -> Iterator[tuple[int, slice]
 
 def _ends_first(sizes: Sequence[Any]) -> Iterable[Any]:
     """Return sizes with the largest behind the smallest: 1, 8, 2, 4."""
-    return dict.fromkeys((sizes[0], sizes[-1], *sizes))
+    return dict.fromkeys((*sizes[:1], *sizes[-1:], *sizes))
 
 
 def _holds_any_step(
