@@ -294,7 +294,7 @@ def make_programs(config: Any, architecture: str) -> Programs:
     buckets = Buckets.create(
         max_num_seqs=4,
         max_num_batched_tokens=128,
-        **choose_sizes(spec, rows, rows),
+        encode_sizes={"encode": choose_sizes(spec, rows, rows)},
         span_variants=span_variants(cache_type, has_spans=model.sees != "past"),
         max_encoder_len=encoder_len,
     )

@@ -21,18 +21,29 @@ def params_of(
     model: torch.nn.Module, abstract: Params, rules: Sequence[RuleTypes]
 ) -> dict[Any, Any]:
     """Return the torch model's weights as our tree: every tensor used, none left over."""
+    return params_of_tensors(model.state_dict(), abstract, rules)
+
+
+def params_of_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    abstract: Params,
+    rules: Sequence[RuleTypes],
+    shared: Sequence[str] = (),
+) -> dict[Any, Any]:
+    """Return tensors as our tree, all of it but what begins with the `shared` names."""
     expected = flatten_params(abstract)
     leaves = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         for mapped, part in map_tensor(name, rules):
             if mapped.endswith("lm_head.weight") and mapped not in expected:
                 continue
             assert mapped not in leaves, name
             assert not isinstance(part, Place), "HF keeps no experts apart"
-            array = tensor.numpy() if part is None else part.apply(tensor.numpy())
+            array = tensor.detach().numpy()
+            array = array if part is None else part.apply(array)
             assert array.shape == expected[mapped].shape, name
             leaves[mapped] = jnp.asarray(array)
-    assert leaves.keys() == expected.keys()
+    assert leaves.keys() == {name for name in expected if not name.startswith(tuple(shared))}
     return unflatten_params(leaves)
 
 

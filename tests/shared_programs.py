@@ -133,8 +133,8 @@ def install_few_sizes() -> None:
             tokens = thin_out([one.num_tokens for one in buckets.mixed])
             # A request alone with all its guesses has a size of its own.
             rows = thin_out([one.num_tokens for one in buckets.decode]) | {1 + num_guessed}
-            # Of packed patches each size is a test's.
-            is_whole = bool(sizes.get("patches")) or not buckets.encode
+            # Of packed patches, of which no call has one alone, each size is a test's.
+            is_whole = buckets.encode[:1] != (1,)
             encode = buckets.encode if is_whole else tuple(sorted(thin_out(buckets.encode)))
             return replace(
                 buckets,

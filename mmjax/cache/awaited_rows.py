@@ -1,7 +1,7 @@
 """Encoder outputs that others compute, for requests that wait: asked for once, kept until used."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -63,11 +63,10 @@ class AwaitedRows:
                     break
         return failed
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until something comes; False, at once, if nothing is on its way."""
-        pending = [job for job in self._jobs.values() if not job.done()]
-        wait(pending, timeout_s, FIRST_COMPLETED)
-        return bool(pending)
+    @property
+    def pending(self) -> list["Future[np.ndarray | None]"]:
+        """What is on its way."""
+        return [job for job in self._jobs.values() if not job.done()]
 
     def forget(self, request_id: str) -> None:
         """Drop what nobody but a request that has ended has asked for."""

@@ -33,6 +33,11 @@ class EncoderCacheManager:
         self._num_found: Counter[str] = Counter()
         """request_id -> outputs found since `note_found`."""
 
+    @property
+    def usage(self) -> float:
+        """The referenced share of the cache, between 0 and 1."""
+        return 1.0 - self.num_freeable_slots / self.cache_size
+
     def check_and_update_cache(self, request_id: str, identifier: str) -> bool:
         """Return whether the output is cached; if it is, add a reference of the request."""
         if identifier not in self.cached:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -17,7 +18,7 @@ from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.runner import InFlight
 from mmjax.engine.scheduling.admission import resolve_features
 from mmjax.engine.scheduling.buckets import Buckets
-from mmjax.engine.scheduling.logit_rules import Grammars, Transcript
+from mmjax.engine.scheduling.logit_rules import Grammars
 from mmjax.engine.scheduling.outputs import SchedulerOutput
 from mmjax.engine.scheduling.queues import Deadlines
 from mmjax.engine.scheduling.request import Request
@@ -40,14 +41,13 @@ from mmjax.weights.update import Replacement, flatten_given
 
 logger = get_logger(__name__)
 
-_PROGRAM_WAIT_S = 0.05
+_WAIT_S = 0.05
 _MASK_WAIT_S = 0.005
 """How long a step waits for its grammars to read a token, while the device computes: those of
 schemas take some hundred microseconds. A later one is not in the step, which others are."""
 _STATE_WAIT_S = 1.0
 """Likewise of a model with recurrent layers, whose requests compute their prompts again if a step
 has to go without them."""
-_ADAPTER_WAIT_S = 1.0
 
 
 class _Dispatched(NamedTuple):
@@ -133,7 +133,8 @@ class EngineCore:
             config,
             limits=parts.limits,
             host_inputs=parts.programs.host_inputs,
-            precomputed=parts.programs.precomputed,
+            embed_width=parts.programs.embed_width,
+            dtype=parts.programs.dtype,
             adapters=parts.adapters,
         )
         self._counter = CompilationCounter()
@@ -163,20 +164,7 @@ class EngineCore:
         self._scheduler.add_request(request)
         if request.lora_request is not None:
             self._adapters.use(request.lora_request)
-        if message.grammar is not None:
-            request.logit_rules.grammar = self._grammars.start(
-                message.grammar,
-                message.eos_token_ids,
-                message.output_token_ids,
-                allowed_token_ids=message.sampling_params.allowed_token_ids,
-            )
-        elif message.sampling_params.transcript is not None:
-            request.logit_rules.grammar = Transcript(
-                message.sampling_params.transcript,
-                self._requests.limits.vocab_size,
-                output_token_ids=message.output_token_ids,
-                allowed_token_ids=message.sampling_params.allowed_token_ids,
-            )
+        request.logit_rules.grammar = self._grammars.start_for(message)
         logger.debug(
             "request %s waits: %d prompt tokens, %d items",
             *(message.request_id, request.num_prompt_tokens, len(features)),
@@ -222,8 +210,7 @@ class EngineCore:
 
     def wait_loaded(self) -> None:
         """Wait until all adapters are read; raise what is wrong with the first bad one."""
-        while self._adapters.wait(_ADAPTER_WAIT_S):
-            pass
+        self._adapters.wait()
         for _, error in self._adapters.pop_loaded():
             if error is not None:
                 raise error
@@ -305,29 +292,27 @@ class EngineCore:
             if self._in_flight is not None and self._in_flight.awaits_masks:
                 assert before is not None, "a token in flight is of the step before"
                 deltas = self._read(before)
-                try:
+                with self._keeping_failure():
                     self._in_flight = self._sample(self._in_flight)
-                except Exception as error:
-                    self._note_failure(error)
                 return deltas
             if not self.config.scheduler.async_scheduling:
                 before, self._in_flight = self._in_flight, None
             if before is None:
-                if self._in_flight is None and not (
-                    self._scheduler.kv_cache.wait_read(_PROGRAM_WAIT_S)
-                    or self._wait_rows()
-                    or self._grammars.wait(_PROGRAM_WAIT_S)
-                    or self._adapters.wait(_PROGRAM_WAIT_S)
-                ):
-                    # What waits needs a larger program than there is yet.
-                    self._programs.wait(_PROGRAM_WAIT_S)
-                    self._programs.check()
+                if self._in_flight is None:
+                    self._wait()
                 return []
             return self._read(before)
 
-    def _note_failure(self, error: Exception) -> None:
-        """Keep an error for the next call: this one has tokens to return."""
-        self._failure, self._has_failed = error, True
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        """Keep an error of the block for the next call: this one has tokens to return."""
+        try:
+            yield
+        except Exception as error:
+            self._failure, self._has_failed = error, True
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def _run_ahead(self) -> bool:
         can_run = not self.is_sleeping and not self._weights.num_missing
@@ -335,9 +320,18 @@ class EngineCore:
             return can_run
         return self._draft is not None and self._draft.runner.run_ahead()
 
-    def _wait_rows(self) -> bool:
-        awaited = self._scheduler.awaited
-        return awaited is not None and awaited.wait(_PROGRAM_WAIT_S)
+    def _wait(self) -> None:
+        """Wait a little for what lets a request start, or go on."""
+        scheduler = self._scheduler
+        rows = [] if scheduler.awaited is None else scheduler.awaited.pending
+        jobs: list[Future[Any]] = [*scheduler.kv_cache.pending, *rows]
+        jobs += [*self._grammars.pending, *self._adapters.pending]
+        if jobs:
+            wait(jobs, _WAIT_S, FIRST_COMPLETED)
+        else:
+            # What waits needs a larger program than there is yet.
+            self._programs.wait(_WAIT_S)
+            self._programs.check()
 
     def _read_first(self, before: _Dispatched) -> list[RequestOutputDelta]:
         """Read the step on the device, and dispatch the next one only then.
@@ -350,10 +344,8 @@ class EngineCore:
         for request in self._scheduler.running:
             # With no token in flight, a step holds only what has its mask.
             request.logit_rules.is_ready_by(deadline)
-        try:
+        with self._keeping_failure():
             self._in_flight = self._dispatch()
-        except Exception as error:
-            self._note_failure(error)
         return deltas
 
     def _sample(self, dispatched: _Dispatched) -> _Dispatched:
@@ -422,7 +414,7 @@ class EngineCore:
         """Return the requests of the steps that are on the device, and of grammars in threads."""
         steps = [output] if self._in_flight is None else [self._in_flight.output, output]
         ids = {one.request.request_id: None for step in steps for one in step.requests}
-        if self._grammars.is_computing:
+        if self._grammars.pending:
             ids.update(dict.fromkeys(self._scheduler.blocked_ids))
         return list(ids)
 
@@ -560,14 +552,8 @@ class EngineCore:
         if before is None or not self._scheduler.has_unfinished():
             self._open_outputs.clear()
             return []
-        try:
-            with self._counter.watching():
-                return self._read(before)
-        except Exception as error:
-            self._note_failure(error)
-        except BaseException:
-            self._has_failed = True
-            raise
+        with self._keeping_failure(), self._counter.watching():
+            return self._read(before)
         return []
 
     def abort_all(self) -> list[RequestOutputDelta]:
@@ -673,11 +659,6 @@ class EngineCore:
         """Drop the hashes of all blocks; running requests keep their blocks."""
         self._scheduler.reset_prefix_cache()
 
-    def encoder_usage(self) -> float:
-        """Return the referenced share of the encoder cache, between 0 and 1."""
-        cache = self._scheduler.encoder_cache
-        return 1.0 - cache.num_freeable_slots / cache.cache_size
-
     def stats(self) -> Heartbeat:
         """Return the current statistics. Thread-safe."""
         scheduler = self._scheduler
@@ -703,7 +684,7 @@ class EngineCore:
             encoder_disk_read_bytes=disk.bytes_read,
             encoder_disk_written_bytes=disk.bytes_written,
             **({} if self._workers is None else self._workers.stats()),
-            encoder_cache_usage=self.encoder_usage(),
+            encoder_cache_usage=scheduler.encoder_cache.usage,
             num_preemptions=self.num_preemptions,
             num_drafts=0 if guessed is None else guessed.num_drafts,
             num_draft_tokens=0 if guessed is None else guessed.num_draft_tokens,

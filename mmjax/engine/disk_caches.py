@@ -40,11 +40,10 @@ def open_block_store(
     processing = mm.mm_processor_kwargs, mm.media_io_kwargs, settings
     namespace = fingerprint(
         "KV blocks",
-        *_describe_engine(config, model_class, programs),
+        *_describe_engine(config, model_class, programs, params),
         *(cache.block_size, cache.prefix_caching_hash_algo),
         [(one.shape, one.dtype.name) for one in programs.describe_block()],
         *processing,
-        _digest_params(params),
     )
     return DiskStore(cache.kv_offload_dir, int(cache.kv_offload_dir_gb * _GIB), namespace)
 
@@ -57,11 +56,8 @@ def open_stored_rows(
     if directory is None or not programs.keeps_rows:
         return None
     of_encoder = programs.find_encoder_params()
-    namespace = fingerprint(
-        "encoder",
-        *_describe_engine(config, model_class, programs),
-        _digest_params({k: v for k, v in flatten_params(params).items() if k in of_encoder}),
-    )
+    read = {name: leaf for name, leaf in flatten_params(params).items() if name in of_encoder}
+    namespace = fingerprint("encoder", *_describe_engine(config, model_class, programs, read))
     max_bytes = int(config.cache.encoder_cache_dir_gb * _GIB)
     return StoredRows(
         DiskStore(directory, max_bytes, namespace),
@@ -98,22 +94,13 @@ def describe_encoder(
     }
 
 
-def _describe_engine(config: EngineConfig, model_class: Any, programs: Programs) -> list[Any]:
-    """Return what the bits of all that a model computes depend on, beside its parameters."""
-    placement = programs.placement
-    device = placement.local_devices[0]
-    return [
-        digest_class(model_class),
-        str(config.model.hf_config),
-        np.dtype(programs.dtype).name,
-        *(placement.platform, device.device_kind, placement.size),
-        describe_cpu() if placement.platform == "cpu" else "",
-        describe_libraries("jax", "jaxlib"),
-    ]
-
-
-def _digest_params(params: Params) -> str:
-    return digest_leaves(flatten_params(params).items())
+def _describe_engine(
+    config: EngineConfig, model_class: Any, programs: Programs, params: Params
+) -> list[Any]:
+    """Return what the bits of all that is computed with parameters on these devices depend on."""
+    digest = digest_leaves(flatten_params(params).items())
+    parts = describe_encoder(config, model_class, programs, digest)
+    return [*parts.values(), programs.placement.size]
 
 
 def digest_leaves(leaves: Iterable[tuple[str, Array]]) -> str:

@@ -198,15 +198,6 @@ class DraftModel(NamedTuple):
     host_bytes: Callable[[int], dict[str, int]]
     """Bytes of all arrays in the host's memory, by cause, with a number of KV blocks."""
 
-    @property
-    def is_ready(self) -> bool:
-        """As `DraftRunner.is_ready`."""
-        return self.runner.is_ready
-
-    def guess(self, wanted: Sequence[WantedGuess]) -> list[list[int]]:
-        """As `DraftRunner.guess`."""
-        return self.runner.guess(wanted)
-
     def start(self, after: CompiledPrograms) -> None:
         """Compile its programs: all of them now, or in a thread, once others are compiled."""
         self.compiled.compile_first()

@@ -173,7 +173,7 @@ class EncodeWorker:
         rows = self._kept.get(key)
         stored = self._parts.stored_rows
         if rows is None and stored is not None:
-            rows = stored.load(key, _count_kept(item))
+            rows = stored.load(key, item.num_kept)
             if rows is not None and self._kept.fits(rows):
                 self._kept[key] = rows
         if rows is not None:
@@ -316,11 +316,6 @@ class EncodeWorker:
 
 def _count_bytes(shape: Sequence[int], dtype: str) -> int:
     return int(np.prod(shape)) * np.dtype(dtype).itemsize
-
-
-def _count_kept(item: EncoderItem) -> int:
-    rows = item.rows
-    return item.num_embeds if rows is None else len(np.unique(rows[rows >= 0]))
 
 
 def _are_rows(rows: np.ndarray, num_outputs: int, num_extra_rows: int) -> bool:

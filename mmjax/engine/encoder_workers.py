@@ -67,7 +67,6 @@ class _Job:
     rows: "Future[np.ndarray | None]"
     asked_at: float
     key: bytes = b""
-    num_rows: int = 0
     sent_at: float = 0.0
     num_failures: int = 0
     tried: set[str] = field(default_factory=set)
@@ -228,16 +227,11 @@ class EncoderWorkers:
             if link.monitor is not None and link.monitor in ready:
                 self._lose(link, "its connection has ended", _AGAIN_S)
         while self._given:
-            self._queue.append(self._given.popleft())
-            self._prepare(self._queue[-1])
+            job = self._given.popleft()
+            self._queue.append(job)
+            job.key = make_row_key(job.item.identifier, job.item.units, job.item.rows)
         self._expire(time.monotonic())
         self._assign(time.monotonic())
-
-    def _prepare(self, job: _Job) -> None:
-        item = job.item
-        job.key = make_row_key(item.identifier, item.units, item.rows)
-        rows = item.rows
-        job.num_rows = item.num_embeds if rows is None else len(np.unique(rows[rows >= 0]))
 
     def _tend(self, link: _Link, now: float) -> None:
         """Open a link, say hello, and see whether it is answered."""
@@ -312,7 +306,7 @@ class EncoderWorkers:
                 link.late |= {number: link.jobs.pop(number) for number in others}
 
     def _check(self, job: _Job, answer: EncodedItem) -> None:
-        rows, expected = answer.rows, (job.num_rows, self._width)
+        rows, expected = answer.rows, (job.item.num_kept, self._width)
         if answer.key != job.key:
             raise WireError("the rows are another item's")
         if rows.shape != expected or rows.dtype != self._dtype:

@@ -1,10 +1,10 @@
 """What items take of a step, and of the encoder cache: planned before memory is."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mmjax.config.engine_config import EngineConfig, SchedulerConfig
-from mmjax.engine.device.encoder import choose_clip_sizes, choose_sizes, largest_items
+from mmjax.engine.device.encoder import choose_sizes, largest_items
 from mmjax.engine.disk_caches import check_offload
 from mmjax.engine.model import LoadedModel
 from mmjax.errors import ConfigError
@@ -22,8 +22,8 @@ class MediaPlan(NamedTuple):
 
     host_inputs: HostInputs
     has_tower: bool
-    sizes: Mapping[str, Any]
-    """Of the calls that encode items, here or elsewhere, as `Buckets.create` takes them."""
+    sizes: Mapping[str, tuple[int, ...]]
+    """Of the calls that encode items, here or elsewhere, by function."""
     takes_embeds: bool
     sees: Sees
     """What a prompt's tokens see, of what they may have."""
@@ -85,9 +85,12 @@ def plan_media(config: EngineConfig, model: LoadedModel) -> MediaPlan:
     return MediaPlan(
         host_inputs=host_inputs,
         has_tower=has_tower,
-        sizes=_choose_sizes(host_inputs, encoder_budget, largest_seen, longest_clip)
+        sizes={
+            "encode": choose_sizes(host_inputs.encoder_spec, encoder_budget, largest_seen),
+            "encode clips": choose_sizes(host_inputs.clip_spec, encoder_budget, longest_clip),
+        }
         if encodes
-        else {"max_units": 0},
+        else {},
         takes_embeds=takes_embeds,
         sees=sees,
         keeps_runs_whole=keeps_runs_whole,
@@ -109,16 +112,6 @@ def _tell_of_whole_runs(schedule: SchedulerConfig, sees: Sees) -> None:
         )
     elif sees in AHEAD and not schedule.disable_chunked_mm_input:
         logger.info("a picture's embeddings go in one step: they see each other both ways")
-
-
-def _choose_sizes(
-    host_inputs: HostInputs, encoder_budget: int, largest_seen: int, longest_clip: int
-) -> dict[str, Any]:
-    """Return what `Buckets.create` needs to know of the calls that encode items; 0: of none."""
-    sizes: dict[str, Any] = {"max_units": 0}
-    if largest_seen:
-        sizes = choose_sizes(host_inputs.encoder_spec, encoder_budget, largest_seen)
-    return sizes | {"clips": choose_clip_sizes(host_inputs.clip_spec, encoder_budget, longest_clip)}
 
 
 def _count_state_slots(config: EngineConfig, states_per_seq: int, keeps_runs_whole: bool) -> int:

@@ -235,13 +235,16 @@ def check_eagle3(config: EngineConfig, model: LoadedModel) -> None:
     """Raise ConfigError where an EAGLE-3 head cannot guess, CheckpointError for another model's."""
     draft, text = config.draft, bind(model.graphdef, model.params).language_model
     assert draft is not None, "there is no head"
+    _check_alone(config, f"EAGLE-3 head `{draft.model}`")
+    check_sizes(draft.hf_config, text.embed_tokens.weight.shape)
+
+
+def _check_alone(config: EngineConfig, name: str) -> None:
     if config.parallel.num_processes > 1:
         raise ConfigError(
-            f"`speculative_config` names the EAGLE-3 head `{draft.model}`, which cannot guess "
-            f"here: the model is sharded over {config.parallel.num_processes} processes. The "
-            "method 'ngram' can"
+            f"`speculative_config` names the {name}, which cannot guess here: the model is sharded "
+            f"over {config.parallel.num_processes} processes. The method 'ngram' can"
         )
-    check_sizes(draft.hf_config, text.embed_tokens.weight.shape)
 
 
 def load_beside(
@@ -283,12 +286,7 @@ def is_assistant(config: EngineConfig, model_class: Any) -> bool:
             f"`{draft.architecture}`; give an EAGLE-3 head: mmjax knows {', '.join(ARCHITECTURES)}"
         )
     if draft.architecture in model_class.assistant_architectures:
-        if config.parallel.num_processes > 1:
-            raise ConfigError(
-                f"`speculative_config` names the assistant `{draft.model}`, which cannot guess "
-                f"here: the model is sharded over {config.parallel.num_processes} processes. The "
-                "method 'ngram' can"
-            )
+        _check_alone(config, f"assistant `{draft.model}`")
         return True
     if method == "mtp":
         known = ", ".join(f"`{one}`" for one in model_class.assistant_architectures) or "none"

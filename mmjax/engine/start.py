@@ -65,7 +65,7 @@ from mmjax.engine.mtp import (
 )
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
-from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, encode_sizes
+from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.weights import EngineWeights, WeightsSource
@@ -236,8 +236,8 @@ class _DraftParts(NamedTuple):
     model: LoadedModel
     plan: MediaPlan
     programs: Programs
-    lent: tuple[int, ...] = ()
-    """Which of the engine's caches an assistant reads."""
+    make_runner: Callable[..., DraftRunner]
+    """Takes the `engine`'s, too, where it guesses beside that."""
 
 
 def _load_draft(
@@ -257,7 +257,7 @@ def _load_draft(
         check_mtp(config, model.model_class, sees=plan.sees)
         own = make_draft_config(config, config.model)
         layer = load_beside(own, model.model_class.mtp_class, model, params, devices)
-        return _plan_beside(own, layer, plan)
+        return _plan_beside(own, layer, plan, MtpRunner)
     if config.draft is None:
         return None
     own = make_draft_config(config, config.draft)
@@ -267,47 +267,43 @@ def _load_draft(
         dtype: Any = jnp.dtype(programs.dtype).name  # one of those that a model may be told
         named = replace(own.model, dtype=dtype)
         layer = load_beside(replace(own, model=named), Eagle3Head, model, params, devices)
-        return _plan_beside(own, layer, plan._replace(sees="past", num_encoder_rows=1))
+        own_plan = plan._replace(sees="past", num_encoder_rows=1)
+        return _plan_beside(own, layer, own_plan, Eagle3Runner)
     if is_assistant(config, model.model_class):
         layer = load_beside(own, model.model_class.assistant_class, model, params, devices)
-        lent, own_plan = find_lent(layer, model), plan._replace(sees="past")
-        parts = _plan_beside(own, layer, own_plan, cache_type=programs.cache_type)
-        return parts._replace(lent=lent)
+        make = partial(AssistantRunner, lent=find_lent(layer, model))
+        own_plan = plan._replace(sees="past")
+        return _plan_beside(own, layer, own_plan, make, cache_type=programs.cache_type)
     check_draft_settings(config)
     small = load_model(own, None, params, devices)
     own_plan = plan_media(own, small)
     own_programs = _make_programs(own, small, own_plan)
     check_draft_model(config.draft.model, programs, own_programs)
-    return _DraftParts(own, small, own_plan, own_programs)
+    return _DraftParts(own, small, own_plan, own_programs, DraftRunner)
 
 
 def _plan_beside(
     config: EngineConfig,
     layer: LoadedModel,
     plan: MediaPlan,
+    make_runner: Callable[..., DraftRunner],
     *,
     cache_type: type[LayerCache] | None = None,
 ) -> _DraftParts:
     """Return the parts of what guesses beside the engine's model, which encodes the items."""
-    own_plan = plan._replace(has_tower=False, sizes={"max_units": 0}, takes_embeds=False)
+    own_plan = plan._replace(has_tower=False, sizes={}, takes_embeds=False)
     shared = find_shared(layer)
     programs = _make_programs(config, layer, own_plan, shared=shared, cache_type=cache_type)
-    return _DraftParts(config, layer, own_plan, programs)
+    return _DraftParts(config, layer, own_plan, programs, make_runner)
 
 
 def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> DraftModel:
     """Allocate a draft model's caches: as many blocks as the engine's model has."""
-    config, model, plan, programs, lent = parts
+    config, model, plan, programs, make = parts
     compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks, is_draft=True)
-    options: dict[str, Any] = {"num_blocks": num_blocks, "has_spans": plan.sees != "past"}
-    make: Any = DraftRunner
-    if programs.shared:
-        make = Eagle3Runner if model.model_class is Eagle3Head else MtpRunner
-        options = {"num_blocks": num_blocks, "engine": engine}
-    if lent:
-        make, options = AssistantRunner, {**options, "lent": lent}
+    more = {"engine": engine} if programs.shared else {"has_spans": plan.sees != "past"}
     own = {n: leaf for n, leaf in flatten_params(model.params).items() if n not in programs.shared}
-    runner = make(programs, compiled, unflatten_params(own), **options)
+    runner = make(programs, compiled, unflatten_params(own), num_blocks=num_blocks, **more)
     weights = EngineWeights(programs, runner, _make_source(config, model, programs, None))
 
     def host_bytes(num_used: int) -> dict[str, int]:
@@ -320,8 +316,9 @@ def _make_draft(parts: _DraftParts, num_blocks: int, engine: ModelRunner) -> Dra
 
 
 def _make_speculation(config: EngineConfig, draft: DraftModel | None) -> Speculation | None:
-    speculation = config.speculation
-    return None if speculation is None else Speculation(speculation, draft)
+    if config.speculation is None:
+        return None
+    return Speculation(config.speculation, None if draft is None else draft.runner)
 
 
 # ---- encoders apart ------------------------------------------------------------------------------
@@ -350,14 +347,7 @@ def start_encoder(
     model = model._replace(params=unflatten_params(mixed))
     programs = _make_programs(config, model, plan, unread)
     keys = [key for key in programs.buckets.keys if key.function in programs.buckets.encode_sizes]
-    compiled = CompiledPrograms(
-        programs.buckets,
-        partial(programs.make, 1),
-        keys,
-        len(keys),
-        num_threads=config.compile_threads,
-        use_tqdm=config.use_tqdm,
-    )
+    compiled = _plan_programs(config, programs, 1, keys, len(keys))
     tree = unflatten_params(held)
     runner = ModelRunner(programs, compiled, tree, num_blocks=1, has_spans=plan.sees != "past")
     compiled.compile_first()
@@ -431,10 +421,13 @@ def _make_source(
 # ---- adapters ------------------------------------------------------------------------------------
 
 
-def _make_adapter_reader(
+def _open_adapters(
     config: EngineConfig, model: LoadedModel, get_params: Callable[[], Params]
-) -> AdapterReader:
-    """Return what reads adapters; `get_params` returns the present parameters."""
+) -> tuple[Adapters, AdapterReader]:
+    """Return the adapters, of which none is loaded, and what reads them.
+
+    `get_params` returns the present parameters.
+    """
 
     def read_base(name: str) -> np.ndarray | None:
         leaves = flatten_params(get_params())
@@ -448,7 +441,7 @@ def _make_adapter_reader(
 
     lora = config.lora
     shapes = {} if model.adapted is None else model.adapted.shapes
-    return AdapterReader(
+    reader = AdapterReader(
         rules=model.model_class.rules(config.model.hf_config),
         shapes={name: leaf.shape for name, leaf in shapes.items()},
         dtype=next((leaf.dtype for leaf in shapes.values()), None),
@@ -458,13 +451,6 @@ def _make_adapter_reader(
         left_out=model.left_out,
         unadapted=model.model_class.unadapted,
     )
-
-
-def _open_adapters(
-    config: EngineConfig, model: LoadedModel, get_params: Callable[[], Params]
-) -> tuple[Adapters, AdapterReader]:
-    """Return the adapters, of which none is loaded, and what reads them."""
-    lora, reader = config.lora, _make_adapter_reader(config, model, get_params)
     max_cpu_loras = lora.max_cpu_loras or 2 * lora.max_loras
     return Adapters(reader.read, max_cpu_loras=max_cpu_loras), reader
 
@@ -472,8 +458,7 @@ def _open_adapters(
 def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
     for name, path in config.lora.modules:
         adapters.load(name, Path(path))
-    while adapters.wait(1.0):
-        pass
+    adapters.wait()
     for name, error in adapters.pop_loaded():
         if error is not None:
             raise ConfigError(f"`lora_modules` gives `{name}`, which cannot be loaded: {error}")
@@ -510,7 +495,7 @@ def _make_programs(
     buckets = Buckets.create(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        **(plan.sizes if plan.has_tower else {"max_units": 0}),
+        encode_sizes=plan.sizes if plan.has_tower else {},
         max_written=plan.encoder_budget if writes else 0,
         span_variants=span_variants(cache_type, has_spans=plan.sees != "past"),
         max_encoder_len=plan.max_encoder_len,
@@ -533,7 +518,6 @@ def _make_programs(
         max_encoder_len=plan.max_encoder_len,
         adapted=model.adapted,
         logprobs_mode=config.model.logprobs_mode,
-        takes_embeds=plan.takes_embeds,
         keeps_rows=keeps_rows,
         num_state_slots=plan.num_state_slots if has_states else 0,
         states_per_seq=plan.states_per_seq if has_states else 0,
@@ -578,16 +562,26 @@ def _order_programs(
     elif is_draft:
         # Nobody waits for a guess: a draft model has all of its programs, or uses none.
         num_first, warm_up_keys = 0, []
-    compiled = CompiledPrograms(
-        buckets,
+    compiled = _plan_programs(config, programs, num_blocks, order, num_first)
+    is_alone = not programs.placement.is_shared
+    return compiled, warm_up_keys if is_alone else order[:num_first]
+
+
+def _plan_programs(
+    config: EngineConfig,
+    programs: Programs,
+    num_blocks: int,
+    order: Sequence[ProgramKey],
+    num_first: int,
+) -> CompiledPrograms:
+    return CompiledPrograms(
+        programs.buckets,
         partial(programs.make, num_blocks),
         order,
         num_first,
         num_threads=config.compile_threads,
         use_tqdm=config.use_tqdm,
     )
-    is_alone = not programs.placement.is_shared
-    return compiled, warm_up_keys if is_alone else order[:num_first]
 
 
 def _make_host_pool(
@@ -646,7 +640,7 @@ def _make_scheduler(
         sees=plan.sees,
         max_encoder_len=plan.max_encoder_len,
         has_states=bool(plan.num_state_slots),
-        item_sizes=encode_sizes(**plan.sizes),
+        item_sizes=plan.sizes,
         aligns=bool(programs.alignment_heads),
     )
     scheduler = Scheduler(

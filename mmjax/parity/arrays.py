@@ -13,7 +13,7 @@ from flax import nnx
 
 from mmjax.config.engine_config import Quantization
 from mmjax.engine.device import functions
-from mmjax.engine.device.batch import BatchBuilder
+from mmjax.engine.device.batch import BatchBuilder, StepSizes, sample_layout
 from mmjax.engine.device.compilation import compiler_options
 from mmjax.engine.device.encoder import EncoderRows, Encoders, PromptCalls
 from mmjax.engine.device.functions import AdaptedModel, StepState
@@ -89,13 +89,15 @@ class PagedModel:
         self._builder = BatchBuilder(
             num_blocks=self._num_blocks + self._num_encoder_blocks,
             block_size=BLOCK_SIZE,
-            max_blocks=self._num_blocks,
-            max_num_seqs=1,
+            sizes=StepSizes(
+                self._num_blocks,
+                self._num_encoder_blocks,
+                self.host_inputs.attends_to_items,
+                int(bool(self.cache_spec.states)),
+            ),
+            sample_layout=sample_layout(1),
             rows_of=self._rows.get,
             has_spans=self.sees != "past",
-            max_encoder_blocks=self._num_encoder_blocks,
-            attends_to_items=self.host_inputs.attends_to_items,
-            states_per_seq=int(bool(self.cache_spec.states)),
         )
         self._jit()
 

@@ -135,7 +135,7 @@ class BatchMaker:
             span_end[row, : len(ends)] = ends
             answer_ids[row, : request.num_output_tokens] = request.output_token_ids
             for item in request.items:
-                _place(src_index[row], item, rows)
+                item.place(src_index[row], rows.get(item.identifier))
         return ScoreBatch(
             token_ids=token_ids,
             lengths=np.array([one.num_tokens for one in requests], np.int32),
@@ -232,10 +232,3 @@ def _find_sizes(spec: EncoderSpec | PackedEncoderSpec, counts: Sequence[int]) ->
     return patch_buckets(
         largest_item=largest, encoder_budget=largest, patches_per_start=spec.patches_per_start
     )
-
-
-def _place(src_index: np.ndarray, item: EncoderItem, rows: EncoderRows) -> None:
-    """Set the rows of an item's embeddings in a sequence."""
-    mask: Any = item.mm_position.is_embed
-    chosen = slice(None) if mask is None else np.asarray(mask, bool)
-    src_index[item.start : item.end][chosen] = rows.get(item.identifier)

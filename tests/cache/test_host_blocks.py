@@ -1,6 +1,7 @@
 """Blocks in host memory: what is found, what goes first, and what is copied where."""
 
 import random
+from concurrent.futures import wait
 
 from mmjax.cache.kv.block_reader import BlockReader
 from mmjax.cache.kv.host_blocks import HostBlocks
@@ -114,7 +115,7 @@ def test_what_is_read_for_a_request_is_copied_from_there_and_gets_no_slot() -> N
     manager = make_manager(8, reader)
     fill(manager, "a", HASHES[:1])
     while not manager.is_read("b", HASHES[:4], 16):
-        manager.wait_read(1.0)
+        wait(manager.pending, 1.0)
     assert manager.count_cached_tokens("b", HASHES[:4], 16) == 12
     assert manager.count_cached_tokens("other", HASHES[:4], 16) == 4
     assert manager.start("b", HASHES[:3]) == 12

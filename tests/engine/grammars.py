@@ -3,7 +3,6 @@
 from typing import Any
 
 import msgspec
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -12,7 +11,7 @@ from mmjax.engine.scheduling.logit_rules import Grammars
 from mmjax.params.sampling_params import StructuredOutputsParams
 from mmjax.params.structured_outputs import make_grammar
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.tiny import EOS, VOCAB_SIZE, message
+from tests.engine.tiny import EOS, VOCAB_SIZE, message, text
 
 LETTERS = [chr(code) for code in range(34, 34 + VOCAB_SIZE - 4)]
 """Token n + 2 is the n-th of them, from " to }; 0 and 1 are special."""
@@ -33,7 +32,7 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def prompt(seed: int, length: int = 12) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
+    return text(seed, length)
 
 
 def constrained(

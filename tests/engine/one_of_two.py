@@ -13,7 +13,6 @@ from typing import Any
 
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.mesh import join_processes
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.engine.spread import (
     NUM_PROCESSES,
     adapted_config,
@@ -23,6 +22,7 @@ from tests.engine.spread import (
     serve_embeds,
     spread_config,
 )
+from tests.engine.tiny import start_tiny
 from tests.shared_programs import install_few_sizes
 
 
@@ -41,9 +41,7 @@ def main() -> None:
     # Also what broadcasts the arrays of a call is compiled then.
     config = replace(config, precompile="all")
     join_processes(config)  # before the parameters are made
-    core = EngineCore(
-        config, model_class=Gemma3ForConditionalGeneration, params=params_with_heads(2)
-    )
+    core = start_tiny(config, params_with_heads(2))
     if process_id:
         core.follow()
         print("let go", flush=True)

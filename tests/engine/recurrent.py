@@ -187,12 +187,11 @@ def recurrent_engine(
 ) -> EngineCore:
     """Start an engine over the tiny model."""
     settings = {"max_model_len": 320, "num_state_snapshots": 4, **settings}
-    config = engine_config(**settings)
-    block_bytes = 2 * HEAD_DIM * config.cache.block_size * 4
-    memory = None if num_blocks is None else num_blocks * block_bytes
-    cache = replace(config.cache, kv_cache_memory_bytes=memory)
+    if num_blocks is not None:
+        block_bytes = 2 * HEAD_DIM * settings.get("block_size", 8) * 4
+        settings["kv_cache_memory_bytes"] = num_blocks * block_bytes
     parallel = ParallelConfig(tensor_parallel_size=tensor_parallel_size)
-    config = replace(config, cache=cache, parallel=parallel)
+    config = replace(engine_config(**settings), parallel=parallel)
     return EngineCore(config, model_class=TinyRecurrent, params=recurrent_params()[1])
 
 

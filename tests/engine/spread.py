@@ -14,22 +14,17 @@ from mmjax.engine.core import EngineCore
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from tests.engine.adapters import make_tensors, text_layers, write_adapter
 from tests.engine.tiny import (
-    drain,
+    answer_all,
     engine_config,
     loud_params,
     message,
+    text,
     tiny_config,
-    tokens_of,
     with_embeds,
 )
 
 NUM_HEADS = 4
 NUM_PROCESSES = 2
-
-
-def text(seed: int, length: int) -> list[int]:
-    """Return random words."""
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 PROMPTS: list[tuple[Any, ...]] = [
@@ -70,10 +65,8 @@ def spread_config(num_kv_heads: int, **parallel: Any) -> EngineConfig:
 
 def serve(core: EngineCore, **sampling: Any) -> list[list[int]]:
     """Serve all prompts at once; return their answers."""
-    for number, parts in enumerate(PROMPTS):
-        core.add_request(message(str(number), parts, **sampling))
-    news = drain(core)
-    return [tokens_of(news[str(number)]) for number in range(len(PROMPTS))]
+    requests = [message(str(n), parts, **sampling) for n, parts in enumerate(PROMPTS)]
+    return answer_all(core, requests)
 
 
 def adapted_config(num_kv_heads: int, **parallel: Any) -> EngineConfig:
@@ -90,21 +83,20 @@ def serve_adapters(core: EngineCore, folder: Path, num_kv_heads: int) -> list[li
         tensors = make_tensors(ord(name), layers=layers)
         core.load_adapter(name, write_adapter(folder / name, tensors=tensors))
     core.wait_loaded()
-    for turn in range(2):
-        for number, name in enumerate([*names, None]):
-            request = message(f"{turn}{number}", PROMPTS[2 + turn])
-            core.add_request(msgspec.structs.replace(request, lora_name=name))
-    news = drain(core)
-    return [tokens_of(news[f"{turn}{number}"]) for turn in range(2) for number in range(4)]
+    requests = [
+        msgspec.structs.replace(message(f"{turn} {name}", PROMPTS[2 + turn]), lora_name=name)
+        for turn in range(2)
+        for name in (*names, None)
+    ]
+    return answer_all(core, requests)
 
 
 def serve_embeds(core: EngineCore) -> list[list[int]]:
     """Serve all prompts at once, with random embeddings in place of their pictures."""
-    for number, parts in enumerate(PROMPTS):
-        request = message(str(number), parts)
-        core.add_request(with_embeds(request, [_embeds(one) for one in request.mm_features]))
-    news = drain(core)
-    return [tokens_of(news[str(number)]) for number in range(len(PROMPTS))]
+    requests = [message(str(n), parts) for n, parts in enumerate(PROMPTS)]
+    return answer_all(
+        core, [with_embeds(one, [_embeds(item) for item in one.mm_features]) for one in requests]
+    )
 
 
 def _embeds(feature: MultiModalFeatureSpec) -> np.ndarray:

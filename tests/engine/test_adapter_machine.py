@@ -22,16 +22,16 @@ from hypothesis.stateful import (
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.engine.core import EngineCore
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.adapters import make_tensors, text_layers, tower_layers, write_adapter
 from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
     answer,
+    check_idle,
     engine_config,
     message,
+    start_tiny,
     tiny_engine,
-    tiny_params,
 )
 
 NAMES = ("a", "b", "c")
@@ -48,7 +48,6 @@ MAX_TOKENS = 6
 
 def make_engine(*, max_loras: int, max_num_seqs: int) -> EngineCore:
     """Start an engine whose steps and blocks are few."""
-    _, params = tiny_params()
     config = engine_config(
         max_model_len=48,
         max_num_seqs=max_num_seqs,
@@ -63,9 +62,7 @@ def make_engine(*, max_loras: int, max_num_seqs: int) -> EngineCore:
         max_lora_rank=4,
         enable_tower_connector_lora=True,
     )
-    return EngineCore(
-        replace(config, lora=lora), model_class=Gemma3ForConditionalGeneration, params=params
-    )
+    return start_tiny(replace(config, lora=lora))
 
 
 def make_request(request_id: str, prompt: int, name: str | None) -> EngineCoreRequest:
@@ -211,9 +208,7 @@ class AdapterMachine(RuleBasedStateMachine):
         assert not scheduler.adapter_slots._slots, "of adapters that are gone"
         assert len(scheduler.adapter_slots._free) == 2
         assert not adapters._kept, "host copies of adapters that are gone"
-        assert scheduler.kv_cache.usage == 0
-        assert self.core.encoder_usage() == 0
-        assert self.core.compilations == 0
+        check_idle(self.core)
 
 
 def check(stage: Stage, num_examples: int, num_steps: int) -> None:

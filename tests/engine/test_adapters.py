@@ -12,7 +12,6 @@ import pytest
 from mmjax.config.engine_config import LoRAConfig, ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError, RequestValueError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.adapters import make_tensors, tower_layers, write_adapter
 from tests.engine.tiny import (
@@ -21,8 +20,8 @@ from tests.engine.tiny import (
     drain,
     engine_config,
     message,
+    start_tiny,
     tiny_engine,
-    tiny_params,
 )
 
 NAMES = ("a", "b", "c", "d", None)
@@ -38,14 +37,13 @@ def make_engine(
 
     Unless told otherwise all have the same few programs.
     """
-    _, params = tiny_params()
     own: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **(lora or {})}
     config = replace(
         engine_config(**SIZES | settings),
         lora=LoRAConfig(**own),
         parallel=ParallelConfig(tensor_parallel_size=size),
     )
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
+    return start_tiny(config)
 
 
 def load(core: EngineCore, path: Path, names: Sequence[str | None] = NAMES) -> None:
@@ -172,7 +170,7 @@ def test_requests_wait_for_an_adapter_that_is_being_read(
     core.load_adapter("bad", tmp_path / "nowhere")
     core.add_request(ask("a"))
     core.add_request(ask("bad"))
-    core._adapters.wait(60.0)
+    core._adapters.wait()
     failed: list[Any] = []
     news: dict[str, list[int]] = {"a": []}
     while core.has_unfinished():
@@ -197,8 +195,7 @@ def test_one_that_is_being_read_while_weights_change_is_told_of(
     core.load_adapter("a", write_adapter(tmp_path / "a", seed=ord("a"), rank=1))
     core.replace_weights(core.match_weights(core.params))
     is_changed.set()
-    core._adapters.wait(60.0)
-    core._adapters.wait(60.0)
+    core._adapters.wait()
     assert core.pop_loaded() == [("a", None)]
     assert not core.is_loading
     assert answer(core, ask("a")) == lone_answers["a"]

@@ -22,18 +22,27 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 from mmjax import LLM
 from mmjax.engine.core import EngineCore
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.layers.module import Params, build_abstract, flatten_params, unflatten_params
+from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.models.gemma4.assistant import Gemma4Assistant
 from mmjax.models.model_source import load_model_config
 from mmjax.parity.arrays import Sample
-from mmjax.weights.rules import map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
-from tests.engine.test_mtp import TWO_DEVICES, check_guesses_of_files, noting
+from tests.engine.test_mtp import (
+    PROMPTS,
+    SAMPLINGS,
+    TWO_DEVICES,
+    ask_all,
+    check_guesses_of_files,
+    noting,
+    params_of_guesser,
+    serve_without,
+    start_guessing,
+    without_layers,
+)
 from tests.engine.tiny import answer_all, drain_through_failures
 from tests.families import TINY_FAMILIES, gemma4
 from tests.families.gemma4 import GLOBAL, LARGE, SLIDING
-from tests.families.tiny import Media, Parts, TinyModel, Words
-from tests.models.served import make_config, make_request
+from tests.families.tiny import TinyModel
 
 DRAFT = {"model": "assistant", "num_speculative_tokens": 3}
 ARCHITECTURE = "Gemma4AssistantForCausalLM"
@@ -48,12 +57,6 @@ SMALL = pytest.mark.parametrize("kind", ["small", pytest.param("large", marks=py
 """By default the other is in `test_right_guesses_are_all_accepted`."""
 NUM_BLOCKS = 16
 """So few that requests of PROMPTS are preempted."""
-PROMPTS: tuple[Parts, ...] = (
-    (Words(4, 20),),
-    (Words(0, 10), Media(0), Words(1, 9)),
-    (Media(2), Words(5, 12)),
-    (Words(0, 10), Media(1, "video"), Words(1, 9), Media(1), Words(7, 2)),
-)
 
 
 def list_sharing_modes(config: Any) -> list[str | None]:
@@ -113,17 +116,7 @@ def assistant_of(kind: str) -> Any:
 
 
 def params_of(assistant: Any) -> Params:
-    leaves = {}
-    for name, tensor in assistant.state_dict().items():
-        for mapped, part in map_tensor(name, Gemma4Assistant.rules(assistant.config)):
-            assert part is None
-            array = jnp.asarray(tensor.numpy())
-            leaves[mapped] = array.astype(jnp.int32) if "ordering" in mapped else array
-    _, abstract = build_abstract(Gemma4Assistant, assistant.config, dtype=jnp.float32)
-    shapes = {name: leaf.shape for name, leaf in flatten_params(abstract).items()}
-    assert shapes.keys() - leaves == {"language_model.embed_tokens.weight"}
-    assert {name: shapes[name] for name in leaves} == {n: one.shape for n, one in leaves.items()}
-    return unflatten_params(leaves)
+    return params_of_guesser(Gemma4Assistant, assistant.config, assistant.state_dict())
 
 
 @torch.no_grad()
@@ -153,27 +146,15 @@ def guess(kind: str, sample: Sample, answer: Sequence[int], number: int) -> list
 def start(
     kind: str, params: Any = None, draft_params: Any = None, assistant: Any = None, **settings: Any
 ) -> EngineCore:
-    one, row = model(kind), TINY_FAMILIES["gemma4"]
     assistant = assistant or assistant_of(kind)
-    own: dict[str, Any] = {"speculative_config": DRAFT, "max_model_len": 96, "precompile": "none"}
-    config = make_config(
-        row.model_class,
-        one.config,
-        max_embeds=row.max_embeds,
-        **own | {"num_blocks": NUM_BLOCKS, **settings},
-    )
-    draft = replace(config.model, hf_config=assistant.config, architecture=ARCHITECTURE)
-    return EngineCore(
-        replace(config, draft=draft),
-        model_class=row.model_class,
-        params=one.params if params is None else params,
-        draft_params=params_of(assistant) if draft_params is None else draft_params,
-    )
+    own = params_of(assistant) if draft_params is None else draft_params
+    named = {"hf_config": assistant.config, "architecture": ARCHITECTURE}
+    sizes = {"num_blocks": NUM_BLOCKS, **settings}
+    return start_guessing(model(kind), DRAFT, params, own, draft=named, **sizes)
 
 
 def requests_of(kind: str, **fields: Any) -> list[Any]:
-    samples = [model(kind).draw_sample(parts) for parts in PROMPTS]
-    return [make_request(f"{n}", one, **fields) for n, one in enumerate(samples)]
+    return ask_all(model(kind), PROMPTS, max_tokens=20, **fields)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +172,7 @@ def test_it_guesses_as_hf_does(kind: str, settings: dict[str, Any]) -> None:
     eager = Eager(core)
     with noting(core) as noted:
         for _ in range(2):  # the second time behind prefixes that are found
-            answer_all(core, requests_of(kind, max_tokens=20))
+            answer_all(core, requests_of(kind))
     assert ("num_blocks" in settings) is (core.num_preemptions == 0)
     assert core.compilations == 0
     assert eager.num_draft_tokens > 40
@@ -216,26 +197,12 @@ def test_it_guesses_as_hf_does(kind: str, settings: dict[str, Any]) -> None:
 def test_no_answer_changes(kind: str, settings: dict[str, Any]) -> None:
     core = start(kind, **settings)
     eager = Eager(core)
-    for fields in ({}, {"temperature": 0.8, "seed": 4, "top_p": 0.9}):
-        given = {"max_tokens": 20, **fields}
-        eager.is_on = False
-        expected = answer_all(core, requests_of(kind, **given))
-        eager.is_on = True
+    for fields in SAMPLINGS:
+        expected = serve_without(core, requests_of(kind, **fields))
         for _ in range(2):
             core.reset_prefix_cache()
-            assert answer_all(core, requests_of(kind, **given)) == expected
+            assert answer_all(core, requests_of(kind, **fields)) == expected
     assert eager.num_draft_tokens > 100
-
-
-def silence(params: Params) -> dict[str, Any]:
-    """Return weights, by name, whose decoder's layers add nothing."""
-    silent = ("o_proj.weight", "down_proj.weight")
-    return {
-        name: jnp.zeros_like(leaf)
-        if name.startswith("language_model.layers") and name.endswith(silent)
-        else leaf
-        for name, leaf in flatten_params(params).items()
-    }
 
 
 @pytest.mark.slow  # as those of `test_draft.py` and `test_mtp.py`
@@ -243,16 +210,16 @@ def test_right_guesses_are_all_accepted() -> None:
     """Of a model whose next token depends on the last one alone, which the assistant passes on."""
     width = gemma4.TEXT["hidden_size"]
     assistant = make_assistant({**gemma4.TEXT, **LARGE}, has_centroids=False, width=width)
-    target, own = silence(model("large").params), silence(params_of(assistant))
+    target, own = (
+        flatten_params(without_layers(one)) for one in (model("large").params, params_of(assistant))
+    )
     own["language_model.pre_projection.weight"] = jnp.eye(width, 2 * width)
     own["language_model.norm.weight"] = target["language_model.norm.weight"]
     own["language_model.lm_head.weight"] = target["language_model.embed_tokens.weight"]
     core = start("large", *map(unflatten_params, (target, own)), assistant=assistant)
     eager = Eager(core)
-    eager.is_on = False
-    expected = answer_all(core, requests_of("large", max_tokens=20))
-    eager.is_on = True
-    assert answer_all(core, requests_of("large", max_tokens=20)) == expected
+    expected = serve_without(core, requests_of("large"))
+    assert answer_all(core, requests_of("large")) == expected
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 40
 
 
@@ -270,11 +237,8 @@ def test_mixed_requests_are_answered_as_alone(kind: str) -> None:
 def test_a_failed_guess_and_sleep_leave_nothing_behind() -> None:
     """Though the caches that it was lent are gone with the call that failed."""
     core = start("small")
-    eager = Eager(core)
-    eager.is_on = False
-    expected = answer_all(core, requests_of("small", max_tokens=20))
-    eager.is_on = True
-    core.reset_prefix_cache()
+    Eager(core)
+    expected = serve_without(core, requests_of("small"))
     assert core._draft is not None
     runner, calls = core._draft.runner, itertools.count()
     run = runner._compiled.__call__
@@ -288,13 +252,13 @@ def test_a_failed_guess_and_sleep_leave_nothing_behind() -> None:
 
     failing: Any = Failing(runner._compiled, fail)
     runner._compiled = failing
-    for request in requests_of("small", max_tokens=20):
+    for request in requests_of("small"):
         core.add_request(request)
     found = drain_through_failures(core)
     assert [found[name] for name in sorted(found)] == expected
     core.sleep()
     core.wake_up()
-    assert answer_all(core, requests_of("small", max_tokens=20)) == expected
+    assert answer_all(core, requests_of("small")) == expected
 
 
 class Failing:

@@ -10,6 +10,7 @@ import pytest
 from mmjax.engine.device.batch import (
     NO_TOKEN,
     BatchBuilder,
+    StepSizes,
     sample_layout,
     step_layout,
     unpack_step,
@@ -29,8 +30,8 @@ def builder() -> BatchBuilder:
     return BatchBuilder(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        max_blocks=MAX_BLOCKS,
-        max_num_seqs=4,
+        sizes=StepSizes(MAX_BLOCKS),
+        sample_layout=sample_layout(4),
         rows_of=ROWS.__getitem__,
         has_spans=True,
     )
@@ -62,7 +63,7 @@ def item(identifier: str, offset: int, mask: list[int] | None, length: int) -> E
 
 
 def fields_of(flat: np.ndarray, bucket: StepBucket) -> dict[str, np.ndarray]:
-    return step_layout(bucket, MAX_BLOCKS).views(flat)
+    return step_layout(bucket, StepSizes(MAX_BLOCKS)).views(flat)
 
 
 def test_a_decode_step(builder: BatchBuilder) -> None:
@@ -130,7 +131,7 @@ def test_a_token_in_flight_is_a_row_of_the_sample_before(builder: BatchBuilder) 
     assert fields["token_from"][:6].tolist() == [-1, -1, -1, 1, 0, -1]
     assert fields["token_index"][:5].tolist() == [0, 1, 2, 9, 6]
     assert not is_plain, "the next is its second token, which may not end the text"
-    sample = sample_layout(4).views(flat[step_layout(bucket, MAX_BLOCKS).size :])
+    sample = sample_layout(4).views(flat[step_layout(bucket, StepSizes(MAX_BLOCKS)).size :])
     assert sample["rows"].tolist() == [2, 3, 4, 0]
     assert sample["masked_token_ids"][:, 0].tolist() == [NO_TOKEN, 1, NO_TOKEN, NO_TOKEN]
 
@@ -186,13 +187,13 @@ def test_a_long_chunk_is_cut_into_tiles(builder: BatchBuilder) -> None:
     request = make_request(1)
     request.token_ids = np.arange(200, dtype=np.int32)
     table = np.arange(50, dtype=np.int32)
-    builder.max_blocks = 50
+    builder.sizes = StepSizes(50)
     requests = [
         ScheduledRequest(request, 0, 70, table, False),
         ScheduledRequest(request, 3, 3, table, False),
     ]
     flat, _ = builder.build_step(requests, bucket)
-    fields = step_layout(bucket, 50).views(flat)
+    fields = step_layout(bucket, builder.sizes).views(flat)
     assert fields["tile_rows"][0].tolist() == list(range(64))
     assert fields["tile_rows"][1].tolist() == [*range(64, 70), *[256] * 58]
     assert fields["tile_rows"][2].tolist() == [70, 71, 72, *[256] * 61]
@@ -240,13 +241,11 @@ def encoder_builder(*, attends_to_items: bool = False) -> BatchBuilder:
     return BatchBuilder(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        max_blocks=MAX_BLOCKS,
-        max_num_seqs=4,
+        sizes=StepSizes(MAX_BLOCKS, 3, attends_to_items),
+        sample_layout=sample_layout(4),
         # An item's identifier says how many rows it has.
         rows_of=lambda identifier: np.arange(30, 30 + int(identifier), dtype=np.int32),
         has_spans=False,
-        max_encoder_blocks=3,
-        attends_to_items=attends_to_items,
     )
 
 
@@ -274,7 +273,7 @@ def test_states_are_written_where_a_request_begins_and_seen_by_all() -> None:
     ]
     assert builder.count_states(requests) == 8
     flat, _ = builder.build_step(requests, bucket)
-    fields = step_layout(bucket, MAX_BLOCKS, 3).views(flat)
+    fields = step_layout(bucket, builder.sizes).views(flat)
     assert fields["cross_lengths"].tolist() == [6, 9, 2, 0]
     assert fields["cross_block_tables"].tolist() == [[21, 22, 0], [23, 24, 25], [26, 0, 0], [0] * 3]
     assert fields["cross_src"][:8].tolist() == [30, 31, 32, 33, 34, 35, 30, 31]
@@ -315,7 +314,7 @@ def test_tokens_are_told_which_states_they_attend_to() -> None:
     window = ScheduledRequest(request, 4, 3, own, True, encoder_table=table)
     assert builder.count_states([window]) == 6, "the first window, behind what was found"
     flat, _ = builder.build_step([with_encoder(5, 1, 9, [23, 24, 25]), window], bucket)
-    layout = step_layout(bucket, MAX_BLOCKS, 3, attends_to_items=True)
+    layout = step_layout(bucket, builder.sizes)
     seen = layout.views(flat)["cross_seen"]
     assert seen[:, :5].tolist() == [[0, 3, 3, 3, 0], [0, 4, 6, 6, 0]]
 
@@ -326,7 +325,7 @@ def test_decoding_writes_no_states() -> None:
     requests = [with_encoder(5, 1, 9, [23, 24, 25])]
     assert builder.count_states(requests) == 0
     flat, _ = builder.build_step(requests, bucket)
-    batch = unpack_step(step_layout(bucket, MAX_BLOCKS, 3), jnp.asarray(flat))
+    batch = unpack_step(step_layout(bucket, builder.sizes), jnp.asarray(flat))
     assert batch.metadata.cross is not None
     assert batch.metadata.cross.lengths.tolist() == [9]
     assert batch.metadata.cross.block_tables.tolist() == [[23, 24, 25]]
@@ -337,7 +336,7 @@ def test_decoding_writes_no_states() -> None:
 
 def test_a_decoder_alone_has_none_of_these_fields(builder: BatchBuilder) -> None:
     bucket = StepBucket(4, 4, 1)
-    layout = step_layout(bucket, MAX_BLOCKS)
+    layout = step_layout(bucket, StepSizes(MAX_BLOCKS))
     assert [name for name, _ in layout.shapes if name.startswith("cross")] == []
     batch = unpack_step(layout, jnp.asarray(builder.empty_step(bucket)[0]))
     assert batch.metadata.cross is None

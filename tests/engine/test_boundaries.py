@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from mmjax.engine.core import EngineCore
@@ -18,7 +17,16 @@ from mmjax.params.sampling_params import StructuredOutputsParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender
 from mmjax.transport.messages import EngineCoreRequest, RequestFailed, StepOutput
 from mmjax.transport.step_record import StepRecord
-from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
+from tests.engine.tiny import (
+    answer,
+    check_idle,
+    dense_greedy,
+    drain,
+    message,
+    text,
+    tiny_engine,
+    tokens_of,
+)
 
 BAD = "bad"
 BAD_PICTURE = "picture-13-1"
@@ -34,15 +42,8 @@ def everything_returns(core: EngineCore) -> Iterator[None]:
     # With empty caches: what was encoded for an earlier test is not found.
     assert core.recover() == []
     yield
-    assert not core.has_unfinished()
     assert core.step() == []
-    assert core.stats().kv_cache_usage == 0
-    assert core.encoder_usage() == 0
-    assert core.compilations == 0
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
+    check_idle(core)
 
 
 def good_requests() -> list[EngineCoreRequest]:
@@ -328,8 +329,7 @@ def test_what_is_aborted_is_free_at_once(core: EngineCore) -> None:
             core.step()
         core.abort([request.request_id for request in batch])
         assert core.step() == []
-        assert core.stats().kv_cache_usage == 0
-        assert core.encoder_usage() == 0
+        check_idle(core)
         scheduler = core._scheduler
         assert not scheduler._item_sizes._entries
         assert not scheduler.waiting._arrivals

@@ -14,6 +14,7 @@ from mmjax.engine.scheduling.buckets import (
     ladder,
     next_bucket,
     split_calls,
+    unit_sizes,
 )
 
 
@@ -21,7 +22,7 @@ def make_buckets(max_num_seqs: int = 16, max_num_batched_tokens: int = 2048) -> 
     return Buckets.create(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_units=max_num_batched_tokens // 36,
+        encode_sizes={"encode": unit_sizes(max_num_batched_tokens // 36)},
     )
 
 
@@ -94,20 +95,20 @@ def test_every_step_within_the_limits_has_a_bucket_that_holds_it(data: st.DataOb
 
 @given(st.integers(1, 100), st.integers(1, 8))
 def test_units_are_split_over_calls_without_loss(num_units: int, max_units: int) -> None:
-    buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64, max_units=max_units)
-    calls = split_calls(buckets.encode, num_units)
-    assert sum(count for _, count in calls) == num_units
-    assert all(0 < count <= bucket and bucket in buckets.encode for bucket, count in calls)
+    sizes = unit_sizes(max_units)
+    calls = list(split_calls(sizes, num_units))
+    units = [unit for _, chosen in calls for unit in range(num_units)[chosen]]
+    assert units == list(range(num_units))
+    assert all(0 < one.stop - one.start <= size and size in sizes for size, one in calls)
 
 
 def test_eleven_units_take_two_calls() -> None:
-    assert split_calls(make_buckets().encode, 11) == [(8, 8), (4, 3)]
+    calls = split_calls(make_buckets().encode, 11)
+    assert list(calls) == [(8, slice(0, 8)), (4, slice(8, 11))]
 
 
 def make_variants(*span_variants: bool) -> Buckets:
-    return Buckets.create(
-        max_num_seqs=4, max_num_batched_tokens=128, max_units=1, span_variants=span_variants
-    )
+    return Buckets.create(max_num_seqs=4, max_num_batched_tokens=128, span_variants=span_variants)
 
 
 def test_spans_are_in_the_programs_that_may_need_them() -> None:
@@ -131,7 +132,7 @@ def test_one_kind_of_program_serves_steps_with_and_without_images() -> None:
 
 
 def test_where_requests_of_an_encoder_decoder_begin_there_is_room_for_their_states() -> None:
-    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_units": 1}
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
     plain, buckets = Buckets.create(**sizes), Buckets.create(**sizes, max_encoder_len=10)
     assert (plain.prompts, buckets.prompts) == ((), (1, 2, 4))
     assert buckets.num_programs == plain.num_programs + 3
@@ -178,7 +179,7 @@ def test_what_is_ready_serves_what_it_says(data: st.DataObject) -> None:
     buckets = Buckets.create(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=data.draw(st.integers(max_num_seqs, 3000)),
-        max_units=data.draw(st.integers(0, 9)),
+        encode_sizes={"encode": unit_sizes(data.draw(st.integers(0, 9)))},
         max_written=data.draw(st.sampled_from([0, 600])),
         span_variants=data.draw(st.sampled_from([(True,), (False,), (False, True)])),
         max_encoder_len=max_encoder_len,

@@ -95,7 +95,7 @@ def test_a_program_is_called_without_what_it_was_traced_to() -> None:
     compile_programs([program])
     trace = weakref.ref(jitted.trace(**program.arguments).jaxpr)
     assert trace() is not None, "JAX keeps it for another call of `jitted`"
-    buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64, max_units=0)
+    buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64)
     programs = CompiledPrograms(buckets, lambda keys: [program for _ in keys])
     np.testing.assert_array_equal(programs("step", 8, x=jnp.zeros((8, 8))), np.zeros((8, 8)))
     assert trace() is None

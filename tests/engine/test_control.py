@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from mmjax.config.lora_config import LoRAConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.process import EngineControl
-from mmjax.engine.start import _make_adapter_reader
+from mmjax.engine.start import _open_adapters
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
 from mmjax.transport.channel import IpcDirectory
@@ -117,7 +117,7 @@ def test_an_adapter_s_bias_is_compared_with_no_weights_that_sleep_has_dropped():
         lora=LoRAConfig(enable_lora=True), model=SimpleNamespace(hf_config=None)
     )
     params: Any = {}
-    reader = _make_adapter_reader(config, model, lambda: params)
+    _, reader = _open_adapters(config, model, lambda: params)
     with pytest.raises(CheckpointError, match="wake it up first"):
         reader.read_base("layer.bias")
     params["layer"] = {"bias": np.ones(2)}

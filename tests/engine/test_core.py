@@ -26,11 +26,13 @@ from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
     answer,
     answer_all,
+    check_idle,
     dense_greedy,
     dense_logits,
     drain,
     image_feature,
     message,
+    text,
     tiny_engine,
     tokens_of,
 )
@@ -53,15 +55,7 @@ def no_compilation(core: EngineCore, cramped: EngineCore) -> Iterator[None]:
     """After warm-up nothing compiles, whatever a test asks for; and everything returns."""
     yield
     for engine in (core, cramped):
-        assert engine.compilations == 0
-        assert not engine.has_unfinished()
-        stats = engine.stats()
-        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-        assert engine.encoder_usage() == 0
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
+        check_idle(engine)
 
 
 MIXED: list[tuple[Any, ...]] = [

@@ -26,7 +26,6 @@ from mmjax.engine.scheduling.speculation import (
     StepTimes,
 )
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.model_source import load_engine_config, resolve_model
 from mmjax.transport.messages import MEMORY_CAUSES, EngineCoreRequest
 from tests.engine.bench import choose_max_model_len
@@ -34,11 +33,13 @@ from tests.engine.grammars import install_tokenizer
 from tests.engine.test_mixed_fields import NUM_REQUESTS, draw_request, serve
 from tests.engine.tiny import (
     answer,
+    answer_all,
     drain,
     drain_through_failures,
     engine_config,
     loud_params,
     message,
+    start_tiny,
     tiny_config,
     tiny_engine,
     tiny_params,
@@ -64,7 +65,7 @@ class Eager(Speculation):
         """`rng` None: as many tokens as there may be, of each request."""
         config = core.config.scheduler.speculation
         assert config is not None, "the engine guesses nothing"
-        super().__init__(config, core._draft)
+        super().__init__(config, None if core._draft is None else core._draft.runner)
         self.is_on, self._rng = True, rng
         core._scheduler.speculation = self
 
@@ -88,12 +89,7 @@ def draft_config(*, size: int = 1, **settings: Any) -> EngineConfig:
 def start(config: EngineConfig, draft_params: Any = None) -> EngineCore:
     """Start an engine of the tiny model; its draft has the same weights, or those given."""
     _, params = tiny_params()
-    return EngineCore(
-        config,
-        model_class=Gemma3ForConditionalGeneration,
-        params=params,
-        draft_params=params if draft_params is None else draft_params,
-    )
+    return start_tiny(config, draft_params=params if draft_params is None else draft_params)
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +111,6 @@ def core(served: EngineCore) -> EngineCore:
 def requests_of(fields: dict[str, Any], **more: Any) -> list[EngineCoreRequest]:
     parts = [([2, 5, 9], (1, 1), [7, 8]), ([2, 5, 9], (3, 2), [7, 8, 11]), ([4, 4, 6, 50],)]
     return [message(f"{n}", one, **{**fields, **more}) for n, one in enumerate(parts)]
-
-
-def serve_all(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, list[int]]:
-    for request in requests:
-        core.add_request(request)
-    return {name: tokens_of(news) for name, news in drain(core).items()}
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -173,8 +163,7 @@ def test_other_weights_guess_wrongly_and_change_nothing(plain: EngineCore) -> No
     eager = Eager(core)
     for fields in SAMPLINGS[:2]:
         requests = requests_of(fields, max_tokens=24)
-        expected = {one.request_id: answer(plain, one) for one in requests}
-        assert serve_all(core, requests) == expected
+        assert answer_all(core, requests) == [answer(plain, one) for one in requests]
     assert eager.num_draft_tokens > 200 > 2 * eager.num_accepted_tokens
 
 
@@ -255,7 +244,7 @@ def test_over_two_devices(plain: EngineCore) -> None:
     core = start(draft_config(size=2))
     eager = Eager(core)
     requests = requests_of({}, max_tokens=16)
-    assert serve_all(core, requests) == {one.request_id: answer(plain, one) for one in requests}
+    assert answer_all(core, requests) == [answer(plain, one) for one in requests]
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 20
 
 
@@ -313,7 +302,7 @@ def test_a_failed_step_and_sleep_leave_nothing_behind(
     assert drain_through_failures(core) == expected
     core.sleep()
     core.wake_up()
-    assert serve_all(core, requests) == expected
+    assert answer_all(core, requests) == list(expected.values())
     assert eager.num_accepted_tokens == eager.num_draft_tokens > 50
 
 

@@ -25,20 +25,21 @@ from mmjax.layers.module import Params, build_abstract, flatten_params, unflatte
 from mmjax.models.eagle3.model import Eagle3Head, check_sizes, read_tapped_layers
 from mmjax.models.model_source import load_model_config
 from mmjax.parity.arrays import Sample
-from mmjax.weights.rules import map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
 from tests.engine.test_mtp import (
     SAMPLINGS,
     TWO_DEVICES,
+    ask_all,
     check_guesses_of_files,
     noting,
+    params_of_guesser,
     serve_without,
+    start_guessing,
     without_layers,
 )
 from tests.engine.tiny import answer_all
 from tests.families import TINY_FAMILIES, gemma3
 from tests.families.tiny import Media, Parts, TinyModel, Words
-from tests.models.served import make_config, make_request
 
 EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -131,17 +132,7 @@ def tensors_of(kind: str) -> dict[str, torch.Tensor]:
 
 
 def params_of_head(config: Any, tensors: dict[str, torch.Tensor]) -> Params:
-    leaves = {}
-    for name, tensor in tensors.items():
-        for mapped, part in map_tensor(name, Eagle3Head.rules(config)):
-            assert part is None
-            array = tensor.numpy()
-            leaves[mapped] = jnp.asarray(array, jnp.int32 if name == "d2t" else jnp.float32)
-    _, abstract = build_abstract(Eagle3Head, config, dtype=jnp.float32)
-    shapes = {name: leaf.shape for name, leaf in flatten_params(abstract).items()}
-    assert shapes.keys() - leaves == {"language_model.embed_tokens.weight"}
-    assert {name: shapes[name] for name in leaves} == {n: one.shape for n, one in leaves.items()}
-    return unflatten_params(leaves)
+    return params_of_guesser(Eagle3Head, config, tensors)
 
 
 # ---- the published maths -------------------------------------------------------------------------
@@ -245,33 +236,20 @@ def start(
     kind: str, params: Any = None, draft: tuple[Any, Any] | None = None, **settings: Any
 ) -> EngineCore:
     """Start an engine with a head; `draft`: its configuration and weights."""
-    one, row = model(kind), TINY_FAMILIES[kind]
     hf_config, draft_params = draft or (
         config_of(kind),
         params_of_head(config_of(kind), tensors_of(kind)),
     )
-    own: dict[str, Any] = {"speculative_config": EAGLE3, "max_model_len": 96, "precompile": "none"}
-    config = make_config(
-        row.model_class,
-        one.config,
-        max_embeds=row.max_embeds,
-        **own | {"num_blocks": NUM_BLOCKS, **settings},
-    )
-    named = replace(config.model, hf_config=hf_config, architecture=ARCHITECTURE)
-    return EngineCore(
-        replace(config, draft=named),
-        model_class=row.model_class,
-        params=one.params if params is None else params,
-        draft_params=draft_params,
-    )
+    named = {"hf_config": hf_config, "architecture": ARCHITECTURE}
+    sizes = {"num_blocks": NUM_BLOCKS, **settings}
+    return start_guessing(model(kind), EAGLE3, params, draft_params, draft=named, **sizes)
 
 
 def requests_of(kind: str, fields: dict[str, Any]) -> list[Any]:
     """Return requests whose answers are of words: HF's models look for pictures in them, too."""
-    samples = [model(kind).draw_sample(parts) for parts in PROMPTS]
     words = [*TINY_FAMILIES[kind].word_ids]
     fields = {"max_tokens": 12, "allowed_token_ids": words, **fields}
-    return [make_request(f"{n}", one, **fields) for n, one in enumerate(samples)]
+    return ask_all(model(kind), PROMPTS, **fields)
 
 
 @pytest.mark.parametrize(

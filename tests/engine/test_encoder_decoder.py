@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from mmjax.engine.core import EngineCore
@@ -12,7 +11,7 @@ from mmjax.errors import ConfigError, RequestError
 from mmjax.layers.attention.kv_cache import InterleavedCache, TransposedCache
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.tiny import answer, answer_all, drain, tokens_of
+from tests.engine.tiny import answer, answer_all, check_idle, drain, text, tokens_of
 from tests.engine.tiny_encoder_decoder import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -48,16 +47,8 @@ def all_returns(core: EngineCore, cramped: EngineCore) -> Iterator[None]:
     """After warm-up nothing compiles, whatever a test asks for; and everything returns."""
     yield
     for engine in (core, cramped):
-        assert engine.compilations == 0
-        assert not engine.has_unfinished()
-        stats = engine.stats()
-        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-        assert engine.encoder_usage() == 0
+        check_idle(engine)
         assert engine.stats().prefix_cache_hits == 0
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 MIXED: list[dict[str, Any]] = [

@@ -401,7 +401,7 @@ def test_no_item_waits_for_a_thread_that_has_ended(address: str, monkeypatch: py
         raise MemoryError
 
     with closing(asking(address)) as workers:
-        monkeypatch.setattr(workers, "_prepare", fail)
+        monkeypatch.setattr(encoder_workers, "make_row_key", fail)
         error = workers.fetch(make_item(1)).exception(timeout=20)
         assert str(error) == "internal error: MemoryError"
         error = workers.fetch(make_item(2)).exception(timeout=20)

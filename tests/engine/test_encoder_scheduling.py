@@ -2,42 +2,31 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv.kv_cache_manager import KVCacheManager, cdiv
 from mmjax.engine.scheduling.admission import AdmissionLimits
-from mmjax.engine.scheduling.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
+from mmjax.engine.scheduling.outputs import SchedulerOutput
 from mmjax.engine.scheduling.request import EncoderItem, EncoderPrompt, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
+from mmjax.rounding import cdiv
+from tests.engine import steps
+from tests.engine.steps import BLOCK_SIZE, encoded, sample, step, windows
 
-BLOCK_SIZE, MAX_MODEL_LEN, MAX_ENCODER_LEN = 4, 32, 12
-
-
-def make_scheduler(*, num_blocks: int = 64, pool: int = 64, **settings: Any) -> Scheduler:
-    settings = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_num_encoder_input_tokens": 32,
-        "max_num_encoder_states": 24,
-        **settings,
-    }
-    return Scheduler(
-        kv_cache=KVCacheManager(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            max_encoder_len=MAX_ENCODER_LEN,
-        ),
-        encoder_cache=EncoderCacheManager(pool),
-        **settings,
-    )
+MAX_MODEL_LEN, MAX_ENCODER_LEN = 32, 12
+make_scheduler = partial(
+    steps.make_scheduler,
+    max_model_len=MAX_MODEL_LEN,
+    max_encoder_len=MAX_ENCODER_LEN,
+    max_num_encoder_input_tokens=32,
+    max_num_encoder_states=24,
+)
 
 
 def make_image(name: str, num_embeds: int = 4) -> EncoderItem:
@@ -65,25 +54,6 @@ def make_request(
         max_model_len=MAX_MODEL_LEN,
         encoder=states,
     )
-
-
-def sample(output: SchedulerOutput) -> ModelRunnerOutput:
-    return {s.request.request_id: [SampledToken(7)] for s in output.requests if s.samples}
-
-
-def step(scheduler: Scheduler) -> SchedulerOutput:
-    """Schedule, and invent the tokens."""
-    output = scheduler.schedule()
-    scheduler.update_from_output(output, sample(output))
-    return output
-
-
-def windows(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
-    return {s.request.request_id: (s.start, s.end) for s in output.requests}
-
-
-def encoded(output: SchedulerOutput) -> list[str]:
-    return [item.identifier for item in output.encoder_items]
 
 
 def check_nothing_is_held(scheduler: Scheduler) -> None:
@@ -116,7 +86,7 @@ def test_the_first_window_brings_the_states_and_later_ones_read_them() -> None:
 
 
 def test_states_hold_no_pool_once_they_are_written() -> None:
-    scheduler = make_scheduler(pool=12)
+    scheduler = make_scheduler(encoder_cache_size=12)
     for name in "abc":
         scheduler.add_request(make_request(name, 1, 12, max_tokens=9))
     # The pool has room for one; each goes on while the next is encoded.
@@ -138,7 +108,7 @@ def test_an_image_is_encoded_once_for_all_prompts_about_it() -> None:
 
 def test_states_of_ended_requests_go_before_an_image() -> None:
     """One image and one prompt's states fill the pool: only states make room."""
-    scheduler = make_scheduler(pool=16)
+    scheduler = make_scheduler(encoder_cache_size=16)
     names = [str(n) for n in range(5)]
     outputs = []
     for name in names:
@@ -153,7 +123,7 @@ def test_states_of_ended_requests_go_before_an_image() -> None:
 
 
 def test_states_of_running_requests_go_before_an_image_too() -> None:
-    scheduler = make_scheduler(pool=16)
+    scheduler = make_scheduler(encoder_cache_size=16)
     outputs = []
     for name in "abc":
         scheduler.add_request(make_request(name, 1, 12, images=[make_image("x")], max_tokens=20))
@@ -199,7 +169,7 @@ def test_a_request_without_an_encoder_has_no_table() -> None:
         ({"num_blocks": 8}, "blocks of the prompt"),
         ({"max_num_encoder_states": 20}, "states of a step"),
         ({"max_num_encoder_input_tokens": 20}, "what a step encodes"),
-        ({"pool": 20}, "the pool"),
+        ({"encoder_cache_size": 20}, "the pool"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -261,7 +231,7 @@ def test_a_preempted_request_writes_its_states_again() -> None:
 
 
 def test_a_preempted_request_whose_states_are_gone_is_encoded_again() -> None:
-    outputs = run(make_scheduler(num_blocks=10, pool=8), "abc", 16)
+    outputs = run(make_scheduler(num_blocks=10, encoder_cache_size=8), "abc", 16)
     names = [name for output in outputs for name in encoded(output)]
     held: set[str] = set()
     for output in outputs:
@@ -295,7 +265,7 @@ def test_no_step_holds_too_much_and_all_end(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = make_scheduler(
         num_blocks=rng.choice([11, 14, 30]),
-        pool=rng.choice([24, 28, 48]),
+        encoder_cache_size=rng.choice([24, 28, 48]),
         max_num_encoder_states=rng.choice([12, 24]),
     )
     images = [make_image(f"image {n}", n) for n in range(1, 6)]

@@ -16,7 +16,6 @@ from mmjax.engine.core import EngineCore
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.errors import ConfigError
 from mmjax.layers.module import flatten_params, unflatten_params
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.adapters import make_tensors, tower_layers, write_adapter
 from tests.engine.tiny import (
@@ -27,6 +26,7 @@ from tests.engine.tiny import (
     image_feature,
     message,
     report,
+    start_tiny,
     tiny_engine,
     tiny_params,
     tokens_of,
@@ -149,7 +149,7 @@ def with_other_tower(seed: float) -> Any:
 
 def make_engine(params: Any, directory: Path, **groups: Any) -> EngineCore:
     config = replace(engine_config(**SIZES, encoder_cache_dir=directory), **groups)
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
+    return start_tiny(config, params)
 
 
 def test_other_weights_of_the_tower_find_nothing(tmp_path: Path):
@@ -227,13 +227,7 @@ def test_bfloat16_rows_are_kept_bit_for_bit(tmp_path: Path):
     params = {name: leaf.astype(jnp.bfloat16) for name, leaf in flat().items()}
     answers = []
     for number in range(2):
-        with closing(
-            EngineCore(
-                config,
-                model_class=Gemma3ForConditionalGeneration,
-                params=unflatten_params(params),
-            )
-        ) as core:
+        with closing(start_tiny(config, unflatten_params(params))) as core:
             answers.append(report(core, [ask(0, PICTURES[1])]))
             embeds = core.read_embeds("picture-1-2")
             assert core.stats().encoder_disk_hits == number

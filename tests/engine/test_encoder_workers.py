@@ -42,6 +42,7 @@ from tests.engine.tiny import (
     picture,
     report,
     serve_all,
+    start_tiny,
     tiny_engine,
     tiny_params,
     tokens_of,
@@ -88,18 +89,8 @@ def working(
 
 def start(addresses: Sequence[str], *, params: Any = None, **settings: Any) -> EngineCore:
     """Start an engine of the tiny model that has workers."""
-    workers = {
-        name: settings.pop(name)
-        for name in ("keep_encoder", "encoder_workers_timeout")
-        if name in settings
-    }
-    config = engine_config(**SIZES, **settings)
-    cache = replace(config.cache, encoder_workers=tuple(addresses), **workers)
-    return EngineCore(
-        replace(config, cache=cache),
-        model_class=Gemma3ForConditionalGeneration,
-        params=params or tiny_params()[1],
-    )
+    config = engine_config(**SIZES, encoder_workers=tuple(addresses), **settings)
+    return start_tiny(config, params)
 
 
 def ask(number: int, picture: tuple[int, int], **sampling: Any) -> EngineCoreRequest:
@@ -214,7 +205,7 @@ def test_an_engine_that_keeps_its_encoder_needs_nobody(tmp_path: Path):
 
 
 def test_what_cannot_go_with_workers_is_refused(tmp_path: Path):
-    config = with_workers(engine_config(), "unix:///nobody")
+    config = engine_config(encoder_workers=("unix:///nobody",))
     lora = LoRAConfig(enable_lora=True, enable_tower_connector_lora=True)
     with pytest.raises(ConfigError, match="enable_tower_connector_lora"):
         replace(config, lora=lora)
@@ -403,11 +394,6 @@ def test_an_item_that_cannot_be_encoded_is_refused_alone(
     assert isinstance(unpack_to_engine([*told[b"bad"]]), NotEncoded)
 
 
-def with_workers(config: EngineConfig, *addresses: str, **more: Any) -> EngineConfig:
-    cache = replace(config.cache, encoder_workers=addresses, **more)
-    return replace(config, cache=cache)
-
-
 @pytest.mark.parametrize("name", rows("encoder workers", TINY_FAMILIES))
 def test_other_families(name: str, tmp_path: Path):
     model, address = served_model(name), f"unix://{tmp_path}/encoder"
@@ -415,6 +401,7 @@ def test_other_families(name: str, tmp_path: Path):
     sizes: dict[str, Any] = {"max_num_batched_tokens": max(16, family.longest_run)}
     sizes |= {"max_embeds": family.max_embeds, "max_model_len": family.max_model_len}
     config = make_config(family.model_class, model.config, **sizes)
+    apart = make_config(family.model_class, model.config, **sizes, encoder_workers=(address,))
     (modality, *_) = family.max_embeds
     requests = [
         make_request(str(n), model.draw_sample((Words(1, 3), Media(n, modality), Words(2, 5))))
@@ -425,7 +412,7 @@ def test_other_families(name: str, tmp_path: Path):
     given = {"model_class": family.model_class, "params": model.params}
     with (
         working(address, config, **given) as worker,
-        closing(EngineCore(with_workers(config, address), **given)) as core,
+        closing(EngineCore(apart, **given)) as core,
     ):
         assert answer_all(core, requests) == expected
         assert worker.num_encoded == len(requests)

@@ -13,16 +13,11 @@ def read(path: Path) -> Adapter:
     return Adapter(arrays={}, digest=path.name.encode())
 
 
-def wait(adapters: Adapters) -> None:
-    while adapters.wait(10.0):
-        pass
-
-
 def test_all_loads_are_told_of_though_one_copy_is_kept() -> None:
     adapters = Adapters(read, max_cpu_loras=1)
     for name in ("a", "bad", "b", "c"):
         adapters.load(name, Path(name))
-        wait(adapters)
+        adapters.wait()
     told = dict(adapters.pop_loaded())
     assert told.keys() == {"a", "bad", "b", "c"}
     assert [name for name, error in told.items() if error is not None] == ["bad"]
@@ -35,7 +30,7 @@ def test_one_that_is_unloaded_before_it_was_told_of_is_forgotten() -> None:
     adapters = Adapters(read, max_cpu_loras=1)
     for name in ("a", "bad"):
         adapters.load(name, Path(name))
-        wait(adapters)
+        adapters.wait()
         adapters.unload(name)
     assert [name for name, _ in adapters.pop_loaded()] == ["a", "bad"]
     assert not adapters.is_loading
@@ -48,12 +43,12 @@ def test_the_copy_that_a_request_uses_stays() -> None:
     adapters = Adapters(read, max_cpu_loras=1)
     for name in ("a", "b"):
         adapters.load(name, Path(name))
-        wait(adapters)
+        adapters.wait()
     adapters.pop_loaded()
     for name in ("a", "b"):
         adapter = adapters.find(name)
         adapter.num_users += 1
         adapters.use(adapter)
-        wait(adapters)
+        adapters.wait()
     assert adapters.find("b").is_ready
     adapters.close()

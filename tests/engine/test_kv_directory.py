@@ -1,7 +1,6 @@
 """KV blocks in a directory: a later engine finds them, and a file that is not right is a miss."""
 
 import logging
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,23 @@ import pytest
 
 from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.engine.recurrent import recurrent_engine
 from tests.engine.test_kv_offload import ROOMY_GB, SIZES, parts, serve
-from tests.engine.tiny import dense_greedy, drain, engine_config, message, tiny_engine, tiny_params
+from tests.engine.tiny import (
+    dense_greedy,
+    drain,
+    engine_config,
+    message,
+    start_tiny,
+    tiny_engine,
+    tiny_params,
+)
 
 
 def start(folder: Path, *, seed: int = 0, **settings: Any) -> EngineCore:
     """Start an engine on a directory; `seed`: of its weights."""
     config = engine_config(**SIZES, kv_offload_gb=ROOMY_GB, kv_offload_dir=folder, **settings)
-    params = tiny_params(seed)[1]
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
+    return start_tiny(config, tiny_params(seed)[1])
 
 
 def fill(folder: Path, seeds: range) -> list[list[int]]:
@@ -151,13 +156,7 @@ def test_new_weights_behind_a_failed_step_write_nothing_of_it(tmp_path: Path) ->
 
 def test_little_host_memory_is_enough_for_what_it_holds(tmp_path: Path) -> None:
     answers = fill(tmp_path, range(3))
-    config = engine_config(**SIZES, kv_offload_dir=tmp_path, kv_offload_gb=ROOMY_GB)
-    cache = replace(config.cache, kv_offload_gb=5 * 3072 / 2**30)
-    core = EngineCore(
-        replace(config, cache=cache),
-        model_class=Gemma3ForConditionalGeneration,
-        params=tiny_params()[1],
-    )
+    core = tiny_engine(**SIZES, kv_offload_dir=tmp_path, kv_offload_gb=5 * 3072 / 2**30)
     assert [serve(core, f"{seed}", seed) for seed in range(3)] == [(one, 40) for one in answers]
     assert answers[0] == dense_greedy(message("oracle", parts(0)))
 

@@ -13,7 +13,6 @@ from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device import host_pool
 from mmjax.errors import ConfigError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.bench import choose_max_model_len, random_parts
 from tests.engine.spread import params_with_heads, spread_config
@@ -23,6 +22,8 @@ from tests.engine.tiny import (
     drain,
     engine_config,
     message,
+    start_tiny,
+    text,
     tiny_engine,
     tokens_of,
 )
@@ -38,10 +39,6 @@ ROOMY_GB = 200 * BLOCK_BYTES / 2**30
 
 SIZES: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16}
 """Of all engines of the tiny model, so that they have the same few programs."""
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 def parts(seed: int) -> tuple[Any, ...]:
@@ -140,11 +137,8 @@ def test_of_several_devices(num_kv_heads: int) -> None:
     """
     config = spread_config(num_kv_heads, tensor_parallel_size=4)
     small = {"kv_cache_memory_bytes": 20 * BLOCK_BYTES, "kv_offload_gb": 0.01}
-    core = EngineCore(
-        replace(config, cache=replace(config.cache, **small)),
-        model_class=Gemma3ForConditionalGeneration,
-        params=params_with_heads(num_kv_heads),
-    )
+    config = replace(config, cache=replace(config.cache, **small))
+    core = start_tiny(config, params_with_heads(num_kv_heads))
     cold = [serve(core, f"cold {seed}", seed)[0] for seed in range(4)]
     warm = [serve(core, f"warm {seed}", seed) for seed in range(4)]
     assert [found for found, _ in warm] == cold

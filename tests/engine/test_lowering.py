@@ -21,7 +21,7 @@ from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.device.functions import ModelShape
 from mmjax.engine.device.mesh import Placement, make_placement
 from mmjax.engine.device.programs import Programs
-from mmjax.engine.scheduling.buckets import Buckets
+from mmjax.engine.scheduling.buckets import Buckets, unit_sizes
 from mmjax.layers.attention import backend as attention_backend
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.attention.kv_cache import InterleavedCache, SlotCache
@@ -72,7 +72,7 @@ def make_programs(
     every = Buckets.create(
         max_num_seqs=4,
         max_num_batched_tokens=64,
-        max_units=2,
+        encode_sizes={"encode": unit_sizes(2)},
         span_variants=span_variants(cache_type, has_spans=model.sees != "past"),
     )
     lengths = [bucket.num_tokens for bucket in every.mixed]

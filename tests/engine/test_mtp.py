@@ -7,6 +7,7 @@ of HF's own modules; the former's states are normed before they are read again (
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,6 @@ from mmjax.models.glm4v.model import GlmOcrMtp
 from mmjax.models.model_source import load_model_config
 from mmjax.models.qwen3_vl.model import Qwen3_5Mtp
 from mmjax.parity.arrays import Sample
-from mmjax.weights.rules import Place, map_tensor
 from tests.engine.test_draft import Eager, compare_mixed
 from tests.engine.tiny import answer_all, drain, drain_through_failures
 from tests.families import TINY_FAMILIES, glm4v, qwen3_vl
@@ -36,6 +36,7 @@ from tests.families.directories import edit_json
 from tests.families.tiny import Media, Parts, TinyModel, Words
 from tests.kit import draw, fill_by_name
 from tests.models.served import make_config, make_request
+from tests.oracle import params_of_tensors
 
 NUM_GUESSED = 3
 TWO_DEVICES = pytest.mark.skipif(
@@ -179,18 +180,16 @@ def model(kind: str) -> TinyModel:
 
 
 def params_of_layer(kind: str) -> Params:
-    config, mtp_class = model(kind).config, KINDS[kind].mtp_class
-    _, abstract = build_abstract(mtp_class, config, dtype=jnp.float32)
-    leaves = {}
-    for name, tensor in make_layer(kind).named_tensors(config.text_config).items():
-        for mapped, part in map_tensor(name, mtp_class.rules(config)):
-            assert not isinstance(part, Place), "HF keeps no experts apart"
-            array = tensor.detach().numpy()
-            leaves[mapped] = jnp.asarray(array if part is None else part.apply(array))
-    shapes = {name: leaf.shape for name, leaf in flatten_params(abstract).items()}
-    assert {name: shapes[name] for name in leaves} == {n: one.shape for n, one in leaves.items()}
-    assert {name.split(".")[1] for name in shapes.keys() - leaves} == {"embed_tokens", "lm_head"}
-    return unflatten_params(leaves)
+    config = model(kind).config
+    tensors = make_layer(kind).named_tensors(config.text_config)
+    return params_of_guesser(KINDS[kind].mtp_class, config, tensors)
+
+
+def params_of_guesser(guesser_class: Any, config: Any, tensors: Mapping[str, Any]) -> Params:
+    """Return the weights of what guesses, but for those that it has from the model."""
+    _, abstract = build_abstract(guesser_class, config, dtype=jnp.float32)
+    rules = guesser_class.rules(config)
+    return params_of_tensors(tensors, abstract, rules, guesser_class.shared_names)
 
 
 class Guesser:
@@ -256,17 +255,34 @@ class Guesser:
 
 def start(kind: str, params: Any = None, draft_params: Any = None, **settings: Any) -> EngineCore:
     """Start an engine whose layer guesses; None: the weights of `model` and `make_layer`."""
-    one, row = model(kind), TINY_FAMILIES[kind]
-    settings = {
-        **{"speculative_config": MTP, "max_model_len": 96, "precompile": "none"},
-        **{"num_blocks": KINDS[kind].num_blocks, **settings},
+    own = params_of_layer(kind) if draft_params is None else draft_params
+    sizes: dict[str, Any] = {"num_blocks": KINDS[kind].num_blocks, **settings}
+    return start_guessing(model(kind), MTP, params, own, **sizes)
+
+
+def start_guessing(
+    one: TinyModel,
+    speculation: Mapping[str, Any],
+    params: Params | None,
+    draft_params: Params,
+    *,
+    draft: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> EngineCore:
+    """Start a tiny model's engine, for which another guesses; `draft`: of whose `ModelConfig`."""
+    row = one.family
+    options: dict[str, Any] = {
+        **{"max_embeds": row.max_embeds, "max_model_len": 96, "precompile": "none"},
+        **{"speculative_config": speculation, **settings},
     }
-    config = make_config(row.model_class, one.config, max_embeds=row.max_embeds, **settings)
+    config = make_config(row.model_class, one.config, **options)
+    if draft is not None:
+        config = replace(config, draft=replace(config.model, **draft))
     return EngineCore(
         config,
         model_class=row.model_class,
         params=one.params if params is None else params,
-        draft_params=params_of_layer(kind) if draft_params is None else draft_params,
+        draft_params=draft_params,
     )
 
 
@@ -406,8 +422,12 @@ SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 4, "to
 
 
 def requests_of(kind: str, fields: dict[str, Any]) -> list[Any]:
-    samples = [model(kind).draw_sample(parts) for parts in PROMPTS]
-    return [make_request(f"{n}", one, max_tokens=20, **fields) for n, one in enumerate(samples)]
+    return ask_all(model(kind), PROMPTS, max_tokens=20, **fields)
+
+
+def ask_all(one: TinyModel, prompts: Sequence[Parts], **fields: Any) -> list[Any]:
+    samples = [one.draw_sample(parts) for parts in prompts]
+    return [make_request(f"{n}", sample, **fields) for n, sample in enumerate(samples)]
 
 
 def serve_without(core: EngineCore, requests: Sequence[Any]) -> list[list[int]]:

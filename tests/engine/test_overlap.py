@@ -12,8 +12,6 @@ from transformers.models.unlimited_ocr.generation_unlimited_ocr import (
     UnlimitedOcrSlidingWindowNoRepeatNgramLogitsProcessor,
 )
 
-from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device import compilation
 from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
@@ -21,12 +19,14 @@ from mmjax.engine.scheduling.request import BlockHasher, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.steps import BLOCK_SIZE, MAX_MODEL_LEN, make_scheduler
 from tests.engine.tiny import (
     answer,
     dense_greedy,
     dense_logits,
     drain,
     message,
+    text,
     tiny_engine,
     tokens_of,
 )
@@ -35,25 +35,7 @@ FEW = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 """Sizes of an engine with few programs."""
 
 
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
-
-
 # ---- the scheduler, one step ahead of the tokens -------------------------------------------------
-
-
-def make_scheduler(*, num_blocks: int = 32, **settings: Any) -> Scheduler:
-    settings = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_num_encoder_input_tokens": 16,
-        **settings,
-    }
-    return Scheduler(
-        kv_cache=KVCacheManager(num_blocks=num_blocks, block_size=4, max_model_len=64),
-        encoder_cache=EncoderCacheManager(64),
-        **settings,
-    )
 
 
 def make_request(name: str, token_ids: list[int], **sampling: Any) -> Request:
@@ -62,9 +44,9 @@ def make_request(name: str, token_ids: list[int], **sampling: Any) -> Request:
         request_id=name,
         prompt_token_ids=token_ids,
         sampling_params=SamplingParams(**sampling),
-        max_model_len=64,
+        max_model_len=MAX_MODEL_LEN,
         eos_token_ids=[1],
-        block_hasher=BlockHasher(block_size=4, none_hash=b"start"),
+        block_hasher=BlockHasher(block_size=BLOCK_SIZE, none_hash=b"start"),
     )
 
 

@@ -19,7 +19,7 @@ from mmjax.errors import RequestError
 from mmjax.layers.module import flatten_params
 from mmjax.parity.arrays import Sample
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.tiny import answer_all
+from tests.engine.tiny import answer_all, check_idle
 from tests.families import served_model
 from tests.families.qwen2_vl import draw_grid
 from tests.families.tiny import DrawnItem, Media, Part, Words
@@ -180,9 +180,7 @@ def core() -> EngineCore:
 def no_compilation(core: EngineCore) -> Iterator[None]:
     """After warm-up nothing compiles, whatever the sizes; and every row returns."""
     yield
-    assert core.compilations == 0
-    assert not core.has_unfinished()
-    assert core.encoder_usage() == 0
+    check_idle(core)
 
 
 @pytest.fixture

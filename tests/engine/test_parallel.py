@@ -24,7 +24,6 @@ from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import make_placement
 from mmjax.errors import ConfigError
 from mmjax.layers.module import flatten_params
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.conftest import FOUR_DEVICES
 from tests.engine.spread import (
     NUM_PROCESSES,
@@ -35,7 +34,7 @@ from tests.engine.spread import (
     serve_embeds,
     spread_config,
 )
-from tests.engine.tiny import drain, message
+from tests.engine.tiny import drain, message, start_tiny
 
 LAYERS = 3
 
@@ -44,8 +43,7 @@ LAYERS = 3
 def engine(num_kv_heads: int, size: int) -> EngineCore:
     """Start an engine on `size` devices."""
     config = spread_config(num_kv_heads, tensor_parallel_size=size)
-    params = params_with_heads(num_kv_heads)
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
+    return start_tiny(config, params_with_heads(num_kv_heads))
 
 
 SPREADS = [
@@ -247,8 +245,7 @@ def test_two_processes_answer_as_one():
 @pytest.mark.slow
 def test_two_processes_answer_as_one_with_adapters(tmp_path: Path):
     config = adapted_config(2, tensor_parallel_size=4)
-    params = params_with_heads(2)
-    alone = EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
+    alone = start_tiny(config, params_with_heads(2))
     expected = serve_adapters(alone, tmp_path / "alone", 2)
     assert len(set(map(tuple, expected))) == len(expected)
     report = _serve_together(str(tmp_path / "together"))

@@ -8,11 +8,10 @@ import pytest
 
 from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestRuntimeError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.params.pooling_params import PoolingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, StepOutput
-from tests.engine.tiny import drain, engine_config, message, tiny_params
+from tests.engine.tiny import drain, engine_config, message, start_tiny
 
 pytestmark = pytest.mark.as_served
 
@@ -46,9 +45,7 @@ CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 16, "encoder_cache_size": 1
 
 def start(**settings: Any) -> EngineCore:
     config = engine_config(max_model_len=80, **settings)
-    config = replace(config, model=replace(config.model, runner="pooling"))
-    _, params = tiny_params()
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
+    return start_tiny(replace(config, model=replace(config.model, runner="pooling")))
 
 
 def read(news: list[RequestOutputDelta]) -> np.ndarray:

@@ -13,20 +13,19 @@ import pytest
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.device.encoder import PrecomputedEmbeds
+from mmjax.engine.device.encoder import WriteCalls
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import RequestError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.spread import text
 from tests.engine.tiny import (
     answer,
     drain,
     engine_config,
     message,
-    tiny_params,
+    start_tiny,
+    text,
     tokens_of,
     with_embeds,
 )
@@ -36,8 +35,7 @@ NO_TOWER = {"image": 0}
 
 
 def make_engine(mm: MultiModalConfig, **settings: Any) -> EngineCore:
-    config = engine_config(**settings).with_mm(mm)
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=tiny_params()[1])
+    return start_tiny(engine_config(**settings).with_mm(mm))
 
 
 def count_programs(core: EngineCore) -> int:
@@ -238,11 +236,9 @@ def test_programs_are_there_only_where_they_are_taken(core: EngineCore):
 
 
 def test_items_are_cut_into_calls_of_few_sizes():
-    buckets = Buckets.create(
-        max_num_seqs=2, max_num_batched_tokens=64, max_units=0, max_written=3000
-    )
+    buckets = Buckets.create(max_num_seqs=2, max_num_batched_tokens=64, max_written=3000)
     assert buckets.write == (256, 512, 1024, 2048)
-    embeds = PrecomputedEmbeds(is_enabled=True, num_rows=9000, width=2, dtype=np.float32)
+    embeds = WriteCalls(num_rows=9000, width=2, dtype=np.float32)
     sizes = (1, 300, 2048, 100)
     items = [
         EncoderItem(
@@ -270,5 +266,5 @@ def test_items_are_cut_into_calls_of_few_sizes():
 
 @pytest.mark.parametrize(("most", "sizes"), [(0, ()), (64, (64,)), (300, (256, 300))])
 def test_no_call_is_larger_than_a_step(most: int, sizes: tuple[int, ...]):
-    sized = Buckets.create(max_num_seqs=2, max_num_batched_tokens=64, max_units=0, max_written=most)
+    sized = Buckets.create(max_num_seqs=2, max_num_batched_tokens=64, max_written=most)
     assert sized.write == sizes

@@ -1,15 +1,13 @@
 """Shared beginnings: what is found, what is not, and that answers are the same with and without."""
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.core import EngineCore
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.outputs import SampledToken
@@ -18,26 +16,23 @@ from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.weights.adapter import Adapter
-from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
-
-BLOCK_SIZE = 4
-
+from tests.engine import steps
+from tests.engine.steps import BLOCK_SIZE, MAX_MODEL_LEN
+from tests.engine.tiny import (
+    answer,
+    dense_greedy,
+    drain,
+    message,
+    text,
+    tiny_engine,
+    tokens_of,
+)
 
 # ---- the scheduler alone ------------------------------------------------------------------------
 
-
-def make_scheduler(*, num_blocks: int = 32, **settings: Any) -> Scheduler:
-    settings = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "max_num_encoder_input_tokens": 64,
-        **settings,
-    }
-    return Scheduler(
-        kv_cache=KVCacheManager(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=64),
-        encoder_cache=EncoderCacheManager(64),
-        **settings,
-    )
+make_scheduler = partial(
+    steps.make_scheduler, max_num_batched_tokens=64, max_num_encoder_input_tokens=64
+)
 
 
 def make_request(
@@ -47,7 +42,7 @@ def make_request(
         request_id=request_id,
         prompt_token_ids=token_ids,
         sampling_params=SamplingParams(max_tokens=max_tokens),
-        max_model_len=64,
+        max_model_len=MAX_MODEL_LEN,
         items=items,
         block_hasher=BlockHasher(block_size=BLOCK_SIZE, none_hash=b"start"),
         **names,
@@ -195,10 +190,6 @@ def test_without_a_hasher_nothing_is_kept() -> None:
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
     return tiny_engine()
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
 
 
 def test_warm_answers_are_the_cold_ones(core: EngineCore) -> None:

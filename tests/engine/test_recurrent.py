@@ -27,15 +27,11 @@ from tests.engine.recurrent import (
     serve_found,
     serve_preempted,
 )
-from tests.engine.tiny import drain, message
+from tests.engine.tiny import drain, message, text
 
 pytestmark = pytest.mark.as_served
 
 BLOCK_SIZE = 8
-
-
-def words(seed: int, number: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, number).tolist()
 
 
 def ask(request_id: str, parts: Sequence[Any], **sampling: Any) -> EngineCoreRequest:
@@ -44,15 +40,15 @@ def ask(request_id: str, parts: Sequence[Any], **sampling: Any) -> EngineCoreReq
 
 
 PROMPTS: list[list[Any]] = [
-    [words(0, 150)],
-    [words(1, 64)],
-    [words(2, 65)],
-    [words(3, 1)],
-    [words(4, 50), (1, 1), words(5, 30)],
-    [words(0, 130), words(6, 40)],
-    [(2, 2), (3, 1), words(7, 100)],
-    [words(4, 50), (1, 1), words(8, 90)],
-    [words(0, 64), (5, 1), words(9, 63)],
+    [text(0, 150)],
+    [text(1, 64)],
+    [text(2, 65)],
+    [text(3, 1)],
+    [text(4, 50), (1, 1), text(5, 30)],
+    [text(0, 130), text(6, 40)],
+    [(2, 2), (3, 1), text(7, 100)],
+    [text(4, 50), (1, 1), text(8, 90)],
+    [text(0, 64), (5, 1), text(9, 63)],
 ]
 
 
@@ -145,8 +141,8 @@ def test_in_chunks_of_any_size(alone: list[Answer], max_num_batched_tokens: int)
 
 
 def test_a_second_turn_begins_at_the_snapshot(roomy: EngineCore) -> None:
-    first = [words(20, 200)]
-    second = [words(20, 200), words(21, 30)]
+    first = [text(20, 200)]
+    second = [text(20, 200), text(21, 30)]
     roomy.reset_prefix_cache()
     (cold,) = serve(roomy, [ask("cold", second)])
     roomy.reset_prefix_cache()
@@ -155,17 +151,17 @@ def test_a_second_turn_begins_at_the_snapshot(roomy: EngineCore) -> None:
 
 
 def test_another_question_about_a_picture_begins_behind_it(roomy: EngineCore) -> None:
-    parts = [words(30, 125), (9, 1)]
+    parts = [text(30, 125), (9, 1)]
     roomy.reset_prefix_cache()
-    (cold,) = serve(roomy, [ask("cold", [*parts, words(32, 70)])])
+    (cold,) = serve(roomy, [ask("cold", [*parts, text(32, 70)])])
     roomy.reset_prefix_cache()
-    serve(roomy, [ask("one", [*parts, words(31, 80)])])
-    assert serve_found(roomy, ask("two", [*parts, words(32, 70)])) == (128, cold)
+    serve(roomy, [ask("one", [*parts, text(31, 80)])])
+    assert serve_found(roomy, ask("two", [*parts, text(32, 70)])) == (128, cold)
 
 
 @pytest.mark.parametrize("num_shared", [63, 64, 129, 192])
 def test_a_hit_at_each_snapshot_there_may_be(roomy: EngineCore, num_shared: int) -> None:
-    prompt = words(40, 200)
+    prompt = text(40, 200)
     roomy.reset_prefix_cache()
     (cold,) = serve(roomy, [ask("cold", [prompt])])
     roomy.reset_prefix_cache()
@@ -176,7 +172,7 @@ def test_a_hit_at_each_snapshot_there_may_be(roomy: EngineCore, num_shared: int)
 def test_an_answer_is_no_prefix(roomy: EngineCore) -> None:
     """A prompt that holds it adds its tokens in another order."""
     roomy.reset_prefix_cache()
-    prompt = words(50, 60)
+    prompt = text(50, 60)
     (found,) = serve(roomy, [ask("first", [prompt], max_tokens=100)])
     longer = prompt + [token for token, _ in found]
     num_found, second = serve_found(roomy, ask("second", [longer]))
@@ -189,7 +185,7 @@ def test_an_answer_is_no_prefix(roomy: EngineCore) -> None:
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 9, 12])
 def test_preempted_at_any_step(roomy: EngineCore, after: int) -> None:
-    parts = [words(60, 130)]
+    parts = [text(60, 130)]
     roomy.reset_prefix_cache()
     (expected,) = serve(roomy, [ask("whole", parts, max_tokens=10)])
     roomy.reset_prefix_cache()
@@ -200,7 +196,7 @@ def test_preempted_at_any_step(roomy: EngineCore, after: int) -> None:
 @pytest.mark.parametrize("num_known", [1, 5, 9])
 def test_begun_in_an_engine_that_died(roomy: EngineCore, num_known: int) -> None:
     """What was generated is sent along, and computed as it was."""
-    parts = [words(70, 100)]
+    parts = [text(70, 100)]
     roomy.reset_prefix_cache()
     (expected,) = serve(roomy, [ask("whole", parts, max_tokens=12)])
     roomy.reset_prefix_cache()
@@ -221,12 +217,12 @@ def test_too_few_blocks_preempt(cramped: EngineCore, alone: list[Answer]) -> Non
 def test_evicted_blocks_are_found_up_to_a_snapshot(cramped: EngineCore) -> None:
     """The blocks of a second turn are in host memory, and its state is on the device."""
     cramped.reset_prefix_cache()
-    prompt = words(80, 200)
-    (cold,) = serve(cramped, [ask("cold", [prompt, words(81, 30)])])
+    prompt = text(80, 200)
+    (cold,) = serve(cramped, [ask("cold", [prompt, text(81, 30)])])
     cramped.reset_prefix_cache()
-    serve(cramped, [ask("first", [prompt]), ask("other", [words(82, 290)])])
+    serve(cramped, [ask("first", [prompt]), ask("other", [text(82, 290)])])
     before = cramped.stats().kv_offload_hits
-    assert serve_found(cramped, ask("second", [prompt, words(81, 30)])) == (192, cold)
+    assert serve_found(cramped, ask("second", [prompt, text(81, 30)])) == (192, cold)
     assert cramped.stats().kv_offload_hits > before
 
 
@@ -342,7 +338,7 @@ def test_states_go_back_behind_wrong_guesses(roomy: EngineCore, guessing: Engine
 
 @pytest.mark.slow  # of the engine above
 def test_preempted_behind_guesses(roomy: EngineCore, guessing: EngineCore) -> None:
-    request = ask("preempted", [words(60, 130)], max_tokens=20)
+    request = ask("preempted", [text(60, 130)], max_tokens=20)
     roomy.reset_prefix_cache()
     (expected,) = serve(roomy, [request])
     for after in range(2, 9):

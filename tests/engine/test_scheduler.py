@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv.kv_cache_manager import KVCacheManager, cdiv
 from mmjax.cache.media.lru import CacheInfo
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
@@ -18,31 +16,15 @@ from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
-
-BLOCK_SIZE = 4
-MAX_MODEL_LEN = 64
-
-
-def make_scheduler(
-    *,
-    num_blocks: int = 64,
-    encoder_cache_size: int = 64,
-    max_model_len: int = MAX_MODEL_LEN,
-    **settings: Any,
-) -> Scheduler:
-    settings = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_num_encoder_input_tokens": 16,
-        **settings,
-    }
-    return Scheduler(
-        kv_cache=KVCacheManager(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=max_model_len
-        ),
-        encoder_cache=EncoderCacheManager(encoder_cache_size),
-        **settings,
-    )
+from mmjax.rounding import cdiv
+from tests.engine.steps import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    encoded,
+    make_scheduler,
+    step,
+    windows,
+)
 
 
 def make_item(
@@ -70,22 +52,6 @@ def make_request(
         items=items,
         priority=priority,
     )
-
-
-def step(scheduler: Scheduler) -> SchedulerOutput:
-    """Schedule, and invent the tokens."""
-    output = scheduler.schedule()
-    sampled = {s.request.request_id: [SampledToken(7)] for s in output.requests if s.samples}
-    scheduler.update_from_output(output, sampled)
-    return output
-
-
-def windows(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
-    return {s.request.request_id: (s.start, s.end) for s in output.requests}
-
-
-def encoded(output: SchedulerOutput) -> list[str]:
-    return [item.identifier for item in output.encoder_items]
 
 
 # ---- token budget --------------------------------------------------------------------------------
@@ -537,7 +503,7 @@ def test_nothing_is_lost_in_random_workloads(seed: int) -> None:
 
 def make_roomy_scheduler(**settings: Any) -> Scheduler:
     """Return one whose steps have 128, 256, 512 or 1,024 tokens, or few."""
-    buckets = Buckets.create(max_num_seqs=4, max_num_batched_tokens=1024, max_units=8)
+    buckets = Buckets.create(max_num_seqs=4, max_num_batched_tokens=1024)
     settings = {"max_num_batched_tokens": 1024, "max_num_encoder_input_tokens": 1024, **settings}
     sizes = {"num_blocks": 400, "encoder_cache_size": 1024, "max_model_len": 1024}
     return make_scheduler(**sizes, **settings, buckets=buckets)

@@ -8,7 +8,7 @@ import pytest
 
 from mmjax.engine.core import EngineCore
 from mmjax.engine.scheduling.queues import Deadlines
-from tests.engine.tiny import dense_greedy, drain, message, tiny_engine, tokens_of
+from tests.engine.tiny import check_idle, dense_greedy, drain, message, tiny_engine, tokens_of
 
 
 def test_the_earliest_deadline_is_the_first() -> None:
@@ -46,10 +46,7 @@ def core() -> EngineCore:
 @pytest.fixture(autouse=True)
 def returned(core: EngineCore) -> Iterator[None]:
     yield
-    stats = core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-    assert core.encoder_usage() == 0
-    assert core.compilations == 0
+    check_idle(core)
 
 
 LONG = [2 + i % 80 for i in range(60)]

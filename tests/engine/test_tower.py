@@ -9,11 +9,9 @@ import pytest
 from mmjax import LLM, SamplingParams
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.convert import convert
-from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestError
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.model_source import load_model_config
-from tests.engine.tiny import answer, engine_config, message, tiny_params
+from tests.engine.tiny import answer, engine_config, message, start_tiny
 from tests.kit import draw
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64}
@@ -69,7 +67,7 @@ def test_a_snapshot_is_read_without_the_tower(
 
 def test_an_engine_without_a_tower_refuses_what_p0_let_pass():
     config = engine_config().with_mm(MultiModalConfig(limit_mm_per_prompt=NONE))
-    core = EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=tiny_params()[1])
+    core = start_tiny(config)
     with pytest.raises(RequestError, match="embeddings"):
         core.add_request(message("a", [[2, 3], (1, 1), [4]]))
     assert len(answer(core, message("b", [[2, 3, 4]]))) == 8

@@ -188,7 +188,7 @@ def programs(device: Any) -> dict[str, list[Program]]:
     buckets = Buckets.create(
         max_num_seqs=16,
         max_num_batched_tokens=256,
-        **choose_sizes(host_inputs.encoder_spec, 256, 256),
+        encode_sizes={"encode": choose_sizes(host_inputs.encoder_spec, 256, 256)},
         span_variants=span_variants(layout, has_spans=model.sees != "past"),
         max_encoder_len=0,
         max_num_rows=16,

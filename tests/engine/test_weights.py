@@ -18,12 +18,12 @@ import pytest
 from mmjax.engine.core import EngineCore
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params, unflatten_params
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
 from tests.engine.tiny import (
     drain,
     engine_config,
     message,
+    start_tiny,
     tiny_engine,
     tiny_params,
     with_embeds,
@@ -67,7 +67,7 @@ def start(state: tuple[int, ...] = START, **settings: Any) -> EngineCore:
     """Start an engine with the weights of a state."""
     params = unflatten_params(on_device(whole(state)))
     config = engine_config(**{**SIZES, **settings})
-    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
+    return start_tiny(config, params)
 
 
 @cache
@@ -278,11 +278,8 @@ def test_a_new_language_model_keeps_the_towers_rows_and_a_new_tower_drops_them()
 def test_embeddings_that_were_given_stay_whatever_the_tower():
     rows = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
     config = engine_config(**SIZES)
-    core = EngineCore(
-        config.with_mm(replace(config.model.mm, enable_mm_embeds=True)),
-        model_class=Gemma3ForConditionalGeneration,
-        params=unflatten_params(on_device(whole(START))),
-    )
+    config = config.with_mm(replace(config.model.mm, enable_mm_embeds=True))
+    core = start_tiny(config, unflatten_params(on_device(whole(START))))
     request = with_embeds(message("a", [[2, 10, 11], (0, 1), [40]], logprobs=1), [rows])
     first = answer(core, request)
     update(core, part_of(0, 1))

@@ -17,7 +17,7 @@ from mmjax.layers.module import flatten_params, unflatten_params
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.adapters import PREFIX, make_tensors, tower_layers, write_adapter
 from tests.engine.test_adapters import ask, make_engine
-from tests.engine.test_weights import Token, answer, read
+from tests.engine.test_weights import Token, answer, read, update
 from tests.engine.tiny import serve_all, tiny_params
 from tests.families import served_model
 from tests.families.tiny import TinyModel
@@ -60,13 +60,6 @@ def workload(model: TinyModel, turn: int = 0) -> list[EngineCoreRequest]:
 def serve(core: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[list[Token]]:
     """Serve requests at once."""
     return [read(news) for news in serve_all(core, requests)]
-
-
-def update(core: EngineCore, leaves: Mapping[str, Any], **options: Any) -> None:
-    """Replace weights between two steps."""
-    replacements = core.match_weights(leaves)
-    core.drain()
-    core.replace_weights(replacements, **options)
 
 
 # ---- kinds of engines ----------------------------------------------------------------------------

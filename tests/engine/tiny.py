@@ -1,7 +1,7 @@
 """A tiny random Gemma 3 for engine tests: arrays by formula, no torch, no files; and its oracle."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,11 @@ def loud_params(config: Any, seed: int = 0) -> tuple[Any, Any]:
     return graphdef, unflatten_params(leaves)
 
 
+def text(seed: int, length: int) -> list[int]:
+    """Return random words."""
+    return np.random.default_rng(seed).integers(2, 90, length).tolist()
+
+
 def picture(seed: int, units: int = 1) -> np.ndarray:
     """Return the processed bytes of a picture, uint8[units, 3, Y, X]."""
     shape = (units, 3, IMAGE_SIZE, IMAGE_SIZE)
@@ -166,21 +171,20 @@ def with_embeds(request: EngineCoreRequest, embeds: Sequence[Any]) -> EngineCore
 def engine_config(
     *,
     max_model_len: int = 128,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int = 64,
     num_blocks: int | None = None,
-    block_size: int = 8,
-    encoder_cache_size: int | None = None,
-    encoder_cache_dir: Path | None = None,
-    enable_prefix_caching: bool = True,
-    kv_offload_gb: float = 0.0,
-    kv_offload_dir: Path | None = None,
-    num_state_snapshots: int = 16,
     precompile: Precompile | None = None,
-    **scheduler: Any,
+    **settings: Any,
 ) -> EngineConfig:
-    """Return a small engine's config; `num_blocks` None: room for all requests."""
-    bytes_per_block = 2 * 3 * 16 * block_size * 4  # keys and values, layers, width, float32
+    """Return a small engine's config; `num_blocks` None: room for all requests.
+
+    `settings`: of the caches and of the scheduler.
+    """
+    names = settings.keys() & {one.name for one in fields(CacheConfig)}
+    cache: dict[str, Any] = {"block_size": 8, **{name: settings.pop(name) for name in names}}
+    if num_blocks is not None:
+        # Keys and values, layers, width, float32.
+        cache["kv_cache_memory_bytes"] = num_blocks * 2 * 3 * 16 * cache["block_size"] * 4
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **settings}
     return EngineConfig(
         model=ModelConfig(
             model="tiny",
@@ -189,19 +193,8 @@ def engine_config(
             architecture="Gemma3ForConditionalGeneration",
             max_model_len=max_model_len,
         ),
-        cache=CacheConfig(
-            block_size=block_size,
-            kv_cache_memory_bytes=None if num_blocks is None else num_blocks * bytes_per_block,
-            encoder_cache_size=encoder_cache_size,
-            encoder_cache_dir=encoder_cache_dir,
-            enable_prefix_caching=enable_prefix_caching,
-            kv_offload_gb=kv_offload_gb,
-            kv_offload_dir=kv_offload_dir,
-            num_state_snapshots=num_state_snapshots,
-        ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduler
-        ),
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(**settings),
         precompile=precompile,
         use_tqdm=False,
     )
@@ -209,10 +202,13 @@ def engine_config(
 
 def tiny_engine(**settings: Any) -> EngineCore:
     """Start an engine over the tiny model."""
-    _, params = tiny_params()
-    return EngineCore(
-        engine_config(**settings), model_class=Gemma3ForConditionalGeneration, params=params
-    )
+    return start_tiny(engine_config(**settings))
+
+
+def start_tiny(config: EngineConfig, params: Any = None, **given: Any) -> EngineCore:
+    """Start an engine of a tiny model's configuration; `params` None: of `tiny_params`."""
+    params = tiny_params()[1] if params is None else params
+    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params, **given)
 
 
 def drain(core: EngineCore) -> dict[str, list[RequestOutputDelta]]:
@@ -236,6 +232,14 @@ def drain_through_failures(core: EngineCore) -> dict[str, list[int]]:
         for delta in deltas:
             answers.setdefault(delta.request_id, []).extend(delta.new_token_ids)
     return answers
+
+
+def check_idle(core: EngineCore) -> None:
+    """Check that nothing is held, and that no step had to wait for a program."""
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.kv_cache_usage, stats.encoder_cache_usage) == (0.0, 0.0)
+    assert stats.num_compilations == 0
 
 
 def tokens_of(news: Sequence[RequestOutputDelta]) -> list[int]:

@@ -20,7 +20,7 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import calls_by_modality, generate_reference, run_reference
 from mmjax.rounding import cdiv
-from tests.engine.tiny import answer_all
+from tests.engine.tiny import answer_all, check_idle
 from tests.families import ALL_FAMILIES, TINY_FAMILIES, served_model
 from tests.families.default_run import (
     ASKED,
@@ -220,8 +220,7 @@ def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
     if model.paged.sees != "prompt" or not (is_cramped or "max_num_seqs" in settings):
         assert (core.stats().prefix_cache_hits > 0) == has_prefixes
     assert (core.num_preemptions > 0) == is_cramped
-    assert core.encoder_usage() == 0
-    assert core.compilations == 0
+    check_idle(core)
     if "size" in settings:
         check_is_cut(core, settings["size"])
 

@@ -1,7 +1,7 @@
 """Reads KV blocks from a directory for requests that wait, in a thread. Hashes and bytes only."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from mmjax.cache.kv.block_hash import BlockHash
 
@@ -43,7 +43,7 @@ class BlockReader:
         `is_idle`: nobody else waits for this thread, so that a little is read in it: to hand a few
         blocks to another one takes longer than to read them.
         """
-        if len(self._reading) >= self._max_requests:
+        if len(self.pending) >= self._max_requests:
             return
         asked = list(block_hashes[: self._max_blocks])
         if is_idle and len(asked) * self._block_bytes <= _MAX_BYTES_AT_ONCE:
@@ -68,12 +68,6 @@ class BlockReader:
         if request_id in self._jobs:
             self._jobs[request_id] = None
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until something is read; False, at once, if nothing is being read."""
-        reading = self._reading
-        wait(reading, timeout_s, FIRST_COMPLETED)
-        return bool(reading)
-
     def forget(self, request_id: str) -> None:
         """Drop all about a request that has ended."""
         self._jobs.pop(request_id, None)
@@ -83,7 +77,8 @@ class BlockReader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
-    def _reading(self) -> list[Future[dict[BlockHash, memoryview]]]:
+    def pending(self) -> list[Future[dict[BlockHash, memoryview]]]:
+        """What is being read."""
         return [job for job in self._jobs.values() if job is not None and not job.done()]
 
     def _read(self, block_hashes: Sequence[BlockHash]) -> dict[BlockHash, memoryview]:

@@ -11,7 +11,8 @@ allocated for something else.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -301,9 +302,10 @@ class KVCacheManager:
             reader.begin(request_id, block_hashes[num_found:limit], is_idle=is_idle)
         return reader.is_done(request_id)
 
-    def wait_read(self, timeout_s: float) -> bool:
-        """Wait until something is read; False, at once, if nothing is being read."""
-        return self._reader is not None and self._reader.wait(timeout_s)
+    @property
+    def pending(self) -> list[Future[Any]]:
+        """What is being read from a directory."""
+        return [] if self._reader is None else self._reader.pending
 
     def forget_request(self, request_id: str) -> None:
         """Drop what is kept of a request from before it starts until it ends."""

@@ -141,15 +141,21 @@ def _find_shapes(batch: type, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
     }
 
 
+class StepSizes(NamedTuple):
+    """What a step's fields depend on besides its bucket."""
+
+    max_blocks: int
+    """Of a request's block table."""
+    max_encoder_blocks: int = 0
+    """Of its table for cross-attention; 0: the model is a decoder alone."""
+    attends_to_items: bool = False
+    """As of `HostInputs`."""
+    states_per_seq: int = 0
+    """Of recurrent layers; 0: the model has none."""
+
+
 @cache
-def step_layout(
-    bucket: StepBucket,
-    max_blocks: int,
-    max_encoder_blocks: int = 0,
-    *,
-    attends_to_items: bool = False,
-    states_per_seq: int = 0,
-) -> Layout:
+def step_layout(bucket: StepBucket, sizes: StepSizes) -> Layout:
     """Return the fields of a `StepBatch` of one bucket, and of its metadata.
 
     Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`, `seen`
@@ -157,33 +163,33 @@ def step_layout(
     models with recurrent layers, of which a request has some states, those of `StateMetadata`,
     named `states_...`.
     """
-    sizes = {
+    axes = {
         "T": bucket.num_tokens,
         "R": bucket.num_requests,
         "W": bucket.num_tiles,
         "Z": bucket.tile_size,
-        "_blocks": max_blocks,
+        "_blocks": sizes.max_blocks,
     }
-    shapes = _find_shapes(StepBatch, sizes) | _find_shapes(PagedAttentionMetadata, sizes)
+    shapes = _find_shapes(StepBatch, axes) | _find_shapes(PagedAttentionMetadata, axes)
     if not bucket.has_spans:
         del shapes["span_end"]
     if not bucket.has_adapters:
         del shapes[ADAPTER_SLOTS]
-    if max_encoder_blocks:
-        sizes |= {"S": bucket.num_states, "_blocks": max_encoder_blocks}
-        cross = _find_shapes(CrossAttentionMetadata, sizes)
-        if not attends_to_items:
+    if sizes.max_encoder_blocks:
+        axes |= {"S": bucket.num_states, "_blocks": sizes.max_encoder_blocks}
+        cross = _find_shapes(CrossAttentionMetadata, axes)
+        if not sizes.attends_to_items:
             del cross["seen"]
         shapes |= {f"cross_{name}": shape for name, shape in cross.items()}
         shapes["cross_src"] = (bucket.num_states,)
-    if states_per_seq:
+    if sizes.states_per_seq:
         # A step of decoding has windows of one token alone, and no other has guesses.
         is_decoding = bucket.tile_size == 1
         chunks = {} if is_decoding else {"_chunks": bucket.num_tokens}
         states = _find_shapes(StateMetadata, {"R": bucket.num_requests, **chunks})
         if is_decoding:
             del states["num_chunks"]
-        if not is_decoding or states_per_seq == 1:
+        if not is_decoding or sizes.states_per_seq == 1:
             del states["depths"]
         shapes |= {f"states_{name}": shape for name, shape in states.items()}
     return Layout(tuple(shapes.items()))
@@ -248,45 +254,31 @@ class BatchBuilder:
         *,
         num_blocks: int,
         block_size: int,
-        max_blocks: int,
-        max_num_seqs: int,
+        sizes: StepSizes,
+        sample_layout: Layout,
         rows_of: Callable[[str], np.ndarray],
         has_spans: bool,
-        max_encoder_blocks: int = 0,
-        attends_to_items: bool = False,
-        has_adapters: bool = False,
-        states_per_seq: int = 0,
         slot_lag: int = 0,
     ) -> None:
-        """`states_per_seq`: of recurrent layers; 0: the model has none.
+        """`slot_lag`: how many slots before its own a token stands; the first are in no window.
 
-        `slot_lag`: how many slots before its own a token stands; the first are in no window. Of a
-        layer that reads the state of the token before (`MtpTextModel`).
+        Of a layer that reads the state of the token before (`MtpTextModel`).
         """
         self._slot_lag = slot_lag
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.max_blocks = max_blocks
-        self.sample_layout = sample_layout(max_num_seqs, has_adapters=has_adapters)
+        self.sizes = sizes
+        self.sample_layout = sample_layout
         """Layout of the sample that follows every packed step; the same for all buckets."""
         self.rows_of = rows_of
         """identifier -> rows of the encoder-output pool, int32[embeddings]."""
         self.has_spans = has_spans
-        self.max_encoder_blocks = max_encoder_blocks
-        self._attends_to_items = attends_to_items
-        self._states_per_seq = states_per_seq
         self._padding: dict[StepBucket, np.ndarray] = {}
         """Buffers of padding, which are copied."""
 
     def layout(self, bucket: StepBucket) -> Layout:
         """Return the layout of a step of one bucket."""
-        sizes = (self.max_blocks, self.max_encoder_blocks)
-        return step_layout(
-            bucket,
-            *sizes,
-            attends_to_items=self._attends_to_items,
-            states_per_seq=self._states_per_seq,
-        )
+        return step_layout(bucket, self.sizes)
 
     def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return a buffer of padding, and views of its fields."""
@@ -317,7 +309,7 @@ class BatchBuilder:
 
     def count_states(self, requests: Sequence[ScheduledRequest]) -> int:
         """Return how many encoder hidden states the step writes."""
-        if not self.max_encoder_blocks:
+        if not self.sizes.max_encoder_blocks:
             return 0
         return sum(scheduled.num_new_states for scheduled in requests)
 
@@ -376,11 +368,11 @@ class BatchBuilder:
             fields[ADAPTER_SLOTS][:num_tokens] = np.repeat(np.array(slots, np.int32), counts)
         self._fill_tiles(fields, bucket, counts, place)
         self._fill_items(fields, requests, ends - counts)
-        if self.max_encoder_blocks:
+        if self.sizes.max_encoder_blocks:
             self._fill_cross(fields, requests)
-        if self._attends_to_items:
+        if self.sizes.attends_to_items:
             _fill_seen(fields["cross_seen"], requests, ends - counts)
-        if self._states_per_seq:
+        if self.sizes.states_per_seq:
             _fill_states(fields, requests, ends - counts)
         return flat, ends - 1
 

@@ -21,11 +21,9 @@ from mmjax.engine.device.batch import ADAPTER_SLOTS
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls, unit_sizes
 from mmjax.engine.scheduling.request import EncoderItem
-from mmjax.errors import ConfigError, RequestRuntimeError, RequestTypeError, RequestValueError
+from mmjax.errors import ConfigError
 from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec
-from mmjax.processing.items.embeddings import EMBEDS_DTYPES
-from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.rounding import cdiv, round_up
 
 MIN_PATCHES = 128
@@ -253,11 +251,8 @@ class Encoders:
 def _plan_units(counts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
     """Yield calls with all units of all items, in order."""
     units = [(item, unit) for item, count in enumerate(counts) for unit in range(count)]
-    first = 0
-    for bucket, count in split_calls(sizes, len(units)):
-        chosen = units[first : first + count]
-        yield bucket, [Piece(*unit, 1, place) for place, unit in enumerate(chosen)]
-        first += count
+    for bucket, chosen in split_calls(sizes, len(units)):
+        yield bucket, [Piece(*unit, 1, place) for place, unit in enumerate(units[chosen])]
 
 
 def plan_calls(
@@ -325,31 +320,22 @@ def largest_items(
 
 
 def choose_sizes(
-    spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int, largest_item: int
-) -> dict[str, Any]:
-    """Return what `Buckets.create` needs to know of an encoder, for a budget in embeddings."""
+    spec: EncoderSpec | PackedEncoderSpec | None, encoder_budget: int, largest_item: int
+) -> tuple[int, ...]:
+    """Return the sizes of an encoder's calls, for a budget in embeddings; none without an encoder.
+
+    `largest_item`: its embeddings; 0: no prompt may have one.
+    """
+    if spec is None or not largest_item:
+        return ()
     if isinstance(spec, EncoderSpec):
-        return {"max_units": encoder_budget // spec.tokens_per_unit}
+        return unit_sizes(encoder_budget // spec.tokens_per_unit)
     per_embedding = spec.patches_per_kept or spec.patches_per_token
-    patches = patch_buckets(
+    return patch_buckets(
         largest_item=largest_item * per_embedding,
         encoder_budget=encoder_budget * per_embedding,
         patches_per_start=spec.patches_per_start,
     )
-    return {"max_units": 0, "patches": patches}
-
-
-def choose_clip_sizes(
-    spec: EncoderSpec | PackedEncoderSpec | None, encoder_budget: int, longest_clip: int
-) -> tuple[int, ...]:
-    """Return the sizes of the calls of an encoder of clips; none where there is none.
-
-    `longest_clip`: its embeddings; 0: no prompt may have one.
-    """
-    if spec is None or not longest_clip:
-        return ()
-    sizes = choose_sizes(spec, encoder_budget, longest_clip)
-    return sizes.get("patches") or unit_sizes(sizes["max_units"])
 
 
 def patch_buckets(
@@ -382,53 +368,12 @@ class WriteCall(NamedTuple):
     """int32[rows]: rows of the pool; padding: `num_rows`, which is out of range."""
 
 
-class PrecomputedEmbeds:
-    """Validates precomputed embeddings, and makes calls of `write_rows`."""
+class WriteCalls:
+    """Makes the calls of `write_rows`."""
 
-    def __init__(self, *, is_enabled: bool, num_rows: int, width: int, dtype: Any) -> None:
+    def __init__(self, *, num_rows: int, width: int, dtype: Any) -> None:
         """`num_rows`, `width` (the language model's) and `dtype` are the pool's."""
-        self._is_enabled = is_enabled
-        self._num_rows = num_rows
-        self._width = width
-        self._dtype = np.dtype(dtype)
-
-    def find(self, feature: MultiModalFeatureSpec) -> Any:
-        """Return the embeddings of an item; None if it must be encoded."""
-        name = f"{feature.modality}_embeds"
-        if not self._is_enabled or feature.tensors is None or name not in feature.tensors:
-            return None
-        return feature.tensors[name].data
-
-    def make_item(self, feature: MultiModalFeatureSpec, embeds: Any) -> EncoderItem:
-        """Return the item with embeddings in the pool's dtype.
-
-        Raises `RequestError` for another shape or dtype, and for values that are not finite after
-        the cast.
-        """
-        name = f"`{feature.modality}_embeds` of item {feature.identifier}"
-        given = np.asarray(embeds)
-        if given.dtype.name not in EMBEDS_DTYPES:
-            raise RequestTypeError(
-                f"{name} are of dtype {given.dtype}; give one of {', '.join(EMBEDS_DTYPES)}",
-                param="multi_modal_data",
-            )
-        expected = (feature.mm_position.get_num_embeds(), self._width)
-        if given.shape != expected:
-            raise RequestRuntimeError(
-                f"{name} have shape {given.shape}; its placeholders and the model's width ask for "
-                f"{expected}",
-                param="multi_modal_data",
-            )
-        with np.errstate(over="ignore"):
-            rows = given.astype(self._dtype)
-        if not np.isfinite(rows).all():
-            raise RequestValueError(
-                f"{name} have values that are NaN, or beyond {self._dtype.name}; give finite ones",
-                param="multi_modal_data",
-            )
-        return EncoderItem(
-            identifier=feature.identifier, mm_position=feature.mm_position, embeds=rows
-        )
+        self._num_rows, self._width, self._dtype = num_rows, width, np.dtype(dtype)
 
     def fill(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
@@ -436,14 +381,10 @@ class PrecomputedEmbeds:
         """Yield the calls of the `sizes` that write items to their pool rows."""
         embeds = np.concatenate([item.embeds for item in items if item.embeds is not None])
         dst_rows = np.concatenate(rows)
-        start = 0
-        while start < len(dst_rows):
-            count = min(len(dst_rows) - start, sizes[-1])
-            call = self.empty(next_bucket(sizes, count))
-            call.embeds[:count] = embeds[start : start + count]
-            call.dst_rows[:count] = dst_rows[start : start + count]
+        for size, chosen in split_calls(sizes, len(dst_rows)):
+            call, count = self.empty(size), chosen.stop - chosen.start
+            call.embeds[:count], call.dst_rows[:count] = embeds[chosen], dst_rows[chosen]
             yield call
-            start += count
 
     def empty(self, size: int) -> WriteCall:
         """Return a call of padding."""
@@ -484,13 +425,11 @@ class PromptCalls:
         `rows_of` returns the pool's rows of an item by its identifier: of the states, where they
         go, and of the prompts' own items, which are encoded already.
         """
-        start = 0
-        for size, count in split_calls(sizes, len(items)):
+        for size, chosen in split_calls(sizes, len(items)):
             call = self.empty(size)
-            for row, item in enumerate(items[start : start + count]):
+            for row, item in enumerate(items[chosen]):
                 self._fill_row(call, row, item, rows_of)
             yield call
-            start += count
 
     def _fill_row(
         self,
@@ -504,9 +443,7 @@ class PromptCalls:
         count = len(prompt.token_ids)
         src_rows = call.src_rows[row, :count]
         for item in prompt.items:
-            mask = item.mm_position.is_embed
-            chosen = slice(None) if mask is None else np.asarray(mask, bool)
-            src_rows[item.start : item.end][chosen] = rows_of(item.identifier)
+            item.place(src_rows, rows_of(item.identifier))
         # An id where an embedding stands need not be one of the vocabulary.
         call.token_ids[row, :count] = np.where(src_rows == TEXT_ROW, prompt.token_ids, 0)
         call.dst_rows[row, :count] = rows_of(states.identifier)

@@ -4,7 +4,7 @@ All sizes are bytes on one device: of several, the one with the least free memor
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,18 +135,17 @@ def fit_kv_cache(
     fixed = _find_fixed(config, models, demand, weights)
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     is_hurried = config.precompile != "all"
-    if is_hurried and _fits_beside(memory.free // 2, num_blocks, cache, demand, memory, fixed):
-        num_blocks = find_allocatable(models, num_blocks, demand.least)
-        _log(memory_table(memory, fixed, demand, num_blocks))
-        return num_blocks
-    kinds = [kind for one in models for kind in one.by_kind(num_blocks).values()]
-    largest = [kind[0] for kind in kinds if kind]
-    sizes = compile_programs(largest, num_threads=config.compile_threads)
-    # Summed, although they run in turn: a program's memory is allocated while another runs.
-    fixed = replace(fixed, programs=sum(sizes))
-    num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
+    program_bytes = memory.free // 2
+    if not (is_hurried and _fits_beside(program_bytes, num_blocks, cache, demand, memory, fixed)):
+        kinds = [kind for one in models for kind in one.by_kind(num_blocks).values()]
+        largest = [kind[0] for kind in kinds if kind]
+        sizes = compile_programs(largest, num_threads=config.compile_threads)
+        # Summed, although they run in turn: a program's memory is allocated while another runs.
+        fixed = replace(fixed, programs=sum(sizes))
+        num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     num_blocks = find_allocatable(models, num_blocks, demand.least)
-    _log(memory_table(memory, fixed, demand, num_blocks))
+    for line in memory_table(memory, fixed, demand, num_blocks):
+        logger.info("memory of a device: %s", line)
     return num_blocks
 
 
@@ -215,11 +214,6 @@ def _find_offload_bytes(config: EngineConfig, programs: Programs) -> int:
     return staged + (num_slots * block if programs.placement.platform == "cpu" else 0)
 
 
-def _log(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.info("memory of a device: %s", line)
-
-
 def _fits_beside(
     program_bytes: int,
     num_blocks: int,
@@ -283,15 +277,10 @@ def _too_little(
         *_step_remedies(demand, memory, fixed, need),
         *_utilization_remedies(cache, memory, need - room),
     ] or ["take a larger device, or `--tensor-parallel-size`: the model leaves no room"]
-    more = f", draft model {format_bytes(fixed.draft_weights)}" if fixed.draft_weights else ""
-    more += f", adapters {format_bytes(fixed.adapters)}" if fixed.adapters else ""
-    more += f", recurrent states {format_bytes(fixed.states)}" if fixed.states else ""
-    more += f", evicted blocks {format_bytes(fixed.offload)}" if fixed.offload else ""
+    uses = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in _list_uses(fixed))
     return (
         f"{what}, but {format_bytes(available)} are there (of {format_bytes(memory.total)}: "
-        f"weights {format_bytes(fixed.weights)}, programs {format_bytes(fixed.programs)}, encoder "
-        f"outputs {format_bytes(fixed.encoder_pool)}, hidden states "
-        f"{format_bytes(fixed.hidden_states)}{more}); {'; or '.join(remedies)}"
+        f"{uses}); {'; or '.join(remedies)}"
     )
 
 
@@ -458,25 +447,32 @@ def memory_table(
     memory: DeviceMemory, fixed: FixedMemory, demand: KVDemand, num_blocks: int
 ) -> list[str]:
     """Return a table of memory for the log, a line for each use."""
-    programs = "largest encode, step and sample" if fixed.programs else "not compiled yet"
+    cache_bytes = num_blocks * demand.bytes_per_block
+    left = memory.free - fixed.to_come - cache_bytes
     rows = [
+        *_list_uses(fixed),
+        ("KV cache", cache_bytes, f"{num_blocks} blocks of {demand.block_size} slots"),
+        ("left", left, f"of {format_bytes(memory.total)}"),
+    ]
+    return [f"{name:<16}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows]
+
+
+def _list_uses(fixed: FixedMemory) -> list[tuple[str, int, str]]:
+    """Return what memory is for besides the KV cache: names, bytes, and notes."""
+    programs = "largest encode, step and sample" if fixed.programs else "not compiled yet"
+    uses = [
         ("weights", fixed.weights, ""),
-        *([("draft model", fixed.draft_weights, "")] if fixed.draft_weights else []),
         ("programs", fixed.programs, programs),
         ("encoder outputs", fixed.encoder_pool, ""),
         ("hidden states", fixed.hidden_states, ""),
-        *([("adapters", fixed.adapters, f"{fixed.max_loras} slots")] if fixed.adapters else []),
-        *([("recurrent states", fixed.states, _count_slots(fixed))] if fixed.states else []),
-        *([("evicted blocks", fixed.offload, "to and from the host")] if fixed.offload else []),
-        (
-            "KV cache",
-            num_blocks * demand.bytes_per_block,
-            f"{num_blocks} blocks of {demand.block_size} slots",
-        ),
     ]
-    left = memory.free - fixed.to_come - num_blocks * demand.bytes_per_block
-    rows.append(("left", left, f"of {format_bytes(memory.total)}"))
-    return [f"{name:<16}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows]
+    some = [
+        ("draft model", fixed.draft_weights, ""),
+        ("adapters", fixed.adapters, f"{fixed.max_loras} slots"),
+        ("recurrent states", fixed.states, _count_slots(fixed)),
+        ("evicted blocks", fixed.offload, "to and from the host"),
+    ]
+    return uses + [use for use in some if use[1]]
 
 
 def _count_slots(fixed: FixedMemory) -> str:

@@ -18,13 +18,15 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Int, Shaped
 
 from mmjax.config.engine_config import LogprobsMode
-from mmjax.engine.device.batch import (
-    ADAPTER_SLOTS,
-    sample_layout,
-    step_layout,
-)
+from mmjax.engine.device.batch import ADAPTER_SLOTS, StepSizes, sample_layout, step_layout
 from mmjax.engine.device.compilation import Program, compiler_options, with_exact_products
-from mmjax.engine.device.encoder import Encoders, PrecomputedEmbeds, PromptCalls
+from mmjax.engine.device.encoder import (
+    Encoders,
+    PromptCall,
+    PromptCalls,
+    WriteCall,
+    WriteCalls,
+)
 from mmjax.engine.device.functions import (
     AdaptedModel,
     AdapterArrays,
@@ -92,6 +94,24 @@ class AlignCall(NamedTuple):
     """int32[S]: rows of the pool."""
 
 
+class PoolCall(NamedTuple):
+    """The host's arguments of one call of `pool_rows`."""
+
+    rows: np.ndarray
+    """int32[R]: rows of the hidden states; padding: 0."""
+
+
+HostCall = WriteCall | PromptCall | AlignCall | PoolCall
+"""The size of its program is the length of its first array."""
+HELD = {
+    "write": ("pool",),
+    "encode prompts": ("params", "pool"),
+    "align": ("params", "pool"),
+    "pool": ("hidden",),
+}
+"""What the device has of the arguments of these functions, beside parameters by name."""
+
+
 class Programs:
     """The jitted functions of one model on one placement, for all buckets."""
 
@@ -112,7 +132,6 @@ class Programs:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_state_slots: int = 0,
         states_per_seq: int = 0,
-        takes_embeds: bool = False,
         keeps_rows: bool = False,
         unread: Collection[str] = (),
         shared: Collection[str] = (),
@@ -120,7 +139,7 @@ class Programs:
     ) -> None:
         """`cache_type` None: the platform's. `adapted`: None, `num_state_slots`: 0 without them.
 
-        `takes_embeds`: of clients; `keeps_rows`: whether what is encoded is returned, too.
+        `keeps_rows`: whether what is encoded is returned, too.
         `unread`: parameters that are not held, of programs that encode and do nothing else.
         `shared`: parameters that the engine's model holds, of one that guesses for it.
         `alignment_heads`: as of `MultiModalModel`.
@@ -140,15 +159,17 @@ class Programs:
             min_units=2 if self._is_small(placement, model, is_tower=True) else 1,
             has_adapters=adapted is not None and adapted.has_towers,
         )
-        self.precomputed = PrecomputedEmbeds(
-            is_enabled=takes_embeds,
-            **{"num_rows": num_rows, "width": shape.embed_width, "dtype": shape.dtype},
-        )
+        self.write_calls = WriteCalls(num_rows=num_rows, width=shape.embed_width, dtype=shape.dtype)
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
-        self.block_size, self.max_blocks = block_size, max_blocks
+        self.block_size = block_size
         self.num_state_slots, self.states_per_seq = num_state_slots, states_per_seq
         self.max_encoder_len = max_encoder_len
-        self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
+        self.step_sizes = StepSizes(
+            max_blocks,
+            cdiv(max_encoder_len, block_size),
+            host_inputs.attends_to_items,
+            states_per_seq,
+        )
         self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
         self.num_token_ids, self.dtype = shape.num_token_ids, shape.dtype
         self.history_len = max_blocks * block_size
@@ -243,12 +264,8 @@ class Programs:
         self._jit_others(jit, kv_cache, whole)
 
     def _jit_others(self, jit: Any, kv_cache: Any, whole: Any) -> None:
-        """Jit what has one program each: allocations, and copies within caches."""
-        # No device ever holds all of a sharded array.
+        """Jit what has one program each: copies within caches, and to them."""
         own = self._drop_lent(self._shardings)
-        self._allocate_adapters = jax.jit(
-            self._zero_adapters, out_shardings=self._adapter_shardings
-        )
         self.write_extra = jit(
             partial(write_extra, self._shape.graphdef), donate_argnames="pool", out_shardings=whole
         )
@@ -267,9 +284,8 @@ class Programs:
         self.scatter_blocks = jit(
             scatter_blocks, donate_argnames="kv_cache", out_shardings=(kv_cache, whole)
         )
-        self.load_adapter = jit(
-            load_adapter, donate_argnames="adapters", out_shardings=self._adapter_shardings
-        )
+        adapters = jax.tree.map(lambda leaf: leaf.sharding, self.describe_adapters())
+        self.load_adapter = jit(load_adapter, donate_argnames="adapters", out_shardings=adapters)
 
     def _shard_cache(self, spec: KVCacheSpec) -> Any:
         """Return the shardings of the caches: one of all blocks, or of each layer's arrays."""
@@ -340,7 +356,7 @@ class Programs:
         return jax.tree.map(self._make_zeros, self._drop_lent(self.describe_arrays(num_blocks)))
 
     def _make_zeros(self, described: jax.ShapeDtypeStruct) -> Array:
-        zeros = jnp.zeros(described.shape, described.dtype, device=described.sharding)
+        zeros = _zeros_of(described)
         if self.placement.platform == "cpu":
             for shard in jax.block_until_ready(zeros).addressable_shards:
                 return_pages_of_zeros(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
@@ -410,39 +426,35 @@ class Programs:
         }
         return {cause: number * shard_bytes(part) for cause, part in parts.items()}
 
-    @property
-    def _adapter_shardings(self) -> dict[str, Any]:
-        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self.placement.home
-        return {name: param_sharding(name, leaf.shape, mesh) for name, leaf in shapes.items()}
-
     def make_adapters(self) -> AdapterArrays | None:
         """Allocate all slots, zeroed; None: the engine has no adapters."""
-        if self.adapted is None:
-            return None
-        return self._allocate_adapters()
-
-    def _zero_adapters(self) -> AdapterArrays:
-        shapes = {} if self.adapted is None else self.adapted.shapes
-        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+        return jax.tree.map(_zeros_of, self.describe_adapters())
 
     def describe_adapters(self) -> Mapping[str, Any] | None:
         """Return shapes, dtypes and shardings of `make_adapters`."""
         if self.adapted is None:
             return None
-        shardings = self._adapter_shardings
+        shapes, home = self.adapted.shapes, self.placement.home
+        shardings = {name: param_sharding(name, leaf.shape, home) for name, leaf in shapes.items()}
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
-            for name, leaf in self.adapted.shapes.items()
+            for name, leaf in shapes.items()
         }
 
     def empty_tables(self, num_rows: int) -> SampleTables:
         """Return the tables of a sample, on the host, which ask for nothing."""
         return empty_tables(num_rows, self.history_len, self.vocab_size)
 
-    def empty_alignment(self) -> AlignCall:
+    def empty_call(self, function: str, size: int) -> HostCall:
         """Return a call of padding."""
-        (size,) = self.buckets.align
-        return AlignCall(np.zeros(size, np.int32), np.zeros(self.max_encoder_len, np.int32))
+        if function == "write":
+            return self.write_calls.empty(size)
+        if function == "encode prompts":
+            return self.prompt_calls.empty(size)
+        zeros = np.zeros(size, np.int32)
+        if function == "pool":
+            return PoolCall(zeros)
+        return AlignCall(zeros, np.zeros(self.max_encoder_len, np.int32))
 
     # ---- programs ------------------------------------------------------------------------------
 
@@ -467,17 +479,17 @@ class Programs:
 
     def _describe_call(self, key: ProgramKey, arrays: DeviceArrays) -> dict[str, Any]:
         """Return a call's arguments; of a function with `params` by name without these."""
-        describe = {
-            "step": self._describe_step,
-            "encode": partial(self._describe_encode, "encode"),
-            "encode clips": partial(self._describe_encode, "encode clips"),
-            "encode prompts": self._describe_encode_prompts,
-            "write": self._describe_write,
-            "align": self._describe_align,
-            "sample": self._describe_sample,
-            "pool": self._describe_pool,
-        }[key.function]
-        return describe(key.size, arrays)
+        function, size = key
+        if function == "step":
+            return self._describe_step(size, arrays)
+        if function == "sample":
+            return self._describe_sample(size, arrays)
+        if function in self.encoders.by_function:
+            return self._describe_encode(function, size, arrays)
+        held = {"params": self.params, "pool": arrays.pool, "hidden": arrays.state.hidden}
+        given = self.empty_call(function, size)._asdict()
+        described = {name: self._describe(one.shape, one.dtype) for name, one in given.items()}
+        return {name: held[name] for name in HELD[function]} | described
 
     def select_params(self, function: str, params: Params) -> dict[str, Any]:
         """Return by name the parameters that "step", "sample" or "pool" is called with."""
@@ -521,13 +533,7 @@ class Programs:
         return frozenset(compress(flatten_params(self.params), is_read))
 
     def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
-        sizes = (self.max_blocks, self.max_encoder_blocks)
-        layout = step_layout(
-            bucket,
-            *sizes,
-            attends_to_items=self.host_inputs.attends_to_items,
-            states_per_seq=self.states_per_seq,
-        )
+        layout = step_layout(bucket, self.step_sizes)
         return {
             "layout": layout,
             "state": arrays.state,
@@ -547,23 +553,6 @@ class Programs:
             "adapters": self.describe_adapters() if ADAPTER_SLOTS in inputs else None,
         }
 
-    def _describe_encode_prompts(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        inputs = self.prompt_calls.empty(size)._asdict()
-        described = {name: self._describe(array.shape) for name, array in inputs.items()}
-        return {"params": self.params, "pool": arrays.pool, **described}
-
-    def _describe_write(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        embeds = self._describe((size, self._shape.embed_width), self._shape.dtype)
-        return {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._describe((size,))}
-
-    def _describe_align(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        assert (size,) == self.buckets.align, f"{size=}"
-        inputs = {
-            name: self._describe(one.shape)
-            for name, one in self.empty_alignment()._asdict().items()
-        }
-        return {"params": self.params, "pool": arrays.pool, **inputs}
-
     def _describe_sample(self, bucket: SampleBucket, arrays: DeviceArrays) -> dict[str, Any]:
         tables = self.empty_tables(bucket.num_rows)
         return {
@@ -577,10 +566,6 @@ class Programs:
             "adapters": self.describe_adapters(),
         }
 
-    def _describe_pool(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
-        hidden = arrays.state.hidden
-        return {"hidden": hidden, "rows": self._describe((size,))}
-
     def _describe(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)
 
@@ -588,6 +573,10 @@ class Programs:
 def _find_states(arrays: DeviceArrays) -> list[StateCache]:
     """Return the caches of recurrent layers, which stand behind the others."""
     return [one for one in arrays.state.kv_cache if isinstance(one, StateCache)]
+
+
+def _zeros_of(described: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(described.shape, described.dtype, device=described.sharding)
 
 
 def _describe_param(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -18,10 +18,10 @@ from mmjax.cache.disk_store import DiskStoreStats
 from mmjax.cache.stored_rows import StoredRows, UnsavedRows, make_row_key
 from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.compilation import CompiledPrograms
-from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
+from mmjax.engine.device.encoder import EncoderCall, EncoderRows
 from mmjax.engine.device.host_pool import HostPool
 from mmjax.engine.device.mesh import Call, SampleKind
-from mmjax.engine.device.programs import AlignCall, Programs
+from mmjax.engine.device.programs import HELD, AlignCall, HostCall, PoolCall, Programs
 from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables, read_logprobs
 from mmjax.engine.scheduling.buckets import (
     ProgramKey,
@@ -44,6 +44,9 @@ from mmjax.transport.messages import Alignment
 from mmjax.weights.adapter import fill_slot
 
 logger = get_logger(__name__)
+
+_KINDS = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
+"""Of a sample with each of `SampleTables`, in their order."""
 
 
 class InFlight(NamedTuple):
@@ -135,14 +138,10 @@ class ModelRunner:
         self._builder = BatchBuilder(
             num_blocks=num_blocks,
             block_size=programs.block_size,
-            max_blocks=programs.max_blocks,
-            max_num_seqs=self.buckets.sample[-1],
+            sizes=programs.step_sizes,
+            sample_layout=programs.sample_layout,
             rows_of=self.rows.get,
             has_spans=has_spans,
-            max_encoder_blocks=programs.max_encoder_blocks,
-            attends_to_items=programs.host_inputs.attends_to_items,
-            has_adapters=programs.adapted is not None,
-            states_per_seq=programs.states_per_seq,
             slot_lag=self.slot_lag,
         )
         self._empty_tables = {
@@ -399,27 +398,35 @@ class ModelRunner:
     ) -> Iterator[SampleOutput]:
         """Report tokens that rows from `row` on predict, in as many samples as that takes."""
         known = np.minimum(token_ids, self._programs.vocab_size - 1)
-        start = 0
-        for size, number in split_calls(self._compiled.ready.sample, len(token_ids)):
-            chosen = slice(start, start + number)
-            rows = np.arange(row + start, row + start + number, dtype=np.int32)
-            packed = self._builder.build_reports(rows, known[chosen], adapter_slot)
+        rows = np.arange(row, row + len(token_ids), dtype=np.int32)
+        for size, chosen in split_calls(self._compiled.ready.sample, len(token_ids)):
+            packed = self._builder.build_reports(rows[chosen], known[chosen], adapter_slot)
             yield self._run_reports(size, packed)
-            start += number
 
     def _align(self, request: Request) -> AlignmentReport:
         """Align a request's prompt with its encoder's states, which are in the pool."""
         assert request.encoder is not None, "a request without an encoder's states is aligned"
-        call = self._programs.empty_alignment()
+        call = self._programs.empty_call("align", *self.buckets.align)
+        assert isinstance(call, AlignCall), f"{call=} aligns nothing"
         call.token_ids[: request.num_prompt_tokens] = request.prompt_token_ids
         call.state_rows[: request.encoder_len] = self.rows.get(request.encoder.identifier)
-        return AlignmentReport(request, self._run_align(call))
+        return AlignmentReport(request, self._run("align", call))
 
-    def _run_align(self, call: AlignCall) -> Array:
-        size = len(call.token_ids)
-        self._lead("align", size)
-        on_device = self._placement.put(call._asdict())
-        return self._compiled("align", size, params=self.params, pool=self._pool, **on_device)
+    def _run(self, function: str, call: HostCall) -> Any:
+        """Call a program with the host's arguments; keep its pool, and return all that it gives."""
+        size = len(call[0])
+        self._lead(function, size)
+        arguments = self._placement.put(call._asdict())
+        held = {"params": self.params, "pool": self._pool, "hidden": self._state.hidden}
+        arguments |= {name: held[name] for name in HELD[function]}
+        if function == "pool":
+            arguments |= {"params": self.select_params("pool")}
+        result = self._compiled(function, size, **arguments)
+        if function == "write":
+            self._pool = result
+        elif function == "encode prompts":
+            self._pool, self._encoded = result
+        return result
 
     def _run_reports(self, num_rows: int, packed: np.ndarray) -> SampleOutput:
         bucket = SampleBucket(num_rows, is_plain=False)
@@ -468,20 +475,12 @@ class ModelRunner:
             first_row += scheduled.num_tokens
         if not parts:
             return None
-        rows, calls, place = np.concatenate(parts), list[tuple[Array, int]](), 0
-        for size, number in split_calls(self._compiled.ready.pool, len(rows)):
-            packed = np.zeros(size, np.int32)
-            packed[:number] = rows[place : place + number]
-            calls.append((self._run_pool(packed), number))
-            place += number
+        rows, calls = np.concatenate(parts), list[tuple[Array, int]]()
+        for size, chosen in split_calls(self._compiled.ready.pool, len(rows)):
+            packed, number = np.zeros(size, np.int32), chosen.stop - chosen.start
+            packed[:number] = rows[chosen]
+            calls.append((self._run("pool", PoolCall(packed)), number))
         return PooledRows(windows, calls)
-
-    def _run_pool(self, rows: np.ndarray) -> Array:
-        self._lead("pool", len(rows))
-        placed = self._placement.put(rows)
-        params = self.select_params("pool")
-        given = {"params": params, "hidden": self._state.hidden, "rows": placed}
-        return self._compiled("pool", len(rows), **given)
 
     def _run_encode(self, call: EncoderCall) -> None:
         self._lead(call.function, call.bucket)
@@ -495,20 +494,6 @@ class ModelRunner:
             inputs=self._placement.put(call.inputs, sharding),
             dst_rows=self._placement.put(call.dst_rows),
             adapters=self._adapters if self._has_tower_adapters else None,
-        )
-
-    def _run_write(self, call: WriteCall) -> None:
-        size = len(call.dst_rows)
-        self._lead("write", size)
-        on_device = self._placement.put(call._asdict())
-        self._pool = self._compiled("write", size, pool=self._pool, **on_device)
-
-    def _run_encode_prompts(self, call: PromptCall) -> None:
-        size = len(call.token_ids)
-        self._lead("encode prompts", size)
-        on_device = self._placement.put(call._asdict())
-        self._pool, self._encoded = self._compiled(
-            "encode prompts", size, params=self.params, pool=self._pool, **on_device
         )
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
@@ -529,12 +514,12 @@ class ModelRunner:
             self._unsaved = UnsavedRows(held, calls) if keys else None
         if written:
             rows = [places[item.identifier] for item in written]
-            for write in self._programs.precomputed.fill(written, rows, ready.write):
-                self._run_write(write)
+            for write in self._programs.write_calls.fill(written, rows, ready.write):
+                self._run("write", write)
         states = [item for item in new if item.prompt is not None]
         prompt_calls = self._programs.prompt_calls
         for prompt_call in prompt_calls.fill(states, self.rows.get, ready.prompts):
-            self._run_encode_prompts(prompt_call)
+            self._run("encode prompts", prompt_call)
 
     def _run_encoders(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], *, returns: bool
@@ -674,21 +659,16 @@ class ModelRunner:
             return self._run_step(size, self._builder.empty_step(size)[0])
         if function in self._encoders.by_function:
             self._run_encode(self._encoders.by_function[function].empty(size))
-        elif function == "encode prompts":
-            self._run_encode_prompts(self._programs.prompt_calls.empty(size))
-        elif function == "write":
-            self._run_write(self._programs.precomputed.empty(size))
-        elif function == "align":
-            self._run_align(self._programs.empty_alignment())
-        elif function == "pool":
-            jax.block_until_ready(self._run_pool(np.zeros(size, np.int32)))
+        elif function != "sample":
+            result = self._run(function, self._programs.empty_call(function, size))
+            if function == "pool":
+                jax.block_until_ready(result)
         elif kind is SampleKind.REPORTS:
             packed = np.zeros(self._programs.sample_layout.size, np.int32)
             self._run_reports(size.num_rows, packed)
         else:
             assert rest is not None, "a sample follows a step"
-            flags = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
-            empty = zip(flags, self._empty_tables[size.num_rows], strict=True)
+            empty = zip(_KINDS, self._empty_tables[size.num_rows], strict=True)
             tables = SampleTables(*(table if flag in kind else None for flag, table in empty))
             self._run_sample(size, rest, tables)
         return rest
@@ -704,11 +684,8 @@ class ModelRunner:
 
 
 def _kind_of(tables: SampleTables) -> SampleKind:
-    kind = SampleKind.NO_TABLES
-    flags = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
-    for flag, table in zip(flags, tables, strict=True):
-        kind |= SampleKind.NO_TABLES if table is None else flag
-    return kind
+    given = zip(_KINDS, tables, strict=True)
+    return SampleKind(sum(kind for kind, table in given if table is not None))
 
 
 def _read(sampled: Sequence[ScheduledRequest], drawn: Array | SampleOutput) -> ModelRunnerOutput:

@@ -3,7 +3,7 @@
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -193,11 +193,15 @@ class Adapters:
             if adapter.num_users or adapter in self._loading:
                 adapter.fetch()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until a file is read; return False, at once, if there is none to wait for."""
-        pending = set(self._pending)
-        wait(pending, timeout_s, FIRST_COMPLETED)
-        return bool(pending)
+    @property
+    def pending(self) -> list["Future[Adapter]"]:
+        """What reads files now."""
+        return list(self._pending)
+
+    def wait(self) -> None:
+        """Wait until all files are read."""
+        while self._pending:
+            wait(self.pending)
 
     def close(self) -> None:
         """Read no more, without waiting. Idempotent."""

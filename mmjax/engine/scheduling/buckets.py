@@ -6,7 +6,7 @@ the first of `Buckets.compile_order` are.
 """
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from typing import Any, NamedTuple
@@ -122,9 +122,7 @@ class Buckets:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_units: int,
-        patches: tuple[int, ...] = (),
-        clips: tuple[int, ...] = (),
+        encode_sizes: Mapping[str, tuple[int, ...]] | None = None,
         max_written: int = 0,
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
@@ -142,9 +140,7 @@ class Buckets:
         Args:
             max_num_seqs: Requests of the largest step.
             max_num_batched_tokens: Tokens of the largest step.
-            max_units: Units that a step may encode; 0: the encoder is packed, or there is none.
-            patches: Sizes of the calls of a packed encoder.
-            clips: Sizes of the calls of an encoder of clips beside another.
+            encode_sizes: Sizes of the calls that encode items, by function; None: there are none.
             max_written: Precomputed embeddings that a step may write; 0: none.
             span_variants: Values of `has_spans`. Both if images attend in both directions and
                 causal steps have a faster attention, which decoding then uses.
@@ -158,6 +154,7 @@ class Buckets:
             max_num_rows: Rows of a step with guesses, at most.
             pools: Whether states are read, and no tokens sampled.
         """
+        encoders = encode_sizes or {}
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         num_states = max(max_encoder_len, min(num_states, MANY_STATES))
         top = round_up(max_num_batched_tokens, TILE_SIZE)
@@ -186,8 +183,8 @@ class Buckets:
             decode=tuple(StepBucket(size, size, 1, all(span_variants)) for size in decode),
             mixed=tuple(mixed),
             sample=sample,
-            encode=encode_sizes(max_units, patches)["encode"],
-            clips=clips,
+            encode=encoders.get("encode", ()),
+            clips=encoders.get("encode clips", ()),
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
             align=(max_aligned,) if max_aligned else (),
@@ -277,17 +274,9 @@ class Buckets:
                 (o.num_tokens < chunk, o.num_tokens, o.num_requests, not o.has_spans),
             ),
         )
-        by_kind = {
-            "mixed": mixed,
-            "decode": _ends_first(self.decode),
-            "sample": _ends_first(self.sample),
-            "encode": self.encode,
-            "clips": self.clips,
-            "prompts": self.prompts,
-            "write": self.write,
-            "align": self.align,
-            "pool": _ends_first(self.pool) if self.pool else (),
-        }
+        ordered = {kind: _ends_first(getattr(self, kind)) for kind in ("decode", "sample", "pool")}
+        ordered["mixed"] = mixed
+        by_kind = {kind: ordered.get(kind, getattr(self, kind)) for kind in _KINDS}
         rounds = [
             [
                 key
@@ -361,34 +350,25 @@ _KINDS = ("mixed", "decode", "sample", "encode", "clips", "prompts", "write", "a
 """The fields of `Buckets` that hold sizes."""
 
 
-def encode_sizes(
-    max_units: int, patches: tuple[int, ...] = (), clips: tuple[int, ...] = ()
-) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of the encoders' calls, by function, of what `Buckets.create` takes."""
-    return {"encode": unit_sizes(max_units) if max_units else patches, "encode clips": clips}
-
-
 def unit_sizes(max_units: int) -> tuple[int, ...]:
     """Return the sizes of the calls of an encoder of units, of which a step may encode so many."""
-    return ladder(1, max(1, min(max_units, MAX_UNITS)), 2)
+    return ladder(1, min(max_units, MAX_UNITS), 2) if max_units else ()
 
 
-def split_calls(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Split units over calls of some sizes: (size, number of units) of each call.
+def split_calls(sizes: Sequence[int], number: int) -> Iterator[tuple[int, slice]]:
+    """Split units over calls of some sizes: yield the size of each call, and which units it has.
 
-    11 units, sizes 1, 2, 4, 8: [(8, 8), (4, 3)].
+    11 units, sizes 1, 2, 4, 8: (8, slice(0, 8)), (4, slice(8, 11)).
     """
-    calls = []
-    while number:
-        size = next_bucket(sizes, min(number, sizes[-1]))
-        calls.append((size, min(number, size)))
-        number -= calls[-1][1]
-    return calls
+    largest = max((1, *sizes))
+    for start in range(0, number, largest):
+        count = min(number - start, largest)
+        yield next_bucket(sizes, count), slice(start, start + count)
 
 
 def _ends_first(sizes: Sequence[Any]) -> Iterable[Any]:
     """Return sizes with the largest behind the smallest: 1, 8, 2, 4."""
-    return dict.fromkeys((sizes[0], sizes[-1], *sizes))
+    return dict.fromkeys((*sizes[:1], *sizes[-1:], *sizes))
 
 
 def _holds_any_step(

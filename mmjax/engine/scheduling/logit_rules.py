@@ -9,9 +9,9 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from mmjax.cache.media.lru import LRUCache
 from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
 from mmjax.params.sampling_params import SamplingParams, TranscriptRules
 from mmjax.params.structured_outputs import STACK_BYTES, make_limits, shorten
-from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger
 from mmjax.system.threads import DeepStackPool
+from mmjax.transport.messages import EngineCoreRequest
 
 logger = get_logger(__name__)
 
@@ -36,9 +36,14 @@ def pack_token_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
     0 and 33 of 40 give 1 and 2.
     """
-    is_allowed = np.zeros(cdiv(vocab_size, 32) * 32, bool)
+    is_allowed = np.zeros(vocab_size, bool)
     is_allowed[list(token_ids)] = True
-    return np.packbits(is_allowed, bitorder="little").view("<i4")
+    return _pack(is_allowed)
+
+
+def _pack(is_allowed: np.ndarray) -> np.ndarray:
+    padded = np.pad(is_allowed, (0, -len(is_allowed) % 32))
+    return np.packbits(padded, bitorder="little").view("<i4")
 
 
 class Grammar:
@@ -184,9 +189,7 @@ class Transcript:
             is_allowed[list(self._rules.first_suppressed_token_ids)] = False
         if self._rules.timestamps_from is not None:
             self._keep_order(is_allowed)
-        padded = np.zeros(cdiv(len(is_allowed), 32) * 32, bool)
-        padded[: len(is_allowed)] = is_allowed
-        return np.packbits(padded, bitorder="little").view("<i4")
+        return _pack(is_allowed)
 
     def _keep_order(self, is_allowed: np.ndarray) -> None:
         if not self._num_read:
@@ -229,6 +232,20 @@ class Grammars:
             CACHE_CHARS, getsizeof=_count_chars
         )
 
+    def start_for(self, message: EngineCoreRequest) -> Grammar | Transcript | None:
+        """Return what a request's answer must match, after its tokens so far; None: nothing."""
+        params, output = message.sampling_params, message.output_token_ids
+        allowed = params.allowed_token_ids
+        if message.grammar is not None:
+            ends = message.eos_token_ids
+            return self.start(message.grammar, ends, output, allowed_token_ids=allowed)
+        if params.transcript is None:
+            return None
+        size = self._vocab_size
+        return Transcript(
+            params.transcript, size, output_token_ids=output, allowed_token_ids=allowed
+        )
+
     def start(
         self,
         text: str,
@@ -252,15 +269,9 @@ class Grammars:
         )
 
     @property
-    def is_computing(self) -> bool:
-        """Whether a grammar reads a token."""
-        return bool(self._pending)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until a grammar is ready; return False, at once, if there is none to wait for."""
-        pending = set(self._pending)
-        wait(pending, timeout_s, FIRST_COMPLETED)
-        return bool(pending)
+    def pending(self) -> list["Future[np.ndarray]"]:
+        """What reads tokens now, or begins to."""
+        return list(self._pending)
 
     def close(self) -> None:
         """Start no more jobs, without waiting for running ones. Idempotent."""
@@ -303,12 +314,11 @@ class Grammars:
         return found
 
 
-class _Started:
+class _Started(NamedTuple):
     """A grammar before its first token."""
 
-    def __init__(self, text: str, matcher: Any) -> None:
-        self.text = text
-        self.matcher = matcher
+    text: str
+    matcher: Any
 
 
 def _count_chars(started: _Started) -> int:

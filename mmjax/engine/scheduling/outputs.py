@@ -1,8 +1,8 @@
-"""The scheduler's output and the runner's. Plain data, no device arrays."""
+"""The scheduler's output, the runner's, and what is told of it. Plain data, no device arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.cache.kv.kv_cache_manager import BlockCopy, BlockSource
 from mmjax.engine.scheduling.request import EncoderItem, Request
-from mmjax.transport.messages import Alignment, TokenLogprobs
+from mmjax.transport.messages import Alignment, RequestOutputDelta, TokenLogprobs
 from mmjax.weights.adapter import Adapter
 
 
@@ -147,3 +147,30 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 ModelRunnerOutput = dict[str, list[SampledToken]]
 """request_id -> the token of each of its windows, if these `sample` or report of the prompt."""
+
+
+def make_delta(
+    request: Request, taken: Sequence[SampledToken], weights_version: int, *, is_first: bool
+) -> RequestOutputDelta:
+    """Return what the API server is told of new tokens: with the first, of the prompt, too."""
+    of_prompt: dict[str, Any] = {}
+    if is_first:
+        of_prompt = {
+            "times": request.times,
+            "encoded": request.encoded,
+            "encoded_apart": request.encoded_apart,
+            "found_on_disk": request.found_on_disk,
+            "prompt_logprobs": request.prompt_logprobs or None,
+            "alignment": request.alignment,
+        }
+    return RequestOutputDelta(
+        request_id=request.request_id,
+        new_token_ids=[token.token_id for token in taken],
+        new_logprobs=[one.logprobs for one in taken if one.logprobs is not None] or None,
+        finish_reason=request.status.value if request.is_finished else None,
+        stop_reason=request.stop_reason,
+        num_cached_tokens=request.num_cached_tokens,
+        weights_version=weights_version,
+        vectors=request.take_vectors(),
+        **of_prompt,
+    )

@@ -3,10 +3,9 @@
 import heapq
 import math
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mmjax.engine.scheduling.request import Request
-from mmjax.errors import CapacityError
 
 
 class WaitingQueue:
@@ -34,10 +33,6 @@ class WaitingQueue:
     def key(self, request: Request) -> tuple[int, int]:
         """Return (priority, arrival)."""
         return request.priority, self._arrivals[request.request_id]
-
-    def peek(self, may_run: Callable[[Request], bool]) -> Request | None:
-        """Return the first request that may run, without removing it."""
-        return next(filter(may_run, self), None)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request."""
@@ -75,11 +70,3 @@ class Deadlines:
                 del self._of[request_id]
                 expired.append(request_id)
         return expired
-
-
-def full_error(num_running: int, num_waiting: int) -> CapacityError:
-    """Return the error of a request that the queue has no room for."""
-    # It is not known which of the waiting ones will run in the next step: all count.
-    return CapacityError(
-        f"{num_running} requests run and {num_waiting} wait already; try again later"
-    )

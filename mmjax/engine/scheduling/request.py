@@ -49,11 +49,6 @@ class RequestStatus(enum.Enum):
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the request has left the scheduler."""
-        return self.name.startswith("FINISHED")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderItem:
@@ -103,6 +98,17 @@ class EncoderItem:
     def num_rows(self) -> int:
         """Number of rows of an item that is attended to, whatever stands in the prompt."""
         return self.num_embeds if self.rows is None else len(self.rows)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of the encoder's rows that its embeddings are: some may be twice, or learned."""
+        return self.num_embeds if self.rows is None else len(np.unique(self.rows[self.rows >= 0]))
+
+    def place(self, target: np.ndarray, rows: np.ndarray) -> None:
+        """Set the row of each of its embeddings where that stands in a prompt, int32[prompt]."""
+        mask = self.mm_position.is_embed
+        chosen = slice(None) if mask is None else np.asarray(mask, bool)
+        target[self.start : self.end][chosen] = rows
 
     def has_embeds_from(self, position: int) -> bool:
         """Return whether an embedding stands at a position of the prompt, or behind it."""

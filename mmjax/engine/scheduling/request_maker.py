@@ -25,8 +25,9 @@ from mmjax.engine.scheduling.request import (
     Request,
     join_rows,
 )
-from mmjax.errors import RequestRuntimeError, RequestValueError
+from mmjax.errors import RequestRuntimeError, RequestTypeError, RequestValueError
 from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec, PromptItem, RotaryPositions
+from mmjax.processing.items.embeddings import EMBEDS_DTYPES
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRange
 from mmjax.transport.messages import EngineCoreRequest
 
@@ -43,13 +44,15 @@ class RequestMaker:
         *,
         limits: AdmissionLimits,
         host_inputs: HostInputs,
-        precomputed: Any,
+        embed_width: int,
+        dtype: Any,
         adapters: Adapters,
     ) -> None:
+        """`embed_width` and `dtype` are of the rows that items' embeddings are kept in."""
         self._config = config
         self.limits = limits
         self._host_inputs = host_inputs
-        self._precomputed = precomputed
+        self._embed_width, self._dtype = embed_width, np.dtype(dtype)
         self._adapters = adapters
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._encoder_numbers = count()
@@ -203,9 +206,9 @@ class RequestMaker:
 
         Raises `RequestError` for tensors of other shapes or dtypes.
         """
-        embeds = self._precomputed.find(feature)
-        if embeds is not None:
-            return self._precomputed.make_item(feature, embeds)
+        tensors, key = feature.tensors, f"{feature.modality}_embeds"
+        if self._config.model.mm.enable_mm_embeds and tensors is not None and key in tensors:
+            return self._keep_embeds(feature, np.asarray(tensors[key].data))
         item_sizes = self.limits.item_sizes
         if not any(item_sizes.values()):
             raise RequestValueError(
@@ -253,6 +256,35 @@ class RequestMaker:
             mm_position=feature.mm_position,
             units=arrays,
             rows=rows,
+        )
+
+    def _keep_embeds(self, feature: MultiModalFeatureSpec, embeds: np.ndarray) -> EncoderItem:
+        """Return an item with embeddings, which must be finite in the dtype that they are kept in.
+
+        Raises `RequestError` for others, and for another shape or dtype.
+        """
+        name = f"`{feature.modality}_embeds` of item {feature.identifier}"
+        if embeds.dtype.name not in EMBEDS_DTYPES:
+            raise RequestTypeError(
+                f"{name} are of dtype {embeds.dtype}; give one of {', '.join(EMBEDS_DTYPES)}",
+                param="multi_modal_data",
+            )
+        expected = (feature.mm_position.get_num_embeds(), self._embed_width)
+        if embeds.shape != expected:
+            raise RequestRuntimeError(
+                f"{name} have shape {embeds.shape}; its placeholders and the model's width ask for "
+                f"{expected}",
+                param="multi_modal_data",
+            )
+        with np.errstate(over="ignore"):
+            rows = embeds.astype(self._dtype)
+        if not np.isfinite(rows).all():
+            raise RequestValueError(
+                f"{name} have values that are NaN, or beyond {self._dtype.name}; give finite ones",
+                param="multi_modal_data",
+            )
+        return EncoderItem(
+            identifier=feature.identifier, mm_position=feature.mm_position, embeds=rows
         )
 
     def _find_positions(

@@ -29,12 +29,14 @@ from mmjax.engine.scheduling.outputs import (
     ScheduledRequest,
     SchedulerOutput,
     WantedGuess,
+    make_delta,
 )
-from mmjax.engine.scheduling.queues import WaitingQueue, full_error
+from mmjax.engine.scheduling.queues import WaitingQueue
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.scheduling.speculation import Speculation
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import (
+    CapacityError,
     InternalError,
     MediaIdConflictError,
     RequestError,
@@ -183,7 +185,9 @@ class Scheduler:
                 param="request_id",
             )
         if len(self._requests) >= self._max_num_unfinished_seqs:
-            raise full_error(len(self.running), len(self.waiting))
+            # It is not known which of the waiting ones will run in the next step: all count.
+            numbers = f"{len(self.running)} requests run and {len(self.waiting)} wait already"
+            raise CapacityError(f"{numbers}; try again later")
         for item in request.media_items:
             known = self.encoder_cache.get_num_embeds(item.identifier)
             if known not in (None, item.num_embeds):
@@ -212,7 +216,9 @@ class Scheduler:
 
     def find_failed(self) -> list[tuple[str, RequestError]]:
         """Return the requests that cannot go on, and why."""
-        failed = [*self._failed.items(), *self._windows.find_failed()]
+        failed = list(self._failed.items())
+        if self.awaited is not None:
+            failed += self.awaited.find_failed()
         for request_id, request in self._requests.items():
             adapter = request.lora_request
             if adapter is not None and adapter.error is not None:
@@ -397,28 +403,11 @@ class Scheduler:
                 request.request_id, request.block_hashes, request.num_computed_tokens
             )
         self.num_generation_tokens += len(taken)
-        prompt_logprobs = None
         is_first = request.num_output_tokens <= 1
         if is_first:
             self.num_prompt_tokens += request.num_prompt_tokens
             request.times.prefill = now - request.started_at - request.times.encode
-            prompt_logprobs = request.prompt_logprobs or None
-        delta = RequestOutputDelta(
-            request_id=request.request_id,
-            new_token_ids=[token.token_id for token in taken],
-            new_logprobs=[one.logprobs for one in taken if one.logprobs is not None] or None,
-            finish_reason=request.status.value if request.is_finished else None,
-            stop_reason=request.stop_reason,
-            num_cached_tokens=request.num_cached_tokens,
-            times=request.times if is_first else None,
-            encoded=request.encoded if is_first else [],
-            encoded_apart=request.encoded_apart if is_first else [],
-            found_on_disk=request.found_on_disk if is_first else [],
-            prompt_logprobs=prompt_logprobs,
-            alignment=request.alignment if is_first else None,
-            weights_version=self.weights_version,
-            vectors=request.take_vectors(),
-        )
+        delta = make_delta(request, taken, self.weights_version, is_first=is_first)
         if request.is_finished:
             self._finish(request)
         elif request.request_id in self._suspects:
@@ -470,7 +459,8 @@ class Scheduler:
         self._release(request)
         self.kv_cache.forget_request(request.request_id)
         self.waiting.forget(request)
-        self._windows.forget(request)
+        if self.awaited is not None:
+            self.awaited.forget(request.request_id)
         self._item_sizes.remove(request.media_items)
         if request.encoder is not None:
             # No other request has an encoder's hidden states.
@@ -630,7 +620,7 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan) -> None:
         most = self._limits.max_num_seqs
         while plan.tokens_left and len(self.running) < most:
-            request = self.waiting.peek(partial(self._may_start, set()))
+            request = next(filter(partial(self._may_start, set()), self.waiting), None)
             if request is None:
                 return
             num_tokens, items = 0, []

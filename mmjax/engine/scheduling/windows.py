@@ -3,6 +3,7 @@
 Knows nothing of other requests, or of the token budget that they share.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mmjax.cache.awaited_rows import AwaitedRows
@@ -10,7 +11,6 @@ from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.cache.state_slots import StateSlots
 from mmjax.engine.scheduling.request import EncoderItem, Request
-from mmjax.errors import RequestError
 
 
 class WindowFitter:
@@ -58,15 +58,6 @@ class WindowFitter:
     def is_waiting(self, request: Request) -> bool:
         """Return whether a request waits for what a worker encodes."""
         return self._awaited is not None and self._awaited.is_waiting(request.request_id)
-
-    def find_failed(self) -> list[tuple[str, RequestError]]:
-        """Return the requests whose items no worker has encoded, and why."""
-        return [] if self._awaited is None else self._awaited.find_failed()
-
-    def forget(self, request: Request) -> None:
-        """Drop what was encoded for a request that has ended."""
-        if self._awaited is not None:
-            self._awaited.forget(request.request_id)
 
     def take(self, item: EncoderItem) -> EncoderItem:
         """Return an item that is to be encoded, with its rows where a worker has given them."""
@@ -118,27 +109,16 @@ class WindowFitter:
         end = self._cut(request, start, end)
         if start >= request.items_end:
             return end - start, []
-        new: dict[str, EncoderItem] = {}
-        num_new_embeds = 0
-        for item in request.items_between(start, end):
-            first, last = item.mm_position.get_embeds_indices_in_range(
-                max(0, start - item.start), min(end, item.end) - item.start
-            )
-            if first == last or item.identifier in new:
-                continue
-            if self._encoder_cache.check_and_update_cache(request.request_id, item.identifier):
-                continue
-            left = embeds_left - num_new_embeds
-            if not self._may_encode(request.request_id, item, left, num_new_embeds):
-                end = self._cut(request, start, item.start)
-                if request.spans.first_ahead is not None:
-                    # All items go at once: requests that each held some might wait for each other.
-                    self._encoder_cache.free(request.request_id)
-                    new.clear()
-                return end - start, list(new.values())
-            new[item.identifier] = item
-            num_new_embeds += item.num_embeds
-        return end - start, list(new.values())
+        items = request.items_between(start, end)
+        items = [item for item in items if item.has_embeds_between(start, end)]
+        new, lacking = self._take_in(request.request_id, items, embeds_left)
+        if lacking is not None:
+            end = self._cut(request, start, lacking.start)
+            if request.spans.first_ahead is not None:
+                # All items go at once: requests that each held some might wait for each other.
+                self._encoder_cache.free(request.request_id)
+                new = []
+        return end - start, new
 
     def _fit_states(
         self, request_id: str, states: EncoderItem, embeds_left: int
@@ -147,20 +127,31 @@ class WindowFitter:
 
         Nothing if they are cached; else the items of the prompt that are not, and the states.
         """
-        cache, num_new_embeds = self._encoder_cache, 0
-        new: dict[str, EncoderItem] = {}
         assert states.prompt is not None, f"{states.identifier=} are no encoder's states"
-        if cache.check_and_update_cache(request_id, states.identifier):
+        if self._encoder_cache.check_and_update_cache(request_id, states.identifier):
             return []
-        for item in (*states.prompt.items, states):
-            if item.identifier in new or cache.check_and_update_cache(request_id, item.identifier):
+        items = (*states.prompt.items, states)
+        new, lacking = self._take_in(request_id, items, embeds_left)
+        return new if lacking is None else None
+
+    def _take_in(
+        self, request_id: str, items: Sequence[EncoderItem], embeds_left: int
+    ) -> tuple[list[EncoderItem], EncoderItem | None]:
+        """Reference what is cached of items; return the others, up to one without room, and that.
+
+        The items before it are to be encoded; None: there is room for all.
+        """
+        new: dict[str, EncoderItem] = {}
+        num_new = 0
+        for item in items:
+            name = item.identifier
+            if name in new or self._encoder_cache.check_and_update_cache(request_id, name):
                 continue
-            left = embeds_left - num_new_embeds
-            if not self._may_encode(request_id, item, left, num_new_embeds):
-                return None
-            new[item.identifier] = item
-            num_new_embeds += item.num_embeds
-        return list(new.values())
+            if not self._may_encode(request_id, item, embeds_left - num_new, num_new):
+                return list(new.values()), item
+            new[name] = item
+            num_new += item.num_embeds
+        return list(new.values()), None
 
     def _may_encode(
         self, request_id: str, item: EncoderItem, embeds_left: int, num_new_embeds: int
