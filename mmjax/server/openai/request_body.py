@@ -77,6 +77,11 @@ _LEAST_ALIKE = 0.8
 _MAX_PATH_CHARS = 256
 
 
+def owner_of(request: Request) -> str:
+    """Return the digest of the API key that a request bears; "" where there are none."""
+    return getattr(request.state, API_KEY_STATE, "")
+
+
 class RequestReader:
     """Reads the bodies of all requests."""
 

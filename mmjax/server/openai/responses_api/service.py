@@ -26,7 +26,7 @@ from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest
-from mmjax.server.openai.request_body import API_KEY_STATE, ModelT, validated
+from mmjax.server.openai.request_body import ModelT, owner_of, validated
 from mmjax.server.openai.responses_api.conversation import (
     Conversation,
     Message,
@@ -199,37 +199,23 @@ class ResponsesService:
     def response(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}."""
         _read_query(request, ResponseQuery)
-        return json_response(self._store.get(response_id, _owner(request)).response)
+        return json_response(self._store.get(response_id, owner_of(request)).response)
 
     def input_items(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}/input_items."""
         query = _read_query(request, ItemsQuery)
-        items = self._store.get(response_id, _owner(request)).input_items
-        items = items if query.order == "asc" else items[::-1]
-        if query.after is not None:
-            ids = [item["id"] for item in items]
-            if query.after not in ids:
-                raise RequestValueError.about("after", "is no item of this response")
-            items = items[ids.index(query.after) + 1 :]
-        page = items[: query.limit]
-        return json_response(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": len(page) < len(items),
-            }
-        )
+        items = self._store.get(response_id, owner_of(request)).input_items
+        page = query.page_of(((item["id"], item) for item in items), "is no item of this response")
+        return json_response(page)
 
     def delete(self, request: Request, response_id: str) -> Response:
         """Serve DELETE /v1/responses/{id}."""
-        self._store.delete(response_id, _owner(request))
+        self._store.delete(response_id, owner_of(request))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     def cancel(self, request: Request, response_id: str) -> Response:
         """Serve POST /v1/responses/{id}/cancel: break a stream off."""
-        stored = self._store.get(response_id, _owner(request))
+        stored = self._store.get(response_id, owner_of(request))
         if stored.cancel is None:
             raise RequestValueError(
                 f"this response is {stored.response.status}, and cannot be cancelled any more"
@@ -244,7 +230,7 @@ class ResponsesService:
         history: list[Message] = []
         if body.previous_response_id is not None:
             param = "previous_response_id"
-            previous = self._store.get(body.previous_response_id, _owner(request), param=param)
+            previous = self._store.get(body.previous_response_id, owner_of(request), param=param)
             if not previous.is_complete:
                 raise RequestValueError(
                     f"the response that `{param}` names is {previous.response.status}; wait "
@@ -355,7 +341,7 @@ def _new_stored(
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return StoredResponse(
         response=response,
-        owner=_owner(request),
+        owner=owner_of(request),
         input_items=[_shown_item(item) for item in items],
         messages=list(conversation.messages),
     )
@@ -390,10 +376,6 @@ def _answer_of(response: ResponseObject) -> Message:
     ]
     message: Message = {"role": "assistant", "content": "".join(texts) or None}
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _owner(request: Request) -> str:
-    return getattr(request.state, API_KEY_STATE, "")
 
 
 def _read_query(request: Request, model: type[ModelT]) -> ModelT:
