@@ -1,7 +1,8 @@
 """OpenAI's responses, made from the frontend's outputs."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -15,7 +16,10 @@ from mmjax.frontend.output.outputs import (
     SampleLogprobs,
 )
 from mmjax.frontend.output.token_bytes import REPLACEMENT, CharacterCounter, find_bytes
-from mmjax.server.openai.tool_use import AnswerPiece, CallPiece, join_calls
+from mmjax.server.openai.tool_use import AnswerPiece, AnswerReader, CallPiece, join_calls
+
+Event = dict[str, Any]
+"""One of a stream that names the types of its events."""
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -279,6 +283,24 @@ class UsageCounter:
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
+
+
+class AnswerBuilder(ABC):
+    """Fills an answer of another API than chat, piece by piece; a whole answer is one piece."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self.usage = UsageCounter()
+        self._reader = reader
+
+    def take(self, output: RequestOutput) -> Iterator[Event]:
+        """Count and add what a step gave; yield its events, which are for streams alone."""
+        self.usage.add(output)
+        for item in output.outputs:
+            yield from self.add(item, self._reader.read(item))
+
+    @abstractmethod
+    def add(self, output: CompletionOutput, piece: AnswerPiece) -> Iterator[Event]:
+        """Add what a step gave a completion, and the piece that was read of it."""
 
 
 class ChoiceOptions(NamedTuple):

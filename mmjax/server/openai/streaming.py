@@ -215,7 +215,7 @@ async def _pump(
 
 
 async def collect(
-    request: Request, streams: list[RequestStream], take: Callable[[int, RequestOutput], None]
+    request: Request, streams: list[RequestStream], take: Callable[[int, RequestOutput], object]
 ) -> None:
     """Call `take` with every output; on disconnect abort all: RequestCancelledError."""
 

@@ -20,13 +20,13 @@ from mmjax.errors import (
     RequestValueError,
     ResponseNotFoundError,
 )
-from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest
 from mmjax.server.openai.request_body import ModelT, owner_of, validated
+from mmjax.server.openai.responses import Event
 from mmjax.server.openai.responses_api.conversation import (
     Conversation,
     Message,
@@ -40,13 +40,12 @@ from mmjax.server.openai.responses_api.protocol import (
     ResponsesRequest,
 )
 from mmjax.server.openai.responses_api.response import (
-    Event,
     FunctionCallItem,
     MessageItem,
     ResponseBuilder,
     ResponseObject,
 )
-from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect, media_headers
+from mmjax.server.openai.streaming import NAMED_EVENTS, Outputs, begin, collect, media_headers
 from mmjax.server.openai.structure import renamed
 
 _BYTES_PER_OBJECT = 64
@@ -174,17 +173,17 @@ class ResponsesService:
         with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
             chat = await asyncio.to_thread(_to_chat, body, conversation)
             run = await self._chats.open_chat(request, chat, f"resp_{new_hex()}")
-            builder = ResponseBuilder(self._new_response(body, run), run.options)
+            builder = ResponseBuilder(self._new_response(body, run), run.options, run.reader)
             stored = _new_stored(request, body, conversation, builder.response)
             if not body.stream:
-                await self._fill(request, builder, run)
+                await collect(request, run.streams, lambda _, output: list(builder.take(output)))
                 self._keep(body, stored, builder)
                 return json_response(builder.response, headers=media_headers(run.streams))
-            chunks = await begin(request, run.streams)
+            outputs = await begin(request, run.streams)
         if body.store is not False:
             stored.cancel = run.cancel
             self._store.put(stored)
-        events = self._events(body, builder, chunks, run, stored)
+        events = self._events(body, builder, outputs, stored)
         return self._generation.event_stream(events, run.streams, framing=NAMED_EVENTS)
 
     async def input_tokens(self, request: Request, body: ResponsesRequest) -> Response:
@@ -263,31 +262,19 @@ class ResponsesService:
             user=body.user,
         )
 
-    async def _fill(self, request: Request, builder: ResponseBuilder, run: ChatRun) -> None:
-        def take(_: int, output: RequestOutput) -> None:
-            builder.usage.add(output)
-            for item in output.outputs:
-                # Its events are for streams alone.
-                list(builder.add(item, run.reader.read(item)))
-
-        await collect(request, run.streams, take)
-
     async def _events(
         self,
         body: ResponsesRequest,
         builder: ResponseBuilder,
-        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-        run: ChatRun,
+        outputs: Outputs,
         stored: StoredResponse,
     ) -> AsyncGenerator[Event, None]:
         try:
             for event in builder.begin():
                 yield event
             async for _, output in outputs:
-                builder.usage.add(output)
-                for item in output.outputs:
-                    for event in builder.add(item, run.reader.read(item)):
-                        yield event
+                for event in builder.take(output):
+                    yield event
         except RequestCancelledError:
             for event in builder.cancel():
                 yield event
