@@ -6,9 +6,9 @@ from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.server.anthropic.protocol import CountTokensRequest, MessagesRequest, ToolChoice
-from mmjax.server.openai.protocol import ChatCompletionRequest
+from mmjax.server.openai.protocol import ChatCompletionRequest, shared_fields
 from mmjax.server.openai.request_body import validated
-from mmjax.server.openai.responses_api.conversation import PlacedMessages
+from mmjax.server.openai.responses_api.conversation import PlacedMessages, text_of
 
 _Part = dict[str, Any]
 
@@ -25,10 +25,7 @@ def to_chat(
 
     `thinking_option`: the option of the chat template that says whether the model reasons.
     """
-    shared = ChatCompletionRequest.model_fields.keys() - _OWN_FIELDS
-    fields: dict[str, Any] = {
-        name: value for name, value in body if name in shared and value is not None
-    }
+    fields = shared_fields(body, ChatCompletionRequest, but=_OWN_FIELDS)
     fields["messages"] = conversation.messages
     if conversation.messages[-1]["role"] == "assistant":
         # What the client has put into the answer's mouth goes on.
@@ -99,7 +96,7 @@ def _read_user(read: PlacedMessages, blocks: Sequence[Any], place: str) -> None:
         if isinstance(content, list):
             inner = [(one, f"{at}.content[{i}]") for i, one in enumerate(content)]
             content = [_read_part(_read_block(one, where), where) for one, where in inner]
-        call_id = _text(block, "tool_use_id", at)
+        call_id = text_of(block, "tool_use_id", at)
         read.add({"role": "tool", "tool_call_id": call_id, "content": content or ""}, at)
     if parts:
         read.add({"role": "user", "content": parts}, place)
@@ -115,12 +112,12 @@ def _read_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
         match block["type"]:
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": _text(block, "name", at), "arguments": arguments}
+                function = {"name": text_of(block, "name", at), "arguments": arguments}
                 calls.append(
-                    {"id": _text(block, "id", at), "type": "function", "function": function}
+                    {"id": text_of(block, "id", at), "type": "function", "function": function}
                 )
             case "thinking":
-                thoughts.append(_text(block, "thinking", at))
+                thoughts.append(text_of(block, "thinking", at))
             case "redacted_thinking":
                 pass  # nothing that this model has thought
             case _:
@@ -146,15 +143,15 @@ def _read_part(block: Mapping[str, Any], place: str) -> _Part:
     source = block.get("source")
     match block["type"], source:
         case "text", _:
-            return {"type": "text", "text": _text(block, "text", place)}
+            return {"type": "text", "text": text_of(block, "text", place)}
         case "document", {"type": "text"}:
-            return {"type": "text", "text": _text(source, "data", f"{place}.source")}
+            return {"type": "text", "text": text_of(source, "data", f"{place}.source")}
         case "image", {"type": "base64"}:
-            data = _text(source, "data", f"{place}.source")
-            kind = _text(source, "media_type", f"{place}.source")
+            data = text_of(source, "data", f"{place}.source")
+            kind = text_of(source, "media_type", f"{place}.source")
             return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
         case "image", {"type": "url"}:
-            url = _text(source, "url", f"{place}.source")
+            url = text_of(source, "url", f"{place}.source")
             return {"type": "image_url", "image_url": {"url": url}}
         case (("image" | "document"), _):
             raise RequestValueError.about(
@@ -173,14 +170,7 @@ def _read_texts(content: Any, place: str) -> Any:
     if isinstance(content, str):
         return content
     read = [(_read_block(one, f"{place}[{i}]"), f"{place}[{i}]") for i, one in enumerate(content)]
-    return [{"type": "text", "text": _text(block, "text", at)} for block, at in read]
-
-
-def _text(block: Mapping[str, Any], name: str, place: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestTypeError.about(f"{place}.{name}", "must be a text")
-    return value
+    return [{"type": "text", "text": text_of(block, "text", at)} for block, at in read]
 
 
 def _to_tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:

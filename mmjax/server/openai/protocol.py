@@ -6,7 +6,7 @@ union's member is chosen before it is validated, so that a wrong request costs n
 one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
@@ -169,6 +169,14 @@ class Strict(BaseModel):
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def shared_fields(
+    body: BaseModel, model: type[BaseModel], *, but: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of a body that are given and that `model` has, too, except for `but`."""
+    names = model.model_fields.keys() - but
+    return {name: value for name, value in body if name in names and value is not None}
 
 
 class StreamOptions(Strict):

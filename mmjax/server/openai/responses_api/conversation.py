@@ -99,18 +99,18 @@ class Conversation(PlacedMessages):
             case "function_call":
                 self._add_call(item, place)
             case _:
-                call_id = _text(item, "call_id", place)
+                call_id = text_of(item, "call_id", place)
                 content = _read_content(item.get("output"), f"{place}.output")
                 self.add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
 
     def _add_call(self, item: Mapping[str, Any], place: str) -> None:
         """Append a call to the assistant's message before it, if there is one."""
         call = {
-            "id": _text(item, "call_id", place),
+            "id": text_of(item, "call_id", place),
             "type": "function",
             "function": {
-                "name": _text(item, "name", place),
-                "arguments": _text(item, "arguments", place),
+                "name": text_of(item, "name", place),
+                "arguments": text_of(item, "arguments", place),
             },
         }
         last = self.messages[-1] if self.messages else None
@@ -148,7 +148,8 @@ def _read_part(part: Any, place: str) -> Any:
     }
 
 
-def _text(item: Mapping[str, Any], name: str, place: str) -> str:
+def text_of(item: Mapping[str, Any], name: str, place: str) -> str:
+    """Return a field of an item of the body; RequestTypeError unless it is a text."""
     value = item.get(name)
     if not isinstance(value, str):
         raise RequestTypeError.about(f"{place}.{name}", "must be a text")

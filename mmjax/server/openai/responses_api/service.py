@@ -24,7 +24,7 @@ from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService
-from mmjax.server.openai.protocol import ChatCompletionRequest
+from mmjax.server.openai.protocol import ChatCompletionRequest, shared_fields
 from mmjax.server.openai.request_body import ModelT, owner_of, validated
 from mmjax.server.openai.responses import Event
 from mmjax.server.openai.responses_api.conversation import (
@@ -302,10 +302,7 @@ class ResponsesService:
 def _to_chat(body: ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:
     """Return the chat that a response is; RequestError names chat's fields."""
     messages = conversation.with_instructions(body.instructions)
-    shared = ChatCompletionRequest.model_fields.keys() - _OWN_FIELDS
-    fields: dict[str, Any] = {
-        name: value for name, value in body if name in shared and value is not None
-    }
+    fields = shared_fields(body, ChatCompletionRequest, but=_OWN_FIELDS)
     fields |= {
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,

@@ -1,6 +1,6 @@
 """What /v1/embeddings, /pooling, /rerank and /score take; names are OpenAI's, Jina's and vLLM's."""
 
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
 
@@ -20,6 +20,7 @@ from mmjax.server.openai.protocol import (
     Template,
     Text,
     TokenIds,
+    shared_fields,
     tag_of,
 )
 
@@ -30,7 +31,6 @@ _PAIRS = (
     *(("text_1", "text_2"), ("queries", "documents"), ("queries", "items")),
     ("data_1", "data_2"),
 )
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
 _FIELDS_OF_MESSAGES = (
     *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
     "media_io_kwargs",
@@ -75,13 +75,7 @@ class VectorRequest(PromptRequest):
 
     def to_generation(self) -> GenerationRequest:
         """Return what the requests to the engine have of other routes."""
-        return self._to(GenerationRequest)
-
-    def _to(self, model: type[RequestT]) -> RequestT:
-        """Return another route's body with the fields that both have."""
-        names = model.model_fields.keys() & {*type(self).model_fields}
-        given = {name: getattr(self, name) for name in names}
-        return model(**{name: value for name, value in given.items() if value is not None})
+        return GenerationRequest(**shared_fields(self, GenerationRequest))
 
     @property
     def has_special_tokens(self) -> bool:
@@ -115,7 +109,7 @@ class EmbeddingRequest(VectorRequest):
 
     def to_generation(self) -> GenerationRequest:
         if self.messages is not None:
-            return self._to(ChatCompletionRequest)
+            return ChatCompletionRequest(**shared_fields(self, ChatCompletionRequest))
         for name in _FIELDS_OF_MESSAGES:
             if getattr(self, name):
                 raise RequestValueError.about(
