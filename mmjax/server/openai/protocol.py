@@ -7,7 +7,7 @@ one.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import (
@@ -122,6 +122,16 @@ Prompts = Annotated[
 """One or several: a text, token ids, and lists of either, which have a limit."""
 _few = Field(max_length=MAX_PROMPTS, fail_fast=True)
 Prompt = Prompts[Annotated[list[Text], _few], Annotated[list[TokenIds], _few]]
+
+
+def each_prompt(given: str | list[Any], name: str) -> list[Any]:
+    """Return the prompts of a field one by one; RequestValueError for none."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise RequestValueError.about(name, "is empty; give at least one")
+    # All elements were checked to be of one kind.
+    return [given] if isinstance(given[0], int) else given
 
 
 _NULL: Mapping[str, str] = {"type": "null"}
@@ -456,15 +466,7 @@ class CompletionRequest(GenerationRequest):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts one by one."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise RequestValueError.about("prompt", "is empty; give at least one")
-        # All elements were checked to be of one kind.
-        if isinstance(prompt[0], int):
-            return [prompt]
-        return cast(list[str | list[int]], prompt)
+        return each_prompt(self.prompt, "prompt")
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the sampling parameters."""

@@ -1,6 +1,6 @@
 """What /v1/embeddings, /pooling, /rerank and /score take; names are OpenAI's, Jina's and vLLM's."""
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
 
@@ -20,6 +20,7 @@ from mmjax.server.openai.protocol import (
     Template,
     Text,
     TokenIds,
+    each_prompt,
     shared_fields,
     tag_of,
 )
@@ -127,14 +128,7 @@ class EmbeddingRequest(VectorRequest):
             raise RequestValueError.about(
                 "input", "or `messages` is what becomes vectors; give one, and not both"
             )
-        if self.input is None:
-            return []
-        if isinstance(self.input, str):
-            return [self.input]
-        if not self.input:
-            raise RequestValueError.about("input", "is empty; give at least one")
-        is_one = isinstance(self.input[0], int)
-        return [cast(list[int], self.input)] if is_one else cast(list[Any], self.input)
+        return [] if self.input is None else each_prompt(self.input, "input")
 
     def to_pooling(self) -> PoolingParams:
         return PoolingParams(
