@@ -14,7 +14,7 @@ from mmjax.config.lora_config import ADAPTER_NAME
 from mmjax.errors import RequestError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.models.model_source import ADAPTER_FILES
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.protocol import Label, Strict
 from mmjax.server.openai.request_body import validated
 from mmjax.transport.messages import UpdateMode
@@ -79,11 +79,11 @@ class ControlService:
 
     async def is_sleeping(self) -> Response:
         """Serve /is_sleeping."""
-        return json_response({"is_sleeping": self._client.control.is_sleeping})
+        return JsonResponse({"is_sleeping": self._client.control.is_sleeping})
 
     async def is_paused(self) -> Response:
         """Serve /is_paused."""
-        return json_response({"is_paused": self._client.control.is_paused})
+        return JsonResponse({"is_paused": self._client.control.is_paused})
 
     async def update_weights(self, _: Request, body: UpdateWeightsRequest) -> Response:
         """Serve /update_weights."""
@@ -98,7 +98,7 @@ class ControlService:
 
     def _tell(self) -> Response:
         control = self._client.control
-        return json_response(
+        return JsonResponse(
             {
                 "weights_version": control.weights_version,
                 "is_sleeping": control.is_sleeping,
@@ -183,9 +183,9 @@ class AdapterService:
         )
         path = _resolve_below(self._lora_dir, body.lora_path, ADAPTER_FILES, refusal)
         await self._client.load_adapter(body.lora_name, path)
-        return json_response({"message": f"adapter `{body.lora_name}` is loaded"})
+        return JsonResponse({"message": f"adapter `{body.lora_name}` is loaded"})
 
     async def unload_lora_adapter(self, _: Request, body: UnloadAdapterRequest) -> Response:
         """Serve /v1/unload_lora_adapter."""
         self._client.adapters.unload(body.lora_name)
-        return json_response({"message": f"adapter `{body.lora_name}` is unloaded"})
+        return JsonResponse({"message": f"adapter `{body.lora_name}` is unloaded"})

@@ -12,7 +12,7 @@ from mmjax.server.anthropic.conversation import read_messages, to_chat
 from mmjax.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.continuation import new_hex
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.responses import Event
 from mmjax.server.openai.streaming import MESSAGE_EVENTS, Outputs, begin, collect, media_headers
@@ -43,7 +43,7 @@ class MessagesService:
             builder = MessageBuilder(self._generation.answer_name(body.model), run.reader)
             if not body.stream:
                 await collect(request, run.streams, lambda _, output: list(builder.take(output)))
-                return json_response(builder.message, headers=media_headers(run.streams))
+                return JsonResponse(builder.message, headers=media_headers(run.streams))
             outputs = await begin(request, run.streams)
         events = _events(builder, outputs)
         return self._generation.event_stream(events, run.streams, framing=MESSAGE_EVENTS)
@@ -54,7 +54,7 @@ class MessagesService:
         with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
             chat = await asyncio.to_thread(to_chat, body, conversation, self._thinking_option)
             explained = await self._chats.explain_chat(request, chat, is_bounded=False)
-        return json_response({"input_tokens": len(explained.prompt_token_ids)})
+        return JsonResponse({"input_tokens": len(explained.prompt_token_ids)})
 
 
 async def _events(builder: MessageBuilder, outputs: Outputs) -> AsyncGenerator[Event, None]:

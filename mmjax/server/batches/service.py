@@ -25,7 +25,7 @@ from mmjax.server.batches.protocol import (
 )
 from mmjax.server.batches.store import BatchStore, StoredBatch, new_id
 from mmjax.server.batches.worker import BatchWorker
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.request_body import RequestReader, owner_of, validated
 from mmjax.server.openai.responses_api.protocol import PageQuery
 from mmjax.server.openai.transcripts.form import (
@@ -235,7 +235,7 @@ class BatchService:
             purpose="batch",
         )
         await asyncio.to_thread(self._store.put_file, owner_of(request), shown)
-        return json_response(shown)
+        return JsonResponse(shown)
 
     async def files(self, request: Request) -> Response:
         """Serve GET /v1/files."""
@@ -249,7 +249,7 @@ class BatchService:
 
     async def file(self, request: Request, file_id: str) -> Response:
         """Serve GET /v1/files/{id}."""
-        return json_response(self._store.file(file_id, owner_of(request)).shown)
+        return JsonResponse(self._store.file(file_id, owner_of(request)).shown)
 
     async def file_content(self, request: Request, file_id: str) -> Response:
         """Serve GET /v1/files/{id}/content."""
@@ -263,7 +263,7 @@ class BatchService:
     async def delete_file(self, request: Request, file_id: str) -> Response:
         """Serve DELETE /v1/files/{id}."""
         await asyncio.to_thread(self._store.delete_file, file_id, owner_of(request))
-        return json_response({"id": file_id, "object": "file", "deleted": True})
+        return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def create_batch(self, request: Request, body: CreateBatchRequest) -> Response:
         """Serve POST /v1/batches."""
@@ -284,7 +284,7 @@ class BatchService:
         stored = StoredBatch(owner, shown, new_id("file-"), new_id("file-"))
         await asyncio.to_thread(self._store.put_batch, stored)
         self._worker.add(stored)
-        return json_response(shown)
+        return JsonResponse(shown)
 
     async def batches(self, request: Request) -> Response:
         """Serve GET /v1/batches."""
@@ -298,7 +298,7 @@ class BatchService:
         """Serve GET /v1/batches/{id}."""
         shown = self._store.batch(batch_id, owner_of(request)).shown
         self._worker.count(shown)
-        return json_response(shown)
+        return JsonResponse(shown)
 
     async def cancel_batch(self, request: Request, batch_id: str) -> Response:
         """Serve POST /v1/batches/{id}/cancel: what has its result keeps it."""
@@ -308,7 +308,7 @@ class BatchService:
                 f"this batch is {stored.shown.status}, and cannot be cancelled any more"
             )
         await self._worker.cancel(stored)
-        return json_response(stored.shown)
+        return JsonResponse(stored.shown)
 
 
 def body_limit(config: ServerConfig) -> int:
@@ -317,7 +317,7 @@ def body_limit(config: ServerConfig) -> int:
 
 
 def _page_of(query: PageQuery, found: Iterable[FileObject | BatchObject]) -> Response:
-    return json_response(query.page_of(((one.id, one) for one in found), "is none of the list"))
+    return JsonResponse(query.page_of(((one.id, one) for one in found), "is none of the list"))
 
 
 def _nested(fields: Mapping[str, str]) -> dict[str, Any]:

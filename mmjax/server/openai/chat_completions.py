@@ -25,7 +25,7 @@ from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateRend
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import PromptSource
 from mmjax.params.sampling_params import SamplingParams
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import (
     GenerationService,
     Run,
@@ -187,7 +187,7 @@ class ChatService:
         if self._generation.hides_caches:
             explanation = explanation.without_cache_states()
         head = {"object": "chat.completion.render", "model": self._generation.model_name}
-        return json_response({**head, **explanation.to_dict()})
+        return JsonResponse({**head, **explanation.to_dict()})
 
     async def explain_chat(
         self, request: Request, body: ChatCompletionRequest, *, is_bounded: bool = True

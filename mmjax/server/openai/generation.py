@@ -21,7 +21,7 @@ from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import GenerateRequest, PromptSource
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at, new_hex
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.protocol import GenerationRequest, StreamOptions
 from mmjax.server.openai.request_body import owner_of
 from mmjax.server.openai.responses import Answer, ChoiceOptions, RequestMetrics, UsageCounter
@@ -193,7 +193,7 @@ class GenerationService:
             metrics=self._metrics(body, usage),
             **run.fields(outputs[0]),
         )
-        return json_response(answer, headers=media_headers(run.streams))
+        return JsonResponse(answer, headers=media_headers(run.streams))
 
     async def _chunks(
         self,

@@ -22,7 +22,7 @@ from mmjax.errors import (
 )
 from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, shared_fields
 from mmjax.server.openai.request_body import ModelT, owner_of, validated
@@ -178,7 +178,7 @@ class ResponsesService:
             if not body.stream:
                 await collect(request, run.streams, lambda _, output: list(builder.take(output)))
                 self._keep(body, stored, builder)
-                return json_response(builder.response, headers=media_headers(run.streams))
+                return JsonResponse(builder.response, headers=media_headers(run.streams))
             outputs = await begin(request, run.streams)
         if body.store is not False:
             stored.cancel = run.cancel
@@ -193,24 +193,24 @@ class ResponsesService:
             chat = await asyncio.to_thread(_to_chat, body, conversation)
             explained = await self._chats.explain_chat(request, chat, is_bounded=False)
         num_tokens = len(explained.prompt_token_ids)
-        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     def response(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}."""
         _read_query(request, ResponseQuery)
-        return json_response(self._store.get(response_id, owner_of(request)).response)
+        return JsonResponse(self._store.get(response_id, owner_of(request)).response)
 
     def input_items(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}/input_items."""
         query = _read_query(request, ItemsQuery)
         items = self._store.get(response_id, owner_of(request)).input_items
         page = query.page_of(((item["id"], item) for item in items), "is no item of this response")
-        return json_response(page)
+        return JsonResponse(page)
 
     def delete(self, request: Request, response_id: str) -> Response:
         """Serve DELETE /v1/responses/{id}."""
         self._store.delete(response_id, owner_of(request))
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     def cancel(self, request: Request, response_id: str) -> Response:
         """Serve POST /v1/responses/{id}/cancel: break a stream off."""
@@ -220,7 +220,7 @@ class ResponsesService:
                 f"this response is {stored.response.status}, and cannot be cancelled any more"
             )
         stored.cancel()
-        return json_response(msgspec.structs.replace(stored.response, status="cancelled"))
+        return JsonResponse(msgspec.structs.replace(stored.response, status="cancelled"))
 
     # ---- one response ---------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from mmjax.processing.transcripts import (
     name_language,
 )
 from mmjax.server.openai.continuation import new_hex
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService, with_extras
 from mmjax.server.openai.protocol import GenerationRequest
 from mmjax.server.openai.request_body import RequestReader, validated
@@ -224,7 +224,7 @@ def _usage(job: _Job) -> Usage:
 
 
 def _write_json(job: _Job) -> Response:
-    return json_response(TranscriptObject(text=job.transcript.text, usage=_usage(job)))
+    return JsonResponse(TranscriptObject(text=job.transcript.text, usage=_usage(job)))
 
 
 def _write_verbose_json(job: _Job) -> Response:
@@ -240,7 +240,7 @@ def _write_verbose_json(job: _Job) -> Response:
         ]
     if transcript.language is not None:
         fields["language"] = name_language(transcript.language)
-    return json_response(
+    return JsonResponse(
         TranscriptObject(
             task=job.task,
             duration=round(transcript.duration, 3),

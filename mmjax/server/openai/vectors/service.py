@@ -20,7 +20,7 @@ from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import PromptSource
 from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.continuation import created_at
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService, new_ids, with_extras
 from mmjax.server.openai.protocol import ChatCompletionRequest, GenerationRequest
 from mmjax.server.openai.streaming import collect, media_headers
@@ -62,7 +62,7 @@ class VectorService:
             for index, vectors in enumerate(map(vectors_of, outputs))
         ]
         head = self._head(body, answer_id, outputs)
-        return json_response({**head, "data": data}, headers=headers)
+        return JsonResponse({**head, "data": data}, headers=headers)
 
     async def pooling(self, request: Request, body: PoolingRequest) -> Response:
         """Serve POST /pooling."""
@@ -75,7 +75,7 @@ class VectorService:
             one: dict[str, Any] = {"object": "pooling", "index": index}
             data.append({**one, "data": _encode(body, found), "shape": list(found.shape)})
         head = self._head(body, answer_id, outputs)
-        return json_response({**head, "data": data}, headers=headers)
+        return JsonResponse({**head, "data": data}, headers=headers)
 
     async def rerank(self, request: Request, body: RerankRequest) -> Response:
         """Serve POST /rerank."""
@@ -93,7 +93,7 @@ class VectorService:
             for index in order[: body.top_n or None]
         ]
         head = self._head(body, answer_id, outputs)
-        return json_response({**head, "results": results}, headers=headers)
+        return JsonResponse({**head, "results": results}, headers=headers)
 
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         """Serve POST /score."""
@@ -113,7 +113,7 @@ class VectorService:
             for index, pair in enumerate(pairs)
         ]
         head = self._head(body, answer_id, outputs)
-        return json_response({**head, "data": data}, headers=headers)
+        return JsonResponse({**head, "data": data}, headers=headers)
 
     async def _run(
         self, request: Request, body: VectorRequest, prefix: str, given: Sequence[Any]
