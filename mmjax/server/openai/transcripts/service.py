@@ -92,7 +92,7 @@ class TranscriptService:
     ) -> Response:
         # Before the clip is received: a server that transcribes nothing has no use for it.
         transcriber = self._client.input_processor.get_transcriber()
-        data = await self._reader.receive_bytes(request)
+        data = await self._reader.receive(request, is_json=False)
         form = parse_form(data, request.headers.get("content-type", ""))
         del data
         fields, file = read_form(form)
