@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
@@ -34,7 +34,6 @@ from mmjax.server.openai.request_body import RequestReader, validated
 from mmjax.server.openai.streaming import join, merge, while_connected
 from mmjax.server.openai.transcripts.form import parse_form
 from mmjax.server.openai.transcripts.protocol import (
-    EVENTS,
     WITH_TIMES,
     SegmentObject,
     TranscriptionRequest,
@@ -208,12 +207,12 @@ class TranscriptService:
                 parts = item if isinstance(item, list) else [item]
                 text = deltas.add([one for part in parts for one in part.token_ids])
                 if text:
-                    yield {"type": EVENTS["delta"], "delta": text}
+                    yield {"type": "transcript.text.delta", "delta": text}
         finally:
             await news.aclose()
         if rest := deltas.finish():
-            yield {"type": EVENTS["delta"], "delta": rest}
-        yield {"type": EVENTS["done"], "text": transcript.text, "usage": _usage(job)}
+            yield {"type": "transcript.text.delta", "delta": rest}
+        yield {"type": "transcript.text.done", "text": transcript.text, "usage": _usage(job)}
 
 
 # ---- forms of the answer ------------------------------------------------------------------------
@@ -268,14 +267,10 @@ def _describe(transcript: Transcript, number: int, segment: Segment) -> SegmentO
     )
 
 
-def _plain(text: str, media_type: str) -> Response:
-    return Response(text, media_type=media_type)
-
-
 _WRITERS: Mapping[str, Callable[[_Job], Response]] = {
     "json": _write_json,
     "verbose_json": _write_verbose_json,
-    "text": lambda job: _plain(f"{job.transcript.text}\n", "text/plain"),
-    "srt": lambda job: _plain(job.transcript.to_srt(), "text/plain"),
-    "vtt": lambda job: _plain(job.transcript.to_vtt(), "text/vtt"),
+    "text": lambda job: PlainTextResponse(f"{job.transcript.text}\n"),
+    "srt": lambda job: PlainTextResponse(job.transcript.to_srt()),
+    "vtt": lambda job: Response(job.transcript.to_vtt(), media_type="text/vtt"),
 }
