@@ -1,7 +1,7 @@
 """/v1/embeddings, /pooling, /rerank and /score: prompts in, vectors or scores out."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,33 +55,28 @@ class VectorService:
 
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
         """Serve POST /v1/embeddings."""
-        given = body.prompts()
-        answer_id, outputs, headers = await self._run(request, body, "embd", given)
+        found, answer = await self._run(request, body, "embd", body.prompts())
         data = [
             {"object": "embedding", "index": index, "embedding": _encode(body, vectors[0])}
-            for index, vectors in enumerate(map(vectors_of, outputs))
+            for index, vectors in enumerate(found)
         ]
-        head = self._head(body, answer_id, outputs)
-        return JsonResponse({**head, "data": data}, headers=headers)
+        return answer(data=data)
 
     async def pooling(self, request: Request, body: PoolingRequest) -> Response:
         """Serve POST /pooling."""
-        given = body.prompts()
-        answer_id, outputs, headers = await self._run(request, body, "pool", given)
+        found, answer = await self._run(request, body, "pool", body.prompts())
         is_one = find_task(body.to_pooling(), self._model_config) == "embed"
         data = []
-        for index, vectors in enumerate(map(vectors_of, outputs)):
-            found = vectors[0] if is_one else vectors
+        for index, vectors in enumerate(found):
+            shown = vectors[0] if is_one else vectors
             one: dict[str, Any] = {"object": "pooling", "index": index}
-            data.append({**one, "data": _encode(body, found), "shape": list(found.shape)})
-        head = self._head(body, answer_id, outputs)
-        return JsonResponse({**head, "data": data}, headers=headers)
+            data.append({**one, "data": _encode(body, shown), "shape": list(shown.shape)})
+        return answer(data=data)
 
     async def rerank(self, request: Request, body: RerankRequest) -> Response:
         """Serve POST /rerank."""
         given = [body.query, *body.documents]
-        answer_id, outputs, headers = await self._run(request, body, "rerank", given)
-        query, *documents = map(vectors_of, outputs)
+        (query, *documents), answer = await self._run(request, body, "rerank", given)
         scores = [score_vectors(query, document) for document in documents]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = [
@@ -92,8 +87,7 @@ class VectorService:
             }
             for index in order[: body.top_n or None]
         ]
-        head = self._head(body, answer_id, outputs)
-        return JsonResponse({**head, "results": results}, headers=headers)
+        return answer(results=results)
 
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         """Serve POST /score."""
@@ -103,22 +97,19 @@ class VectorService:
             raise RequestValueError(
                 f"{len(first)} are compared with {len(second)}; give one, or as many"
             )
-        given = [*first, *second]
-        answer_id, outputs, headers = await self._run(request, body, "score", given)
-        vectors = [vectors_of(output) for output in outputs]
+        vectors, answer = await self._run(request, body, "score", [*first, *second])
         queries, documents = vectors[: len(first)], vectors[len(first) :]
         pairs = zip(queries * (len(documents) // len(queries)), documents, strict=True)
         data = [
             {"object": "score", "index": index, "score": score_vectors(*pair)}
             for index, pair in enumerate(pairs)
         ]
-        head = self._head(body, answer_id, outputs)
-        return JsonResponse({**head, "data": data}, headers=headers)
+        return answer(data=data)
 
     async def _run(
         self, request: Request, body: VectorRequest, prefix: str, given: Sequence[Any]
-    ) -> tuple[str, list[RequestOutput], Any]:
-        """Return the answer's id, what became of each prompt, and the answer's headers."""
+    ) -> tuple[list[np.ndarray], Callable[..., Response]]:
+        """Return the vectors of each prompt, and what makes the answer of its own fields."""
         check_runner(self._model_config, pools=True)
         generation = body.to_generation()
         self._generation.check(request, generation)
@@ -144,7 +135,19 @@ class VectorService:
             await collect(request, added, found.__setitem__)
             outputs += [found[number] for number in range(len(added))]
             streams += added
-        return answer_id, outputs, media_headers(streams)
+        number = sum(len(output.prompt_token_ids) for output in outputs)
+        head = {
+            "id": answer_id,
+            "object": "list",
+            "created": created_at(),
+            "model": self._generation.answer_name(body.model),
+            "usage": {"prompt_tokens": number, "completion_tokens": 0, "total_tokens": number},
+        }
+
+        def answer(**fields: Any) -> Response:
+            return JsonResponse({**head, **fields}, headers=media_headers(streams))
+
+        return [vectors_of(output) for output in outputs], answer
 
     def _make_prompt(
         self, given: Any, body: VectorRequest, generation: GenerationRequest
@@ -158,18 +161,6 @@ class VectorService:
         else:
             made = {"prompt_token_ids": given}
         return with_extras(made, generation)
-
-    def _head(
-        self, body: VectorRequest, answer_id: str, outputs: Sequence[RequestOutput]
-    ) -> dict[str, Any]:
-        number = sum(len(output.prompt_token_ids) for output in outputs)
-        return {
-            "id": answer_id,
-            "object": "list",
-            "created": created_at(),
-            "model": self._generation.answer_name(body.model),
-            "usage": {"prompt_tokens": number, "completion_tokens": 0, "total_tokens": number},
-        }
 
 
 def _encode(body: EmbeddingRequest, vectors: np.ndarray) -> Any:
