@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server
+from tests.server.conftest import TOOLS, MakeServer, Server
 
 
 def test_null_is_absent(make_server: MakeServer) -> None:
-    server = make_server(is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True)
+    server = make_server(**TOOLS)
     nothing: dict[str, Any] = {"cache_control": None}
     function = {"name": "find", "description": None, "parameters": None, "strict": None, **nothing}
     tool = {"type": "function", "function": function, **nothing}
