@@ -1,6 +1,8 @@
 """A server over the echo engine, in the test's own process."""
 
 import json
+import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -9,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx2
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI, OpenAI
 from starlette.testclient import TestClient
@@ -211,6 +214,23 @@ def servers(normal: InputProcessor, roomy: InputProcessor) -> Iterator[MakeServe
             return Server(app, http, supervisor, client)
 
         yield make
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """Serve an application in a thread; yield its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        # Connections wait in the listener's queue until it serves.
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
 
 
 @pytest.fixture(scope="module")
