@@ -340,6 +340,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("an unknown field", {"mcp_servers": [{}]}, "mcp_servers"),
     ("a heat", {"temperature": "hot"}, "temperature"),
     ("a stop", {"stop_sequences": [""]}, "stop_sequences"),
+    ("more tokens than the model reads", {"messages": "red " * 400}, "messages"),
 ]
 
 

@@ -275,6 +275,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": content({"type": "input_text", "text": 3})}, "input[0].content[0].text"),
     ({"input": content({**PICTURE, "image_url": "ftp://x"})}, "input[0].content[0].image_url"),
     ({"input": "a", "instructions": "a" * 40000}, "instructions"),
+    ({"input": "red " * 400}, "input"),
     ({"input": "a", "previous_response_id": "resp_x"}, "previous_response_id"),
     ({"input": "a", "background": True}, "background"),
     ({"input": "a", "reasoning": {"effort": "much"}}, "reasoning.effort"),

@@ -103,6 +103,18 @@ def test_an_empty_list_of_token_ids_is_refused(of_vectors: Server, given: Any) -
         assert "empty" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("name", "given"), [("input", "red " * 400), ("messages", [{**CHAT[0], "content": "red " * 400}])]
+)
+def test_a_prompt_that_is_too_long_is_named_by_its_field(
+    of_vectors: Server, name: str, given: Any
+) -> None:
+    for path in ("/v1/embeddings", "/pooling"):
+        response = of_vectors.http.post(path, json={name: given})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == name
+
+
 def test_a_text_may_have_no_special_tokens(of_vectors: Server) -> None:
     for fields, is_begun in (({}, True), ({"add_special_tokens": False}, False)):
         response = of_vectors.http.post("/v1/embeddings", json={"input": "a circle", **fields})

@@ -1,9 +1,8 @@
 """Chat completions: conversations to prompts, outputs to OpenAI's messages."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmjax.config.engine_config import ServerConfig
-from mmjax.errors import CapacityError, RequestError
+from mmjax.errors import CapacityError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
@@ -44,7 +43,7 @@ from mmjax.server.openai.responses import (
     prompt_logprobs,
 )
 from mmjax.server.openai.streaming import while_connected
-from mmjax.server.openai.structure import errors_of_format
+from mmjax.server.openai.structure import errors_of_format, errors_of_messages
 from mmjax.server.openai.tool_use import (
     AnswerReader,
     ToolUse,
@@ -263,17 +262,6 @@ def _role_of(body: ChatCompletionRequest, config: ServerConfig) -> str:
     """Return the role of the answer: the last message's, if it goes on with that."""
     is_new = body.add_generation_prompt or not body.messages
     return config.response_role if is_new else body.messages[-1].role
-
-
-@contextmanager
-def errors_of_messages() -> Iterator[None]:
-    """Rename the field of errors from the prompt to `messages`."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param == "prompt" or (error.param or "").startswith("multi_modal_"):
-            error.param = "messages"
-        raise
 
 
 class TemplateThreads:

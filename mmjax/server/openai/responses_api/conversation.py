@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.server.openai.structure import errors_of_messages
 
 Message = dict[str, Any]
 
@@ -41,7 +42,8 @@ class PlacedMessages:
     def naming_items(self) -> Iterator[None]:
         """Name, in errors about messages, the items that they came from."""
         try:
-            yield
+            with errors_of_messages():
+                yield
         except RequestError as error:
             found = re.fullmatch(r"(messages\[(\d+)\])(.*)", error.param or "")
             if found is not None and int(found[2]) < len(self._places):

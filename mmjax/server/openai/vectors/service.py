@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService, new_ids, with_extras
 from mmjax.server.openai.protocol import ChatCompletionRequest, GenerationRequest
 from mmjax.server.openai.streaming import collect, media_headers
+from mmjax.server.openai.structure import errors_of_messages, renamed
 from mmjax.server.openai.vectors.protocol import (
     ContentParam,
     EmbeddingRequest,
@@ -55,7 +57,8 @@ class VectorService:
 
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
         """Serve POST /v1/embeddings."""
-        found, answer = await self._run(request, body, "embd", body.prompts())
+        with _errors_of(body):
+            found, answer = await self._run(request, body, "embd", body.prompts())
         data = [
             {"object": "embedding", "index": index, "embedding": _encode(body, vectors[0])}
             for index, vectors in enumerate(found)
@@ -64,7 +67,8 @@ class VectorService:
 
     async def pooling(self, request: Request, body: PoolingRequest) -> Response:
         """Serve POST /pooling."""
-        found, answer = await self._run(request, body, "pool", body.prompts())
+        with _errors_of(body):
+            found, answer = await self._run(request, body, "pool", body.prompts())
         is_one = find_task(body.to_pooling(), self._model_config) == "embed"
         data = []
         for index, vectors in enumerate(found):
@@ -161,6 +165,11 @@ class VectorService:
         else:
             made = {"prompt_token_ids": given}
         return with_extras(made, generation)
+
+
+def _errors_of(body: EmbeddingRequest) -> AbstractContextManager[None]:
+    """Rename the field of errors from the prompt to that which holds it."""
+    return renamed({"prompt": "input"}) if body.messages is None else errors_of_messages()
 
 
 def _encode(body: EmbeddingRequest, vectors: np.ndarray) -> Any:
