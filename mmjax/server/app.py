@@ -133,7 +133,7 @@ def create_app(
     _add_generation_routes(posts, client, chats, generation)
     _add_responses_routes(app, posts, ResponsesService(chats, generation, config))
     _add_audio_routes(posts, TranscriptService(client, generation, reader))
-    _add_vector_routes(posts, VectorService(client, chat, chats, generation))
+    _add_vector_routes(posts, VectorService(client, chats, generation))
     _add_token_routes(posts, TokenizationService(client, chats, generation))
     batches = _add_batch_routes(app, reader, config, Endpoints(client, reader, posts.batched))
     describe(app, _BODIES)

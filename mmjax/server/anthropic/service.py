@@ -29,7 +29,7 @@ class MessagesService:
     def __init__(self, chats: ChatService, generation: GenerationService) -> None:
         self._chats = chats
         self._generation = generation
-        template = chats.template
+        template = chats.parser.template
         asked = (one for one in _THINKING_OPTIONS if one in template.variables)
         self._thinking_option = next(asked, None)
         self._keeps_thoughts = not template.message_fields.isdisjoint(REASONING_FIELDS)

@@ -87,7 +87,8 @@ class ChatService:
         generation: GenerationService,
     ) -> None:
         self._client = client
-        self._chat_parser = chat
+        self.parser = chat
+        """Reads conversations by the model's own template."""
         self._config = config
         self._generation = generation
         self._template_threads = TemplateThreads()
@@ -100,11 +101,6 @@ class ChatService:
         """End the threads and the processes."""
         self._template_renderer.close()
         self._template_threads.close()
-
-    @property
-    def template(self) -> ChatTemplate:
-        """The model's own."""
-        return self._chat_parser.template
 
     async def chat_completions(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve /v1/chat/completions."""
@@ -146,9 +142,7 @@ class ChatService:
         prompt = await self.prompt_source(request, body)
         is_enforced = tools is not None and tools.format is None
         with errors_of_format(body.response_format is not None, has_calls=is_enforced):
-            streams = await self._generation.submit(
-                request, body, request_id, [prompt], params, continues_prompt=False
-            )
+            streams = await self._generation.submit(request, body, request_id, [prompt], params)
         processor, (first, *_) = self._client.input_processor, streams
         reasoning = plan_reasoning(
             form,
@@ -208,7 +202,7 @@ class ChatService:
             body.tool_choice,
             is_parallel=body.parallel_tool_calls is not False,
             config=self._config,
-            template=self._chat_parser.template,
+            template=self.parser.template,
             num_earlier_calls=sum(len(message.tool_calls or ()) for message in body.messages),
         )
 
@@ -217,7 +211,7 @@ class ChatService:
         if body.chat_template is None:
             return partial(self._chat_prompt, body, None)
         template = RequestTemplate(
-            body.chat_template, self._chat_parser.template.tokenizer, self._template_renderer
+            body.chat_template, self.parser.template.tokenizer, self._template_renderer
         )
         rendering = self._template_threads.run(partial(self._chat_prompt, body, template))
         return await while_connected(request, rendering)
@@ -226,13 +220,13 @@ class ChatService:
         self, body: ChatCompletionRequest, template: ChatTemplate | None
     ) -> PromptDict:
         """Render the template and decode the images, outside of the event loop."""
-        prompt = self._chat_parser.parse(
+        prompt = self.parser.parse(
             [message.model_dump(exclude_none=True) for message in body.messages],
             template=template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=tools_of_prompt(body.tools, body.tool_choice),
-            template_kwargs=_template_options(body, template or self._chat_parser.template),
+            template_kwargs=_template_options(body, template or self.parser.template),
             add_special_tokens=body.add_special_tokens,
             media_io_kwargs=body.media_io_kwargs,
         )

@@ -129,7 +129,7 @@ class GenerationService:
         prompts: Sequence[PromptSource],
         params: SamplingParams,
         *,
-        continues_prompt: bool,
+        continues_prompt: bool = False,
     ) -> list[RequestStream]:
         """Add one request for each prompt; if one is refused, abort all.
 

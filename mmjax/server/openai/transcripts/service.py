@@ -175,7 +175,6 @@ class TranscriptService:
                 f"{job.answer_id}-{number}",
                 [with_extras(cast(PromptDict, dict(asked.prompt)), job.generation)],
                 asked.sampling_params,
-                continues_prompt=False,
             )
             job.streams.extend(streams)
             whole = CompletionOutput(index=0, text="", token_ids=[], logprobs=[])

@@ -15,7 +15,6 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.output.pooled import score_vectors, vectors_of
-from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.pooling import check_runner, find_task, pooling_request
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import PromptSource
@@ -43,15 +42,10 @@ class VectorService:
     """Serves them, where the engine's `runner` is pooling."""
 
     def __init__(
-        self,
-        client: AsyncEngineClient,
-        chat: ChatParser,
-        chats: ChatService,
-        generation: GenerationService,
+        self, client: AsyncEngineClient, chats: ChatService, generation: GenerationService
     ) -> None:
         self._chats = chats
         self._model_config = client.input_processor.model_config
-        self._chat = chat
         self._generation = generation
         self._at_once = min(_PROMPTS_AT_ONCE, client.capacity.max_num_seqs)
 
@@ -133,7 +127,6 @@ class VectorService:
                 f"{request_id}-{start}" if start else request_id,
                 sources[start : start + self._at_once],
                 params,
-                continues_prompt=False,
             )
             found: dict[int, RequestOutput] = {}
             await collect(request, added, found.__setitem__)
@@ -161,7 +154,7 @@ class VectorService:
             made: PromptDict = {"prompt": given, "add_special_tokens": body.has_special_tokens}
         elif isinstance(given, ContentParam):
             message = {"role": "user", "content": given.model_dump()["content"]}
-            made = self._chat.parse([message])
+            made = self._chats.parser.parse([message])
         else:
             made = {"prompt_token_ids": given}
         return with_extras(made, generation)
