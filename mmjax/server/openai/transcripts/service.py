@@ -103,8 +103,7 @@ class TranscriptService:
         clip = cast(EncodedAudio, connector.open_audio_file(file, "file"))
         header = await while_connected(request, asyncio.to_thread(clip.read_header))
         seconds = max(header.seconds, _LEAST_SECONDS)
-        hold = await while_connected(request, self._room.take(seconds))
-        try:
+        with await while_connected(request, self._room.take(seconds)) as hold:
             begin = partial(self._begin, transcriber, body, task, clip)
             transcription, transcript = await while_connected(request, asyncio.to_thread(begin))
             job = _Job(
@@ -117,16 +116,12 @@ class TranscriptService:
                 transcript=transcript,
                 streams=[],
             )
-            response = await (self._stream(job) if body.stream else self._answer(job))
-        except BaseException:
-            hold.close()
-            raise
-        if body.stream:
-            # The response closes all of them, even where the client leaves before the first event.
-            job.streams.append(cast(RequestStream, hold))
-        else:
-            hold.close()
-        return response
+            if not body.stream:
+                return await self._answer(job)
+            response = await self._stream(job)
+            # It closes all of them, even where the client leaves before the first event.
+            job.streams.append(cast(RequestStream, hold.pop_all()))
+            return response
 
     async def _stream(self, job: _Job) -> Response:
         events = self._events(job)
