@@ -270,7 +270,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
-    ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input[0].colour"),
+    (
+        {"input": [{"role": "user", "content": "a", "shape": None, "colour": 1}]},
+        "input[0].colour",
+    ),
     ({"input": content({"type": "input_file", "file_id": "f"})}, "input[0].content[0].file_id"),
     ({"input": content({"type": "input_text", "text": 3})}, "input[0].content[0].text"),
     ({"input": content({**PICTURE, "image_url": "ftp://x"})}, "input[0].content[0].image_url"),

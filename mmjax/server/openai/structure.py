@@ -87,7 +87,8 @@ def errors_of_messages() -> Iterator[None]:
 
 
 def _check_names(given: Mapping[str, Any], known: frozenset[str], path: str) -> None:
-    unknown = next((name for name in given if name not in known), None)
+    others = (name for name, value in given.items() if name not in known and value is not None)
+    unknown = next(others, None)
     if unknown is not None:
         raise RequestValueError.about(
             f"{path}.{unknown[:64]}",

@@ -85,8 +85,9 @@ class Conversation(PlacedMessages):
             raise RequestValueError.about(
                 f"{place}.type", f"is no item that mmjax reads; it reads {', '.join(_ITEM_FIELDS)}"
             )
-        other = next((str(name) for name in item if name not in known), None)
-        if other is not None and item[other] is not None:
+        others = (name for name, value in item.items() if name not in known and value is not None)
+        other = next(others, None)
+        if other is not None:
             raise RequestValueError.about(
                 f"{place}.{other[:64]}", "is not a field that mmjax knows; remove it"
             )
