@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.frontend.prompt.chat_tools import refuse_others
 from mmjax.server.openai.structure import errors_of_messages
 
 Message = dict[str, Any]
@@ -85,12 +86,7 @@ class Conversation(PlacedMessages):
             raise RequestValueError.about(
                 f"{place}.type", f"is no item that mmjax reads; it reads {', '.join(_ITEM_FIELDS)}"
             )
-        others = (name for name, value in item.items() if name not in known and value is not None)
-        other = next(others, None)
-        if other is not None:
-            raise RequestValueError.about(
-                f"{place}.{other[:64]}", "is not a field that mmjax knows; remove it"
-            )
+        refuse_others(item, known, place)
         match kind:
             case "message":
                 role, content = item.get("role"), item.get("content")
