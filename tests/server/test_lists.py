@@ -11,9 +11,10 @@ import pytest
 from tests.server.conftest import Server
 
 
-def test_input_items_without_ids_get_some(server: Server) -> None:
+def test_input_items_without_ids_and_types_get_some(server: Server) -> None:
     client = server.openai()
-    given: Any = [{"role": "user", "content": text, "id": None} for text in ("a", "b", "c")]
+    nothing = {"id": None, "type": None}
+    given: Any = [{"role": "user", "content": text, **nothing} for text in ("a", "b", "c")]
     made = client.responses.create(model="tiny", input=given)
     page = client.responses.input_items.list(made.id, order="asc", limit=2)
     assert all(item.id for item in page.data)

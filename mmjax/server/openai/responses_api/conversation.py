@@ -80,7 +80,7 @@ class Conversation(PlacedMessages):
             self._add_item(item, f"input[{index}]")
 
     def _add_item(self, item: Mapping[str, Any], place: str) -> None:
-        kind = item.get("type", "message")
+        kind = "message" if item.get("type") is None else item["type"]
         known = _ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
         if known is None:
             raise RequestValueError.about(
