@@ -1,14 +1,13 @@
 """Lists as OpenAI's client asks for them: their limits, and items without ids."""
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import MakeServer, Server
 
 
 def test_input_items_without_ids_and_types_get_some(server: Server) -> None:
@@ -21,7 +20,7 @@ def test_input_items_without_ids_and_types_get_some(server: Server) -> None:
     assert [item.content[0].text for item in page] == ["a", "b", "c"]  # type: ignore[union-attr]
 
 
-def test_files_come_by_ten_thousands(make_server: Callable[..., Server], tmp_path: Path) -> None:
+def test_files_come_by_ten_thousands(make_server: MakeServer, tmp_path: Path) -> None:
     client = make_server(batch_dir=tmp_path).openai()
     for number in range(3):
         client.files.create(file=(f"{number}.jsonl", io.BytesIO(b"{}")), purpose="batch")
