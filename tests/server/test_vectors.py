@@ -104,7 +104,8 @@ def test_an_empty_list_of_token_ids_is_refused(of_vectors: Server, given: Any) -
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("input", "red " * 400), ("messages", [{**CHAT[0], "content": "red " * 400}])]
+    ("name", "given"),
+    [("input", "red " * 400), ("messages", [{**CHAT[0], "content": "red " * 400}])],
 )
 def test_a_prompt_that_is_too_long_is_named_by_its_field(
     of_vectors: Server, name: str, given: Any
