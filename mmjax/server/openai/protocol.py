@@ -6,7 +6,7 @@ union's member is chosen before it is validated, so that a wrong request costs n
 one.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -79,32 +79,27 @@ def prompt_tag(value: Any) -> str | None:
             return tag_of(value)
 
 
+def form_of(words: str, tag: Callable[[Any], str | None] = tag_of) -> Discriminator:
+    """Return what chooses a union's member by the form of a value, which `words` describe."""
+    return Discriminator(
+        tag, custom_error_type="form", custom_error_message=f"input should be {words}"
+    )
+
+
 Stop = Annotated[
     Annotated[StopText, Tag("<text>")]
     | Annotated[list[StopText], Field(max_length=64, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_texts",
-        custom_error_message="input should be a text or a list of texts",
-    ),
+    form_of("a text or a list of texts"),
 ]
 Part = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[dict[Label, Any], Field(fail_fast=True), Tag("<object>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_object",
-        custom_error_message="input should be an object or a text",
-    ),
+    form_of("an object or a text"),
 ]
 Content = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_parts",
-        custom_error_message="input should be a text or a list of parts",
-    ),
+    form_of("a text or a list of parts"),
 ]
 TextsT = TypeVar("TextsT")
 ManyIdsT = TypeVar("ManyIdsT")
@@ -113,11 +108,7 @@ Prompts = Annotated[
     | Annotated[TokenIds, Tag("<token ids>")]
     | Annotated[TextsT, Tag("<list>")]
     | Annotated[ManyIdsT, Tag("<lists of token ids>")],
-    Discriminator(
-        prompt_tag,
-        custom_error_type="prompt",
-        custom_error_message="input should be a text or a list of token ids, or a list of these",
-    ),
+    form_of("a text or a list of token ids, or a list of these", prompt_tag),
 ]
 """One or several: a text, token ids, and lists of either, which have a limit."""
 _few = Field(max_length=MAX_PROMPTS, fail_fast=True)

@@ -6,7 +6,7 @@ Fields that chat has, too, are checked by chat's own model, under the same names
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
+from pydantic import Field, StrictBool, StrictInt, Tag
 
 from mmjax.errors import RequestValueError
 from mmjax.server.openai.protocol import (
@@ -20,7 +20,7 @@ from mmjax.server.openai.protocol import (
     Strict,
     Text,
     bounded,
-    tag_of,
+    form_of,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -50,11 +50,7 @@ Metadata = Annotated[
 Input = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[list[Object], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_items",
-        custom_error_message="input should be a text or a list of items",
-    ),
+    form_of("a text or a list of items"),
 ]
 
 

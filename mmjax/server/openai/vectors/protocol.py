@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
+from pydantic import Field, StrictBool, StrictInt, Tag
 
 from mmjax.errors import RequestValueError
 from mmjax.params.pooling_params import MAX_DIMENSIONS, PoolingParams, PoolingTask
@@ -21,8 +21,8 @@ from mmjax.server.openai.protocol import (
     Text,
     TokenIds,
     each_prompt,
+    form_of,
     shared_fields,
-    tag_of,
 )
 
 MAX_INPUTS = 2048
@@ -49,11 +49,7 @@ class ContentParam(Strict):
 
 Document = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[ContentParam, Tag("<object>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_content",
-        custom_error_message="input should be a text or an object with `content`",
-    ),
+    form_of("a text or an object with `content`"),
 ]
 Documents = Annotated[list[Document], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
 
@@ -61,11 +57,7 @@ Side = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[ContentParam, Tag("<object>")]
     | Annotated[Documents, Tag("<list>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_content_or_list",
-        custom_error_message="input should be a text or an object with `content`, or a list",
-    ),
+    form_of("a text or an object with `content`, or a list"),
 ]
 
 
