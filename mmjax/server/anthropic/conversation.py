@@ -1,7 +1,7 @@
 """A body of Anthropic's as a chat completion's."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
@@ -83,9 +83,7 @@ def read_messages(body: CountTokensRequest, *, keeps_thoughts: bool) -> PlacedMe
 def _read_user(read: PlacedMessages, blocks: Sequence[Any], place: str) -> None:
     """Add a user's blocks; the results of tools are messages of their own, at their places."""
     parts: list[_Part] = []
-    for index, block in enumerate(blocks):
-        at = f"{place}.content[{index}]"
-        block = _read_block(block, at)
+    for block, at in _read_blocks(blocks, f"{place}.content"):
         if block["type"] != "tool_result":
             parts.append(_read_part(block, at))
             continue
@@ -94,8 +92,7 @@ def _read_user(read: PlacedMessages, blocks: Sequence[Any], place: str) -> None:
         parts = []
         content = block.get("content")
         if isinstance(content, list):
-            inner = [(one, f"{at}.content[{i}]") for i, one in enumerate(content)]
-            content = [_read_part(_read_block(one, where), where) for one, where in inner]
+            content = [_read_part(*one) for one in _read_blocks(content, f"{at}.content")]
         call_id = text_of(block, "tool_use_id", at)
         read.add({"role": "tool", "tool_call_id": call_id, "content": content or ""}, at)
     if parts:
@@ -106,9 +103,7 @@ def _read_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
     parts: list[_Part] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
-    for index, block in enumerate(blocks):
-        at = f"{place}.content[{index}]"
-        block = _read_block(block, at)
+    for block, at in _read_blocks(blocks, f"{place}.content"):
         match block["type"]:
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
@@ -130,12 +125,14 @@ def _read_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
     return message
 
 
-def _read_block(block: Any, place: str) -> Mapping[str, Any]:
-    if isinstance(block, str):
-        return {"type": "text", "text": block}
-    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-        raise RequestTypeError.about(place, "must be an object with a `type`")
-    return block
+def _read_blocks(blocks: Sequence[Any], place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield each block with its place; a text is one, too."""
+    for index, block in enumerate(blocks):
+        at = f"{place}[{index}]"
+        block = {"type": "text", "text": block} if isinstance(block, str) else block
+        if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+            raise RequestTypeError.about(at, "must be an object with a `type`")
+        yield block, at
 
 
 def _read_part(block: Mapping[str, Any], place: str) -> _Part:
@@ -169,8 +166,10 @@ def _read_part(block: Mapping[str, Any], place: str) -> _Part:
 def _read_texts(content: Any, place: str) -> Any:
     if isinstance(content, str):
         return content
-    read = [(_read_block(one, f"{place}[{i}]"), f"{place}[{i}]") for i, one in enumerate(content)]
-    return [{"type": "text", "text": text_of(block, "text", at)} for block, at in read]
+    return [
+        {"type": "text", "text": text_of(block, "text", at)}
+        for block, at in _read_blocks(content, place)
+    ]
 
 
 def _to_tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
