@@ -40,7 +40,7 @@ from mmjax.server.openai.responses import (
     ChoiceOptions,
     chat_choice,
     chat_chunk_choice,
-    prompt_logprobs,
+    given,
 )
 from mmjax.server.openai.streaming import while_connected
 from mmjax.server.openai.structure import errors_of_format, errors_of_messages
@@ -120,7 +120,7 @@ class ChatService:
             def fields(output: RequestOutput) -> dict[str, Any]:
                 return {
                     "prompt_token_ids": prompt_token_ids(body, output),
-                    "prompt_logprobs": prompt_logprobs(output),
+                    "prompt_logprobs": given(output.prompt_logprobs),
                 }
 
             delta = ChatDelta(role=options.role, content="")
