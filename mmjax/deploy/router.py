@@ -26,7 +26,7 @@ from mmjax.deploy.replica import ForwardedRequest, Replicas
 from mmjax.errors import CapacityError, RequestValueError
 from mmjax.server.app import add_protection
 from mmjax.server.middleware import set_request_id
-from mmjax.server.openai.errors import install_error_handlers, json_response
+from mmjax.server.openai.errors import JsonResponse, install_error_handlers, route_path
 from mmjax.server.openai.request_body import RequestReader
 from mmjax.server.openai.streaming import while_connected
 from mmjax.system.logger import REQUEST_ID
@@ -61,7 +61,7 @@ def create_router(
 
     @app.get("/health")
     async def health() -> Response:
-        return json_response({"status": "ready"})
+        return JsonResponse({"status": "ready"})
 
     forwarding = _Forwarding(
         replicas=replicas,
@@ -151,7 +151,7 @@ def _to_forward(request: Request, body: bytes) -> ForwardedRequest:
     length = (b"content-length", str(len(body)).encode())
     return ForwardedRequest(
         method=request.method,
-        path=request.scope["path"].removeprefix(request.scope.get("root_path", "")),
+        path=route_path(request.scope),
         query_string=request.scope["query_string"],
         headers=[*headers, length, (b"x-request-id", REQUEST_ID.get().encode())],
         body=body,

@@ -51,7 +51,7 @@ from mmjax.server.middleware import (
 )
 from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.completions import CompletionService
-from mmjax.server.openai.errors import MESSAGES_PATH, install_error_handlers, json_response
+from mmjax.server.openai.errors import MESSAGES_PATH, JsonResponse, install_error_handlers
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from mmjax.server.openai.request_body import ModelT, RequestReader
@@ -133,7 +133,7 @@ def create_app(
     _add_generation_routes(posts, client, chats, generation)
     _add_responses_routes(app, posts, ResponsesService(chats, generation, config))
     _add_audio_routes(posts, TranscriptService(client, generation, reader))
-    _add_vector_routes(posts, VectorService(client, chat, chats, generation))
+    _add_vector_routes(posts, VectorService(client, chats, generation))
     _add_token_routes(posts, TokenizationService(client, chats, generation))
     batches = _add_batch_routes(app, reader, config, Endpoints(client, reader, posts.batched))
     describe(app, _BODIES)
@@ -324,7 +324,7 @@ def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) 
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response(ModelList(data=cards()))
+        return JsonResponse(ModelList(data=cards()))
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
@@ -333,7 +333,7 @@ def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) 
             raise ModelNotFoundError(
                 f"this server does not serve `{name[:128]}`; it serves `{card.id}`", param="model"
             )
-        return json_response(found)
+        return JsonResponse(found)
 
 
 def _add_adapter_routes(posts: _Posts, service: AdapterService) -> None:
@@ -362,7 +362,7 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
     @app.get("/health")
     async def health() -> Response:
         # Of this process: the engine's is started again by itself, and not sooner by a probe.
-        return json_response({"status": supervisor.state, **_programs_left(supervisor)})
+        return JsonResponse({"status": supervisor.state, **_programs_left(supervisor)})
 
     # SageMaker's and RunPod's probes, which send requests to a server as soon as it is 200.
     @app.post("/ping")
@@ -375,19 +375,19 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
             body["num_running"] = heartbeat.num_running
             body["num_waiting"] = heartbeat.num_waiting
         if client.is_healthy:
-            return json_response(body)
+            return JsonResponse(body)
         body["reason"] = client.control.weights_error or _NOT_READY[supervisor.state]
-        response = json_response(body, 503)
+        response = JsonResponse(body, 503)
         response.headers["Retry-After"] = str(max(1, round(supervisor.retry_after_s or 1.0)))
         return response
 
     @app.get("/load")
     async def load() -> Response:
-        return json_response({"server_load": client.num_requests})
+        return JsonResponse({"server_load": client.num_requests})
 
     @app.get("/version")
     async def version() -> Response:
-        return json_response({"version": __version__})
+        return JsonResponse({"version": __version__})
 
 
 def _add_operators_routes(
@@ -404,7 +404,7 @@ def _add_operators_routes(
             raise HTTPException(403)
         # In a thread: the cache's lock may be held by another one.
         hashes = [] if cache is None else await asyncio.to_thread(cache.list_hashes)
-        return json_response({"object": "list", "media_hashes": hashes})
+        return JsonResponse({"object": "list", "media_hashes": hashes})
 
     async def serve_metrics() -> Response:
         return Response(await metrics.render(), headers={"Content-Type": CONTENT_TYPE})

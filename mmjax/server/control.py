@@ -1,5 +1,7 @@
 """Routes that change the engine, for clients that an operator trusts: adapters, weights, sleep."""
 
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +14,7 @@ from mmjax.config.lora_config import ADAPTER_NAME
 from mmjax.errors import RequestError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.models.model_source import ADAPTER_FILES
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.protocol import Label, Strict
 from mmjax.server.openai.request_body import validated
 from mmjax.transport.messages import UpdateMode
@@ -77,21 +79,26 @@ class ControlService:
 
     async def is_sleeping(self) -> Response:
         """Serve /is_sleeping."""
-        return json_response({"is_sleeping": self._client.control.is_sleeping})
+        return JsonResponse({"is_sleeping": self._client.control.is_sleeping})
 
     async def is_paused(self) -> Response:
         """Serve /is_paused."""
-        return json_response({"is_paused": self._client.control.is_paused})
+        return JsonResponse({"is_paused": self._client.control.is_paused})
 
     async def update_weights(self, _: Request, body: UpdateWeightsRequest) -> Response:
         """Serve /update_weights."""
-        path = self._resolve(body.path)
+        if self._weights_dir is None:
+            raise RequestValueError.about("path", "cannot be given without `--weights-dir`")
+        refusal = RequestValueError.about(
+            "path", "is no directory below `--weights-dir` that holds safetensors files"
+        )
+        path = _resolve_below(self._weights_dir, body.path, ["*.safetensors*"], refusal)
         await self._client.change_engine("load_weights", mode=body.mode, path=path)
         return self._tell()
 
     def _tell(self) -> Response:
         control = self._client.control
-        return json_response(
+        return JsonResponse(
             {
                 "weights_version": control.weights_version,
                 "is_sleeping": control.is_sleeping,
@@ -99,26 +106,22 @@ class ControlService:
             }
         )
 
-    def _resolve(self, text: str) -> Path:
-        """Return a directory below `weights_dir`, links of it and of its weights resolved."""
-        if self._weights_dir is None:
-            raise RequestValueError.about("path", "cannot be given without `--weights-dir`")
-        try:
-            root = self._weights_dir.resolve(strict=True)
-            path = (root / text).resolve(strict=True)
-            files = [file.resolve(strict=True) for file in path.glob("*.safetensors*")]
-        except (OSError, ValueError, RuntimeError):
-            raise _no_weights() from None
-        if not files or not all(one.is_relative_to(root) for one in (path, *files)):
-            raise _no_weights()
-        return path
 
+def _resolve_below(root: Path, text: str, patterns: Sequence[str], refusal: RequestError) -> Path:
+    """Return a directory below `root`, links of it and of its files resolved.
 
-def _no_weights() -> RequestError:
-    # The same for all reasons: a client does not learn what is elsewhere.
-    return RequestValueError.about(
-        "path", "is no directory below `--weights-dir` that holds safetensors files"
-    )
+    Raises `refusal` unless each pattern has a file there, the same for all reasons: a client does
+    not learn what is elsewhere.
+    """
+    try:
+        root = root.resolve(strict=True)
+        path = (root / text).resolve(strict=True)
+        found = [[file.resolve(strict=True) for file in path.glob(one)] for one in patterns]
+    except (OSError, ValueError, RuntimeError):
+        raise refusal from None
+    if not all(found) or not all(one.is_relative_to(root) for one in (path, *chain(*found))):
+        raise refusal
+    return path
 
 
 def _read_query(request: Request) -> ControlQuery:
@@ -174,28 +177,15 @@ class AdapterService:
             raise RequestValueError.about(
                 "lora_name", "is a name of the model itself; give the adapter another one"
             )
-        await self._client.load_adapter(body.lora_name, self._resolve(body.lora_path))
-        return json_response({"message": f"adapter `{body.lora_name}` is loaded"})
+        files = " and ".join(ADAPTER_FILES)
+        refusal = RequestValueError.about(
+            "lora_path", f"is no directory below `--lora-dir` that holds {files}"
+        )
+        path = _resolve_below(self._lora_dir, body.lora_path, ADAPTER_FILES, refusal)
+        await self._client.load_adapter(body.lora_name, path)
+        return JsonResponse({"message": f"adapter `{body.lora_name}` is loaded"})
 
     async def unload_lora_adapter(self, _: Request, body: UnloadAdapterRequest) -> Response:
         """Serve /v1/unload_lora_adapter."""
         self._client.adapters.unload(body.lora_name)
-        return json_response({"message": f"adapter `{body.lora_name}` is unloaded"})
-
-    def _resolve(self, text: str) -> Path:
-        """Return a directory below `lora_dir`, links resolved, whose files are there, too."""
-        try:
-            root = self._lora_dir.resolve(strict=True)
-            path = (root / text).resolve(strict=True)
-            files = [(path / name).resolve(strict=True) for name in ADAPTER_FILES]
-        except (OSError, ValueError, RuntimeError):
-            raise _no_adapter() from None
-        if not all(one.is_relative_to(root) for one in (path, *files)):
-            raise _no_adapter()
-        return path
-
-
-def _no_adapter() -> RequestError:
-    return RequestValueError.about(
-        "lora_path", f"is no directory below `--lora-dir` that holds {' and '.join(ADAPTER_FILES)}"
-    )
+        return JsonResponse({"message": f"adapter `{body.lora_name}` is unloaded"})

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmjax.errors import CapacityError, ShuttingDownError
 from mmjax.server.openai.errors import (
     LOGGED_STATE,
+    JsonResponse,
     client_address,
     error_response,
     internal_error_body,
-    json_response,
     plain_error_response,
     route_path,
 )
@@ -106,7 +106,7 @@ def set_request_id(app: ASGIApp) -> ASGIApp:
         except Exception:
             logger.exception("a request failed by a fault of the server")
             if not has_started:
-                response = json_response(internal_error_body(), 500)
+                response = JsonResponse(internal_error_body(), 500)
                 await response(scope, receive, send_with_id)
         finally:
             REQUEST_ID.reset(token)

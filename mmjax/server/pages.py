@@ -17,6 +17,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from mmjax.server.openai.errors import route_path
+
 _MEDIA_TYPES: Mapping[str, str] = {
     "css": "text/css",
     "html": "text/html",
@@ -56,7 +58,7 @@ PAGE_FILES: Mapping[str, bytes] = MappingProxyType(
 
 async def serve_page(request: Request) -> Response:
     """Return the file at the request's path, which is one of `PAGE_FILES`."""
-    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    path = route_path(request.scope)
     content = PAGE_FILES[path]
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {**_HEADERS, "ETag": etag}

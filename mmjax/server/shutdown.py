@@ -34,12 +34,8 @@ class Shutdown:
         self.timeout_s = 0.0
         """Seconds that running requests have to finish."""
         self._drain: Callable[[], None] | None = None
-        self._number = 0
-
-    @property
-    def number(self) -> int:
+        self.number = 0
         """The signal that was received; 0: none."""
-        return self._number
 
     def drain_with(self, drain: Callable[[], None]) -> None:
         """Call `drain` on a signal from now on; before, `Interrupted` is raised.
@@ -47,8 +43,8 @@ class Shutdown:
         Raises it here for an earlier signal: raised within an import or a callback, it may have
         been swallowed there.
         """
-        if self._number:
-            raise Interrupted(self._number)
+        if self.number:
+            raise Interrupted(self.number)
         self._drain = drain
 
     def install(self) -> None:
@@ -63,9 +59,9 @@ class Shutdown:
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Start to shut down, or, at a second signal, end the process."""
-        if self._number:
+        if self.number:
             _end_now(number, "a second signal")
-        self._number = number
+        self.number = number
         signal.signal(signal.SIGALRM, lambda *_: _end_now(number, "the time to shut down is over"))
         signal.setitimer(signal.ITIMER_REAL, self.timeout_s + CLOSE_TIMEOUT_S)
         if self._drain is None:

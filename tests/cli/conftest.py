@@ -1,12 +1,9 @@
 """A server over the echo engine, with a port, in a thread of the test's process."""
 
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from mmjax.config.engine_config import SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
@@ -15,6 +12,7 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
 from mmjax.server.app import create_app
 from tests.echo_engine import EchoSupervisor
+from tests.server.conftest import listening
 
 API_KEY = "a-key"
 
@@ -26,14 +24,5 @@ def echo_address(tiny_gemma3: Path) -> Iterator[str]:
     processor = InputProcessor(config)
     client = AsyncEngineClient(processor, EchoSupervisor(), SchedulerConfig())
     app = create_app(client, ChatParser.for_model(processor), ServerConfig(api_keys=(API_KEY,)))
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        # Connections wait in the listener's queue until it serves.
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+    with listening(app) as address:
+        yield address

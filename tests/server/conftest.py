@@ -1,5 +1,8 @@
 """A server over the echo engine, in the test's own process."""
 
+import json
+import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -8,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx2
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI, OpenAI
 from starlette.testclient import TestClient
@@ -23,6 +27,13 @@ from tests.echo_engine import EchoSupervisor
 
 T = TypeVar("T")
 
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+}
+"""Routes that generate, and the least that each is asked."""
+
 TOOLS_TEMPLATE = """{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}{% endif -%}
 {% for message in messages %}{{ '<start_of_turn>' + message.role + '\n' -}}
 {% if message.content is string %}{{ message.content }}{% else %}
@@ -35,6 +46,39 @@ TOOLS_TEMPLATE = """{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}{% e
 {% if style is defined %}style: {{ style }}{% endif -%}
 {% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 """A template with tools, calls and an option of its own."""
+TOOLS: dict[str, Any] = {
+    "is_roomy": True,
+    "chat_template": TOOLS_TEMPLATE,
+    "enable_auto_tool_choice": True,
+}
+"""The configuration of a server that reads calls."""
+
+
+def events_of(response: Any) -> list[Any]:
+    """Return the JSON of a stream's events, without "[DONE]"."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    lines = response.text.split("\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def http_scope(path: str, *, method: str = "POST", **headers: str) -> dict[str, Any]:
+    """Return the ASGI scope of a request, as of a server."""
+    given = {"content-type": "application/json", **headers}
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+        "client": ("127.0.0.1", 1),
+        "server": ("testserver", 80),
+        "state": {},
+    }
 
 
 @dataclass(frozen=True)
@@ -84,6 +128,20 @@ class Server:
         """Post a chat request; its model and a message are given if `fields` do not say."""
         body = {"messages": [{"role": "user", "content": "a red circle"}], **fields}
         return self.http.post("/v1/chat/completions", json=body)
+
+    def end_behind_a_step(self) -> None:
+        """Let the engine end in the middle of the next answer."""
+        step, num_steps = self.supervisor.engine.step, 0
+
+        def step_then_end() -> list[Any]:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 2:
+                self.supervisor.die(restarts=False)
+                return []
+            return step()
+
+        self.supervisor.engine.step = step_then_end  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="session")
@@ -156,6 +214,32 @@ def servers(normal: InputProcessor, roomy: InputProcessor) -> Iterator[MakeServe
             return Server(app, http, supervisor, client)
 
         yield make
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """Serve an application in a thread; yield its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        # Connections wait in the listener's queue until it serves.
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def tool_server(
+    server_input_processor: InputProcessor, roomy_input_processor: InputProcessor
+) -> Iterator[Server]:
+    """A server that reads calls; one for a module."""
+    with servers(server_input_processor, roomy_input_processor) as make:
+        yield make(**TOOLS)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.errors import ConfigError
-from tests.echo_engine import BAD_ADAPTER, EchoSupervisor
+from tests.echo_engine import BAD_ADAPTER
 from tests.server.conftest import MakeServer, Server
 
 
@@ -137,17 +137,8 @@ def test_a_key_is_needed_where_the_server_has_one(make_server: MakeServer, lora_
     assert post(server, "load", lora_name="poet", lora_path="poet").status_code == 200
 
 
-def test_a_new_engine_has_the_adapters_of_the_last_one(
-    make_server: MakeServer, lora_dir: Path
-) -> None:
-    lora = LoRAConfig(
-        enable_lora=True,
-        lora_modules=("boxed=/boxed",),
-        allow_runtime_lora_updating=True,
-        lora_dir=lora_dir,
-    )
-    supervisor = EchoSupervisor()
-    server = make_server(lora=lora, supervisor=supervisor)
+def test_a_new_engine_has_the_adapters_of_the_last_one(server: Server, lora_dir: Path) -> None:
+    supervisor = server.supervisor
     post(server, "load", lora_name="poet", lora_path="poet")
     post(server, "unload", lora_name="boxed")
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server
+from tests.server.conftest import TOOLS, MakeServer, Server
 from tests.server.test_openai_client import CALL
 
 
@@ -20,7 +20,7 @@ TOOL: Any = openai.pydantic_function_tool(Weather, name="get_weather")
 
 @pytest.fixture
 def server(make_server: MakeServer) -> Server:
-    return make_server(is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True)
+    return make_server(**TOOLS)
 
 
 def test_a_call_that_is_asked_for_comes_in_place_of_the_structure(server: Server) -> None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from tests.server.conftest import TOOLS_TEMPLATE, Server, servers
+from tests.server.conftest import TOOLS, Server, servers
 from tests.server.test_app import data_url
 from tests.server.test_openai_client import ANSWERED, WEATHER
 
@@ -78,12 +78,7 @@ def open_server(
 ) -> Iterator[Server]:
     """A server that takes as much from its clients as it can."""
     with servers(server_input_processor, roomy_input_processor) as make:
-        yield make(
-            is_roomy=True,
-            chat_template=TOOLS_TEMPLATE,
-            enable_auto_tool_choice=True,
-            max_num_stored_responses=8,
-        )
+        yield make(**TOOLS, max_num_stored_responses=8)
 
 
 def fields_of(schema: Mapping[str, Any], path: str) -> list[str]:

@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from mmjax.server.batches.store import BatchStore
 from mmjax.server.middleware import key_digests
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
-from tests.server.conftest import Server
+from tests.server.conftest import MakeServer, Server
 from tests.server.test_form import FORM, write_part
 
-MakeServer = Callable[..., Server]
 WAIT_S = 60.0
 CHAT = "/v1/chat/completions"
 

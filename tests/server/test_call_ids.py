@@ -1,12 +1,11 @@
 """Ids of calls, where a chat template shows a call by its id: Kimi's and Mistral's."""
 
-import json
 from typing import Any
 
 import pytest
 
 from tests.frontend.test_tool_calls import SECTION, kimi
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server
+from tests.server.conftest import TOOLS, TOOLS_TEMPLATE, MakeServer, Server, events_of
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 ASKED = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -20,7 +19,7 @@ EARLIER: list[dict[str, Any]] = [
 def serve(make_server: MakeServer, mark: str, says: str) -> Server:
     """Return a server whose model writes calls behind a mark."""
     template = TOOLS_TEMPLATE.replace("<tool_call>", mark).replace("</tool_call>", "")
-    server = make_server(is_roomy=True, chat_template=template, enable_auto_tool_choice=True)
+    server = make_server(**TOOLS | {"chat_template": template})
     server.will_say(says)
     return server
 
@@ -34,15 +33,12 @@ def calls_of(server: Server, *, stream: bool, **fields: Any) -> list[tuple[str, 
         calls = answer.json()["choices"][0]["message"]["tool_calls"]
         return [(one["id"], one["function"]["name"], one["function"]["arguments"]) for one in calls]
     found: dict[int, list[str]] = {}
-    for line in answer.text.splitlines():
-        if not line.startswith("data: {"):
-            continue
-        for choice in json.loads(line.removeprefix("data: "))["choices"]:
-            for call in choice["delta"].get("tool_calls") or ():
-                one = found.setdefault(call["index"], ["", "", ""])
-                one[0] += call.get("id") or ""
-                one[1] += call["function"].get("name") or ""
-                one[2] += call["function"].get("arguments") or ""
+    for choice in (one for event in events_of(answer) for one in event["choices"]):
+        for call in choice["delta"].get("tool_calls") or ():
+            one = found.setdefault(call["index"], ["", "", ""])
+            one[0] += call.get("id") or ""
+            one[1] += call["function"].get("name") or ""
+            one[2] += call["function"].get("arguments") or ""
     return [(one[0], one[1], one[2]) for one in found.values()]
 
 

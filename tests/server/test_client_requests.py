@@ -5,8 +5,7 @@
 """
 
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from mmjax.frontend.prompt.input_processor import InputProcessor
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server, servers
+from tests.server.conftest import BODIES, TOOLS_TEMPLATE, MakeServer, Server, events_of
 
 REQUESTS: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("client_requests.json").read_text(encoding="utf-8")
@@ -33,27 +31,12 @@ EVENTS: dict[str, Callable[[Any], Any]] = {
     "/v1/completions": lambda event: Completion.construct(**event),
     "/v1/responses": TypeAdapter(ResponseStreamEvent).validate_python,
 }
-DATA = re.compile(r"^data: (\{.*)$", re.MULTILINE)
 HEADERS_OF_OPENAI_NODE = (
     "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,"
     "x-stainless-package-version,x-stainless-retry-count,x-stainless-runtime,"
     "x-stainless-runtime-version"
 )
 """Those that a browser asks leave for; openai-node 6."""
-
-
-def events_of(answer: Any) -> list[Any]:
-    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
-    return [json.loads(data) for data in DATA.findall(answer.text)]
-
-
-@pytest.fixture(scope="module")
-def tool_server(
-    server_input_processor: InputProcessor, roomy_input_processor: InputProcessor
-) -> Iterator[Server]:
-    """A server that reads calls; one for all requests."""
-    with servers(server_input_processor, roomy_input_processor) as make:
-        yield make(is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +103,7 @@ def test_the_effort_of_reasoning_is_the_templates_where_it_asks(
 def test_older_names_of_vllm_say_what_to_give(
     server: Server, field: str, value: Any, instead: str
 ) -> None:
-    for path, body in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/responses", {"input": "a"}),
-    ):
+    for path, body in BODIES.items():
         answer = server.http.post(path, json={**body, field: value})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, field)

@@ -119,14 +119,7 @@ def test_a_new_engine_is_as_the_last_one_was(server: Server) -> None:
         post(server, "/update_weights", json={"path": "step-1"})
     post(server, "/sleep", params={"level": 2})
     post(server, "/pause")
-
-    async def replace() -> None:
-        server.supervisor.die(restarts=True)
-        server.supervisor.health = True
-        server.supervisor.become_ready()
-
-    server.in_loop(replace)
-    changes = server.supervisor.engine.changes
+    changes = restart(server)
     assert [(one.action, one.level, one.weights_version) for one in changes] == [
         ("load_weights", 1, 3),
         ("sleep", 2, None),

@@ -1,14 +1,11 @@
 """A client leaves while its clip is transcribed: the engine stops, and others have its room."""
 
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import httpx2
 import pytest
-import uvicorn
 
 from mmjax.config.engine_config import SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
@@ -19,6 +16,7 @@ from mmjax.server.app import create_app
 from mmjax.server.openai.transcripts import service
 from tests.echo_engine import EchoSupervisor
 from tests.families.whisper import WHISPER
+from tests.server.conftest import listening
 from tests.server.test_transcripts import ROUTE, WAV
 
 NUM_WORDS = 25
@@ -35,16 +33,8 @@ def served(
     supervisor.engine.answer = processor.tokenizer.encode(" red" * NUM_WORDS)
     client = AsyncEngineClient(processor, supervisor, SchedulerConfig())
     app = create_app(client, ChatParser.for_model(processor), ServerConfig())
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", supervisor, client
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+    with listening(app) as address:
+        yield address, supervisor, client
 
 
 def wait_until_idle(supervisor: EchoSupervisor, client: AsyncEngineClient) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.config.engine_config import SchedulerConfig
 from tests.echo_engine import EchoSupervisor
-from tests.server.conftest import MakeServer, Server
+from tests.server.conftest import BODIES, MakeServer, Server, events_of
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 200}
 
@@ -51,11 +51,11 @@ def test_of_several_answers_none_runs_on(slow: Server) -> None:
 
 
 def test_a_stream_beyond_its_time_ends_with_an_error_event(slow: Server) -> None:
-    lines = slow.chat(**ENDLESS, timeout=0.3, stream=True).text.split("\n\n")
-    events = [line.removeprefix("data: ") for line in lines if line]
-    assert events[-1] == "[DONE]"
-    assert json.loads(events[-2])["error"]["code"] == "request_timeout"
-    assert json.loads(events[1])["choices"]
+    response = slow.chat(**ENDLESS, timeout=0.3, stream=True)
+    events = events_of(response)
+    assert events[-1]["error"]["code"] == "request_timeout"
+    assert events[1]["choices"]
+    assert response.text.endswith("data: [DONE]\n\n")
     assert not slow.supervisor.engine.running
 
 
@@ -64,8 +64,7 @@ def test_a_stream_that_waited_too_long_for_its_first_token_is_408(
     make_server: MakeServer, path: str
 ) -> None:
     server = make_server(supervisor=EchoSupervisor(delay_s=0.3))
-    body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
-    response = server.http.post(path, json={**body, "stream": True, "timeout": 0.05})
+    response = server.http.post(path, json={**BODIES[path], "stream": True, "timeout": 0.05})
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "request_timeout"
     assert server.engine_client.num_requests == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server, servers
+from tests.server.conftest import TOOLS, TOOLS_TEMPLATE, MakeServer, Server, servers
 from tests.server.test_app import PROMPT, data_url
 from tests.server.test_openai_client import CALL, CALLS
 
@@ -46,9 +46,7 @@ def module_servers(
     with servers(plain, tools) as make, servers(plain, thinking) as make_thinking:
         yield {
             "plain": make(),
-            "tools": make(
-                is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True
-            ),
+            "tools": make(**TOOLS),
             "thinking": make_thinking(
                 is_roomy=True, chat_template=THINKING_TEMPLATE, reasoning_parser="qwen3"
             ),
@@ -342,6 +340,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("an unknown field", {"mcp_servers": [{}]}, "mcp_servers"),
     ("a heat", {"temperature": "hot"}, "temperature"),
     ("a stop", {"stop_sequences": [""]}, "stop_sequences"),
+    ("more tokens than the model reads", {"messages": "red " * 400}, "messages"),
 ]
 
 
@@ -385,17 +384,7 @@ def test_the_key_of_anthropics_clients(make_server: MakeServer) -> None:
 
 def test_an_error_within_a_stream_is_an_event(make_server: MakeServer) -> None:
     server = make_server()
-    step, num_steps = server.supervisor.engine.step, 0
-
-    def step_then_fail() -> list[Any]:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == 2:
-            server.supervisor.die(restarts=False)
-            return []
-        return step()
-
-    server.supervisor.engine.step = step_then_fail  # type: ignore[method-assign]
+    server.end_behind_a_step()
     *begun, last = stream(server, {"messages": "a red circle"})
     assert begun[0]["type"] == "message_start"
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")

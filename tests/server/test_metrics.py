@@ -18,7 +18,7 @@ from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.metrics import STATUSES
 from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat, Ready
 from tests.echo_engine import EchoSupervisor
-from tests.server.conftest import MakeServer, Server
+from tests.server.conftest import MakeServer, Server, http_scope
 from tests.test_serve import image_message
 
 BOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -265,17 +265,7 @@ def test_PYSEC_2026_4325_random_methods_and_paths_change_no_size(busy: Server) -
             await ask(draw.randbytes(8).hex().upper(), f"/{draw.randbytes(12).hex()}")
 
     async def ask(method: str, path: str) -> None:
-        scope: dict[str, Any] = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "headers": [(b"host", b"x"), (b"x-request-id", path[1:].encode())],
-        }
+        scope = http_scope(path, method=method, **{"x-request-id": path[1:]})
 
         async def receive() -> Any:
             return {"type": "http.request", "body": b"", "more_body": False}
@@ -299,10 +289,3 @@ def test_no_response_has_a_status_without_a_name(server: Server) -> None:
     assert value(server, "mmjax:http_responses_total", status="404") == 1
     assert value(server, "mmjax:http_responses_total", status="400") == 1
     assert len(STATUSES) == len(set(STATUSES))
-
-
-def test_reading_the_metrics_needs_the_key(make_server: MakeServer) -> None:
-    server = make_server(api_keys=("k",))
-    assert server.http.get("/metrics").status_code == 401
-    headers = {"authorization": "Bearer k"}
-    assert server.http.get("/metrics", headers=headers).status_code == 200

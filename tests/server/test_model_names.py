@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mmjax.config.engine_config import LoRAConfig
-from tests.server.conftest import MakeServer, Server
+from tests.server.conftest import BODIES, MakeServer, Server
 
 
 @pytest.fixture
@@ -30,14 +30,7 @@ def test_each_name_is_listed(server: Server) -> None:
     assert server.http.get("/v1/models/second").json()["id"] == "second"
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/responses", {"input": "a"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
 def test_answers_have_the_first_name(server: Server, path: str, body: dict[str, Any]) -> None:
     for name, shown in (("first", "first"), ("second", "first"), ("boxed", "boxed")):
         assert server.http.post(path, json={**body, "model": name}).json()["model"] == shown

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server
+from tests.server.conftest import TOOLS, MakeServer, Server
 
 
 def test_null_is_absent(make_server: MakeServer) -> None:
-    server = make_server(is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True)
+    server = make_server(**TOOLS)
     nothing: dict[str, Any] = {"cache_control": None}
     function = {"name": "find", "description": None, "parameters": None, "strict": None, **nothing}
     tool = {"type": "function", "function": function, **nothing}
@@ -43,3 +43,20 @@ def test_null_is_absent_of_fields_of_other_servers(
     assert response.status_code == 200, response.text
     response = server.http.post(path, json={**body, **others, "vllm_xargs": {}})
     assert response.json()["error"]["param"] == "vllm_xargs"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("structured_outputs", {"regex": "a", "structural_tag": None}),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": None}},
+        ),
+    ],
+)
+def test_null_is_absent_of_what_an_answer_must_match(
+    server: Server, name: str, given: dict[str, Any]
+) -> None:
+    response = server.chat(**{name: given})
+    assert response.status_code == 200, response.text

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from tests.server.conftest import TOOLS_TEMPLATE, Server, servers
+from tests.server.conftest import TOOLS, TOOLS_TEMPLATE, Server, servers
 from tests.server.test_app import PROMPT, data_url, image_message
 
 MODES = ("sync", "sync stream", "async", "async stream")
@@ -41,12 +41,7 @@ def servers_by_name(
     with servers(server_input_processor, roomy_input_processor) as make:
         yield {
             "plain": make(),
-            "tools": make(
-                is_roomy=True,
-                chat_template=TOOLS_TEMPLATE,
-                enable_auto_tool_choice=True,
-                trust_request_chat_template=True,
-            ),
+            "tools": make(**TOOLS, trust_request_chat_template=True),
             "thinking": make(
                 is_roomy=True,
                 trusts_mm_kwargs=True,  # so that it has a processor of its own

@@ -1,11 +1,10 @@
 """Fields about the prompt: its log-probabilities before the answer's, its end alone, its ids."""
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import MakeServer, Server
+from tests.server.conftest import MakeServer, Server, events_of
 from tests.server.test_app import image_message
 from tests.server.test_bad_input import error_of
 
@@ -22,8 +21,7 @@ def complete(server: Server, **fields: Any) -> dict[str, Any]:
 def stream(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     response = server.http.post(path, json={**body, "stream": True})
     assert response.status_code == 200, response.text
-    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    return events_of(response)
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

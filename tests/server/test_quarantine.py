@@ -1,7 +1,6 @@
 """A request that ends the engine tells its client so, wherever its error is read."""
 
 import asyncio
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +10,7 @@ from mmjax.errors import InternalError
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.server.openai.errors import error_body
 from tests.echo_engine import EchoEngine, EchoSupervisor
-from tests.server.conftest import MakeServer
-
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "red"}]},
-    "/v1/completions": {"prompt": "red"},
-    "/v1/responses": {"input": "red"},
-}
+from tests.server.conftest import BODIES, MakeServer, events_of
 
 
 def crash_after(
@@ -68,9 +61,8 @@ def test_a_stream_says_why_it_ends(
     server = make_server()
     crash_after(1, [server.supervisor], monkeypatch)
     response = server.http.post(path, json={**BODIES[path], "stream": True})
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
-    events = [json.loads(line) for line in lines if line != "[DONE]"]
-    last = events[-1].get("response", events[-1])
+    event = events_of(response)[-1]
+    last = event.get("response", event)
     check(last["error"])
     if path == "/v1/responses":
         kept = server.http.get(f"{path}/{last['id']}").json()

@@ -346,7 +346,6 @@ def test_what_is_no_number_is_none(server: Server, field: str, value: Any) -> No
         ("verbosity", "medium", 200),
         ("verbosity", "high", 400),
         ("prediction", {"type": "content", "content": "a"}, 200),
-        ("reasoning_effort", "much", 400),
         ("audio", {"voice": "alloy", "format": "wav"}, 400),
     ],
 )

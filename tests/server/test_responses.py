@@ -14,7 +14,7 @@ from mmjax.errors import ResponseNotFoundError
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.server.openai.responses_api.response import ResponseObject
 from mmjax.server.openai.responses_api.service import ResponseStore, StoredResponse
-from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server, servers
+from tests.server.conftest import TOOLS, MakeServer, Server, http_scope, servers
 from tests.server.test_app import PROMPT, data_url
 from tests.server.test_openai_client import CALL, CALLS, MODES
 
@@ -40,9 +40,7 @@ def module_servers(
     with servers(*own) as make:
         yield {
             "plain": make(),
-            "tools": make(
-                is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True
-            ),
+            "tools": make(**TOOLS),
         }
 
 
@@ -272,11 +270,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
-    ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input[0].colour"),
+    (
+        {"input": [{"role": "user", "content": "a", "shape": None, "colour": 1}]},
+        "input[0].colour",
+    ),
     ({"input": content({"type": "input_file", "file_id": "f"})}, "input[0].content[0].file_id"),
     ({"input": content({"type": "input_text", "text": 3})}, "input[0].content[0].text"),
     ({"input": content({**PICTURE, "image_url": "ftp://x"})}, "input[0].content[0].image_url"),
     ({"input": "a", "instructions": "a" * 40000}, "instructions"),
+    ({"input": "red " * 400}, "input"),
     ({"input": "a", "previous_response_id": "resp_x"}, "previous_response_id"),
     ({"input": "a", "background": True}, "background"),
     ({"input": "a", "reasoning": {"effort": "much"}}, "reasoning.effort"),
@@ -411,7 +413,7 @@ def test_a_stream_can_be_cancelled(server: Server) -> None:
 
         async def read() -> None:
             nonlocal response_id
-            messages = [http_request(body)]
+            messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
             async def receive() -> Any:
                 return messages.pop(0) if messages else await asyncio.Event().wait()
@@ -447,42 +449,9 @@ def test_a_stream_can_be_cancelled(server: Server) -> None:
     assert server.supervisor.engine.aborted
 
 
-def http_request(body: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-
-
-def http_scope(path: str) -> dict[str, Any]:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 1),
-        "server": ("testserver", 80),
-        "state": {},
-    }
-
-
 def test_a_stream_that_fails_says_so(make_server: MakeServer) -> None:
     server = make_server()
-    engine, step = server.supervisor.engine, server.supervisor.engine.step
-    num_steps = 0
-
-    def step_then_fail() -> list[Any]:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == 2:
-            server.supervisor.die(restarts=False)
-            return []
-        return step()
-
-    engine.step = step_then_fail
+    server.end_behind_a_step()
     events = list(server.openai().responses.create(model="tiny", input="a red circle", stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.status == "failed"

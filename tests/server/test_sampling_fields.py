@@ -4,16 +4,9 @@ from typing import Any
 
 import pytest
 
-from mmjax.frontend.output.outputs import Logprob, RequestOutput
-from mmjax.server.openai.responses import prompt_logprobs
-from tests.server.conftest import MakeServer, Server
+from tests.server.conftest import Server
 
 SCHEMA = {"type": "object", "properties": {"colour": {"type": "string"}}}
-
-
-@pytest.fixture
-def server(make_server: MakeServer) -> Server:
-    return make_server()
 
 
 def added(server: Server, **fields: Any) -> Any:
@@ -78,11 +71,3 @@ def test_a_structure_becomes_a_grammar(server: Server, fields: dict[str, Any], p
 def test_a_text_has_none(server: Server) -> None:
     assert added(server, response_format={"type": "text"}).grammar is None
     assert added(server, structured_outputs=None, response_format=None).grammar is None
-
-
-def test_prompt_logprobs_are_shown_as_vllm_s() -> None:
-    position = {5: Logprob(logprob=-0.5, rank=1, decoded_token="a")}
-    output = RequestOutput(
-        request_id="a", prompt=None, prompt_token_ids=[4, 5], prompt_logprobs=[None, position]
-    )
-    assert prompt_logprobs(output) == [None, position]

@@ -1,15 +1,12 @@
 """docs/serving.md says what is so: its examples run, its fields and flags are there."""
 
 import re
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from openai import OpenAI
 
 from mmjax.config.engine_config import SchedulerConfig, ServerConfig, serve_settings
@@ -19,6 +16,7 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.server.app import create_app
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from tests.echo_engine import EchoSupervisor
+from tests.server.conftest import listening
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 STRUCTURED = PAGE.with_name("structured.md")
@@ -26,28 +24,19 @@ EXAMPLES = re.findall(r"(?<!-->\n)```python\n(.*?)```", PAGE.read_text(encoding=
 
 
 @pytest.fixture
-def port(server_input_processor: InputProcessor) -> Iterator[int]:
-    """The port of a server over the echo engine."""
+def address(server_input_processor: InputProcessor) -> Iterator[str]:
+    """The address of a server over the echo engine."""
     client = AsyncEngineClient(server_input_processor, EchoSupervisor(), SchedulerConfig())
     app = create_app(client, ChatParser.for_model(server_input_processor), ServerConfig())
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+    with listening(app) as address:
+        yield address
 
 
 def test_the_examples_run(
-    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(EXAMPLES) >= 4
-    program = "\n".join(EXAMPLES).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+    program = "\n".join(EXAMPLES).replace("http://127.0.0.1:8000", address)
     # The examples close no client. A collection of garbage may find its socket before it.
     with ExitStack() as clients:
         make = OpenAI.__init__

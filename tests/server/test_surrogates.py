@@ -1,13 +1,11 @@
 """Halves of surrogate pairs, which JSON can hold and no text: a 400 that names the field."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from mmjax.frontend.prompt.input_processor import InputProcessor
-from tests.server.conftest import TOOLS_TEMPLATE, Server, servers
+from tests.server.conftest import Server
 
 HALF = "\ud800"
 USER = {"role": "user", "content": "a"}
@@ -39,20 +37,12 @@ BODIES: list[tuple[str, dict[str, Any], str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server(
-    server_input_processor: InputProcessor, roomy_input_processor: InputProcessor
-) -> Iterator[Server]:
-    with servers(server_input_processor, roomy_input_processor) as make:
-        yield make(is_roomy=True, chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True)
-
-
 @pytest.mark.parametrize(("path", "body", "param"), BODIES, ids=str)
 def test_they_are_refused(
-    server: Server, path: str, body: dict[str, Any], param: str | None
+    tool_server: Server, path: str, body: dict[str, Any], param: str | None
 ) -> None:
     headers = {"Content-Type": "application/json"}
-    response = server.http.post(path, content=json.dumps(body), headers=headers)
+    response = tool_server.http.post(path, content=json.dumps(body), headers=headers)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert "surrogate" in error["message"]

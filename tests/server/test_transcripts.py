@@ -5,7 +5,6 @@ The engine is scripted: `tests/models/test_whisper_transcripts.py` has what a mo
 
 import asyncio
 import io
-import json
 import math
 import re
 import wave
@@ -22,7 +21,7 @@ from mmjax.server.openai.transcripts import service
 from mmjax.server.openai.transcripts.room import Room
 from tests.families.voxtral import VOXTRAL
 from tests.families.whisper import RATE, WHISPER, write_files
-from tests.server.conftest import MakeServer, Server, servers
+from tests.server.conftest import MakeServer, Server, events_of, servers
 
 ROUTE, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
@@ -113,13 +112,10 @@ def test_verbose_json(server: Server):
 
 def test_a_stream_of_events(server: Server):
     response = post(server, stream="true")
-    events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
-    *events, last, done = events
-    assert done == "[DONE]"
-    deltas = [json.loads(event) for event in events]
+    *deltas, whole = events_of(response)
+    assert response.text.endswith("data: [DONE]\n\n")
     assert {one["type"] for one in deltas} == {"transcript.text.delta"}
     assert len(deltas) > 2
-    whole = json.loads(last)
     assert whole["type"] == "transcript.text.done"
     assert whole["text"] == "".join(one["delta"] for one in deltas) == "the circle is red"
 
@@ -201,8 +197,7 @@ def test_improbable_windows_are_transcribed_again(server: Server):
     del asked[1]
     assert [one.temperature for one in asked] == [0.5, 0.6, 0.8, 1.0]
     assert {one["temperature"] for one in answer["segments"]} == {1.0}
-    lines = post(server, stream="true", **again).text.splitlines()
-    deltas = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = events_of(post(server, stream="true", **again))
     assert "".join(one.get("delta", "") for one in deltas) == answer["text"]
     silent = again | {"no_speech_threshold": "0.3"}
     assert post(server, **silent).json()["text"] == ""
@@ -324,8 +319,7 @@ def test_a_model_that_hears_all_of_a_clip(voxtral: Server):
     answer = post(voxtral, file=file, response_format="verbose_json", language=None).json()
     assert "language" not in answer
     assert decode(sent(voxtral).prompt_token_ids).endswith("[/INST][TRANSCRIBE]")
-    lines = post(voxtral, file=file, stream="true").text.splitlines()
-    deltas = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = events_of(post(voxtral, file=file, stream="true"))
     assert "".join(one.get("delta", "") for one in deltas) == deltas[-1]["text"] == answer["text"]
 
 

@@ -50,18 +50,6 @@ def test_a_wrong_field_is_named(
     assert param in response.text
 
 
-@pytest.mark.parametrize("given", [[[]], [[5, 6], []]])
-def test_an_empty_list_of_token_ids_is_refused(tiny_gemma3: Path, given: Any) -> None:
-    config = load_model_config(str(tiny_gemma3), max_model_len=256, runner="pooling")
-    processor = InputProcessor(config)
-    with servers(processor, processor) as make:
-        http = make().http
-        for path in ("/v1/embeddings", "/pooling"):
-            response = http.post(path, json={"input": given})
-            assert response.status_code == 400, response.text
-            assert "empty" in response.json()["error"]["message"]
-
-
 CHAT = [{"role": "user", "content": "a red circle"}]
 BEGUN = [*CHAT, {"role": "assistant", "content": "a blue"}]
 
@@ -105,6 +93,27 @@ def test_messages_have_the_fields_of_vllms_clients(
     tokenizer = of_vectors.engine_client.input_processor.tokenizer
     vector = one.get("embedding", one.get("data"))
     assert vector == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("given", [[[]], [[5, 6], []]])
+def test_an_empty_list_of_token_ids_is_refused(of_vectors: Server, given: Any) -> None:
+    for path in ("/v1/embeddings", "/pooling"):
+        response = of_vectors.http.post(path, json={"input": given})
+        assert response.status_code == 400, response.text
+        assert "empty" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("input", "red " * 400), ("messages", [{**CHAT[0], "content": "red " * 400}])],
+)
+def test_a_prompt_that_is_too_long_is_named_by_its_field(
+    of_vectors: Server, name: str, given: Any
+) -> None:
+    for path in ("/v1/embeddings", "/pooling"):
+        response = of_vectors.http.post(path, json={name: given})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == name
 
 
 def test_a_text_may_have_no_special_tokens(of_vectors: Server) -> None:

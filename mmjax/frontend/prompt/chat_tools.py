@@ -1,7 +1,7 @@
 """Tools of a conversation: the functions that are offered, and the calls in its messages."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
@@ -35,11 +35,11 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
             f"`{place}.type` must be `function`; mmjax runs no tools of its own",
             param=f"{place}.type",
         )
-    _refuse_others(tool, ("type", "function"), place)
+    refuse_others(tool, ("type", "function"), place)
     function, place = tool.get("function"), f"{place}.function"
     if not isinstance(function, Mapping):
         raise RequestTypeError(f"`{place}` must be an object", param=place)
-    _refuse_others(function, ("name", "description", "parameters", "strict"), place)
+    refuse_others(function, ("name", "description", "parameters", "strict"), place)
     name = _name(function.get("name"), f"{place}.name")
     read: dict[str, Any] = {"name": name}
     description = function.get("description")
@@ -71,7 +71,8 @@ def _is_name(name: str) -> bool:
     return all(char.isalnum() or char in "_-." for char in name)
 
 
-def _refuse_others(given: Mapping[str, Any], known: Sequence[str], place: str) -> None:
+def refuse_others(given: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    """Raise RequestValueError for an object's fields beside those that are known."""
     # Clients write null for what they leave to the server.
     others = (name for name, value in given.items() if name not in known and value is not None)
     other = next(map(str, others), None)
@@ -98,12 +99,12 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
         raise RequestTypeError(f"`{place}` must be an object", param=place)
     if call.get("type") not in (None, "function"):
         raise RequestValueError(f"`{place}.type` must be `function`", param=f"{place}.type")
-    _refuse_others(call, ("id", "type", "function", "index"), place)
+    refuse_others(call, ("id", "type", "function", "index"), place)
     function = call.get("function")
     if not isinstance(function, Mapping):
         raise RequestTypeError(f"`{place}.function` must be an object", param=f"{place}.function")
     # OpenAI's `parse` adds what it made of the arguments.
-    _refuse_others(function, ("name", "arguments", "parsed_arguments"), f"{place}.function")
+    refuse_others(function, ("name", "arguments", "parsed_arguments"), f"{place}.function")
     call_id = call.get("id")
     if call_id is not None and not isinstance(call_id, str):
         raise RequestTypeError(f"`{place}.id` must be a text", param=f"{place}.id")

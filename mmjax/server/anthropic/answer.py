@@ -8,10 +8,8 @@ import msgspec
 
 from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.server.openai.continuation import new_hex
-from mmjax.server.openai.responses import UsageCounter
-from mmjax.server.openai.tool_use import AnswerPiece, CallPiece
-
-Event = dict[str, Any]
+from mmjax.server.openai.responses import AnswerBuilder, Event, UsageCounter
+from mmjax.server.openai.tool_use import AnswerPiece, AnswerReader, CallPiece
 
 StopReason = Literal["end_turn", "max_tokens", "pause_turn", "stop_sequence", "tool_use"]
 
@@ -73,25 +71,24 @@ class MessageObject(msgspec.Struct, kw_only=True):
     usage: MessageUsage
 
 
-class MessageBuilder:
-    """Fills a message, piece by piece; a whole answer is one piece."""
+class MessageBuilder(AnswerBuilder):
+    """Fills a message."""
 
-    def __init__(self, model: str) -> None:
-        self.usage = UsageCounter()
+    def __init__(self, model: str, reader: AnswerReader) -> None:
+        super().__init__(reader)
         usage = MessageUsage.of(self.usage)
         self.message = MessageObject(id=f"msg_{new_hex()}", model=model, usage=usage)
         self._arguments = ""
         """Of the tool that is called last."""
         self._is_open = False
         """Whether the last block may grow."""
-
-    def begin(self) -> Event:
-        """Return the event before the first piece; the prompt is counted."""
-        self.message.usage = MessageUsage.of(self.usage)
-        return {"type": "message_start", "message": msgspec.structs.replace(self.message)}
+        self._has_begun = False
 
     def add(self, output: CompletionOutput, piece: AnswerPiece) -> Iterator[Event]:
-        """Add what a step gave; yield its events."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.message.usage = MessageUsage.of(self.usage)
+            yield {"type": "message_start", "message": msgspec.structs.replace(self.message)}
         if piece.reasoning:
             yield from self._grow(ThinkingBlock)
             self._last.thinking += piece.reasoning

@@ -1,14 +1,14 @@
 """A body of Anthropic's as a chat completion's."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.server.anthropic.protocol import CountTokensRequest, MessagesRequest, ToolChoice
-from mmjax.server.openai.protocol import ChatCompletionRequest
+from mmjax.server.openai.protocol import ChatCompletionRequest, shared_fields
 from mmjax.server.openai.request_body import validated
-from mmjax.server.openai.responses_api.conversation import PlacedMessages
+from mmjax.server.openai.responses_api.conversation import PlacedMessages, text_of
 
 _Part = dict[str, Any]
 
@@ -25,10 +25,7 @@ def to_chat(
 
     `thinking_option`: the option of the chat template that says whether the model reasons.
     """
-    shared = ChatCompletionRequest.model_fields.keys() - _OWN_FIELDS
-    fields: dict[str, Any] = {
-        name: value for name, value in body if name in shared and value is not None
-    }
+    fields = shared_fields(body, ChatCompletionRequest, but=_OWN_FIELDS)
     fields["messages"] = conversation.messages
     if conversation.messages[-1]["role"] == "assistant":
         # What the client has put into the answer's mouth goes on.
@@ -86,9 +83,7 @@ def read_messages(body: CountTokensRequest, *, keeps_thoughts: bool) -> PlacedMe
 def _read_user(read: PlacedMessages, blocks: Sequence[Any], place: str) -> None:
     """Add a user's blocks; the results of tools are messages of their own, at their places."""
     parts: list[_Part] = []
-    for index, block in enumerate(blocks):
-        at = f"{place}.content[{index}]"
-        block = _read_block(block, at)
+    for block, at in _read_blocks(blocks, f"{place}.content"):
         if block["type"] != "tool_result":
             parts.append(_read_part(block, at))
             continue
@@ -97,9 +92,8 @@ def _read_user(read: PlacedMessages, blocks: Sequence[Any], place: str) -> None:
         parts = []
         content = block.get("content")
         if isinstance(content, list):
-            inner = [(one, f"{at}.content[{i}]") for i, one in enumerate(content)]
-            content = [_read_part(_read_block(one, where), where) for one, where in inner]
-        call_id = _text(block, "tool_use_id", at)
+            content = [_read_part(*one) for one in _read_blocks(content, f"{at}.content")]
+        call_id = text_of(block, "tool_use_id", at)
         read.add({"role": "tool", "tool_call_id": call_id, "content": content or ""}, at)
     if parts:
         read.add({"role": "user", "content": parts}, place)
@@ -109,18 +103,16 @@ def _read_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
     parts: list[_Part] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
-    for index, block in enumerate(blocks):
-        at = f"{place}.content[{index}]"
-        block = _read_block(block, at)
+    for block, at in _read_blocks(blocks, f"{place}.content"):
         match block["type"]:
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": _text(block, "name", at), "arguments": arguments}
+                function = {"name": text_of(block, "name", at), "arguments": arguments}
                 calls.append(
-                    {"id": _text(block, "id", at), "type": "function", "function": function}
+                    {"id": text_of(block, "id", at), "type": "function", "function": function}
                 )
             case "thinking":
-                thoughts.append(_text(block, "thinking", at))
+                thoughts.append(text_of(block, "thinking", at))
             case "redacted_thinking":
                 pass  # nothing that this model has thought
             case _:
@@ -133,12 +125,14 @@ def _read_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
     return message
 
 
-def _read_block(block: Any, place: str) -> Mapping[str, Any]:
-    if isinstance(block, str):
-        return {"type": "text", "text": block}
-    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-        raise RequestTypeError.about(place, "must be an object with a `type`")
-    return block
+def _read_blocks(blocks: Sequence[Any], place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield each block with its place; a text is one, too."""
+    for index, block in enumerate(blocks):
+        at = f"{place}[{index}]"
+        block = {"type": "text", "text": block} if isinstance(block, str) else block
+        if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+            raise RequestTypeError.about(at, "must be an object with a `type`")
+        yield block, at
 
 
 def _read_part(block: Mapping[str, Any], place: str) -> _Part:
@@ -146,15 +140,15 @@ def _read_part(block: Mapping[str, Any], place: str) -> _Part:
     source = block.get("source")
     match block["type"], source:
         case "text", _:
-            return {"type": "text", "text": _text(block, "text", place)}
+            return {"type": "text", "text": text_of(block, "text", place)}
         case "document", {"type": "text"}:
-            return {"type": "text", "text": _text(source, "data", f"{place}.source")}
+            return {"type": "text", "text": text_of(source, "data", f"{place}.source")}
         case "image", {"type": "base64"}:
-            data = _text(source, "data", f"{place}.source")
-            kind = _text(source, "media_type", f"{place}.source")
+            data = text_of(source, "data", f"{place}.source")
+            kind = text_of(source, "media_type", f"{place}.source")
             return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
         case "image", {"type": "url"}:
-            url = _text(source, "url", f"{place}.source")
+            url = text_of(source, "url", f"{place}.source")
             return {"type": "image_url", "image_url": {"url": url}}
         case (("image" | "document"), _):
             raise RequestValueError.about(
@@ -172,15 +166,10 @@ def _read_part(block: Mapping[str, Any], place: str) -> _Part:
 def _read_texts(content: Any, place: str) -> Any:
     if isinstance(content, str):
         return content
-    read = [(_read_block(one, f"{place}[{i}]"), f"{place}[{i}]") for i, one in enumerate(content)]
-    return [{"type": "text", "text": _text(block, "text", at)} for block, at in read]
-
-
-def _text(block: Mapping[str, Any], name: str, place: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestTypeError.about(f"{place}.{name}", "must be a text")
-    return value
+    return [
+        {"type": "text", "text": text_of(block, "text", at)}
+        for block, at in _read_blocks(content, place)
+    ]
 
 
 def _to_tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:

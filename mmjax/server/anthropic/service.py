@@ -6,16 +6,16 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.chat import REASONING_FIELDS
-from mmjax.server.anthropic.answer import Event, MessageBuilder
+from mmjax.server.anthropic.answer import MessageBuilder
 from mmjax.server.anthropic.conversation import read_messages, to_chat
 from mmjax.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from mmjax.server.openai.chat_completions import ChatRun, ChatService
+from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.continuation import new_hex
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService
-from mmjax.server.openai.streaming import MESSAGE_EVENTS, begin, collect, media_headers
+from mmjax.server.openai.responses import Event
+from mmjax.server.openai.streaming import MESSAGE_EVENTS, Outputs, begin, collect, media_headers
 from mmjax.server.openai.structure import renamed
 
 _FIELD_OF_CHAT_FIELD = {"stop": "stop_sequences", "response_format": "output_config.format"}
@@ -29,7 +29,7 @@ class MessagesService:
     def __init__(self, chats: ChatService, generation: GenerationService) -> None:
         self._chats = chats
         self._generation = generation
-        template = chats.template
+        template = chats.parser.template
         asked = (one for one in _THINKING_OPTIONS if one in template.variables)
         self._thinking_option = next(asked, None)
         self._keeps_thoughts = not template.message_fields.isdisjoint(REASONING_FIELDS)
@@ -40,12 +40,12 @@ class MessagesService:
         with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
             chat = await asyncio.to_thread(to_chat, body, conversation, self._thinking_option)
             run = await self._chats.open_chat(request, chat, f"msg_{new_hex()}")
-            builder = MessageBuilder(self._generation.answer_name(body.model))
+            builder = MessageBuilder(self._generation.answer_name(body.model), run.reader)
             if not body.stream:
-                await _fill(request, builder, run)
-                return json_response(builder.message, headers=media_headers(run.streams))
-            chunks = await begin(request, run.streams)
-        events = _events(builder, chunks, run)
+                await collect(request, run.streams, lambda _, output: list(builder.take(output)))
+                return JsonResponse(builder.message, headers=media_headers(run.streams))
+            outputs = await begin(request, run.streams)
+        events = _events(builder, outputs)
         return self._generation.event_stream(events, run.streams, framing=MESSAGE_EVENTS)
 
     async def count_tokens(self, request: Request, body: CountTokensRequest) -> Response:
@@ -54,33 +54,13 @@ class MessagesService:
         with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
             chat = await asyncio.to_thread(to_chat, body, conversation, self._thinking_option)
             explained = await self._chats.explain_chat(request, chat, is_bounded=False)
-        return json_response({"input_tokens": len(explained.prompt_token_ids)})
+        return JsonResponse({"input_tokens": len(explained.prompt_token_ids)})
 
 
-async def _fill(request: Request, builder: MessageBuilder, run: ChatRun) -> None:
-    def take(_: int, output: RequestOutput) -> None:
-        builder.usage.add(output)
-        for item in output.outputs:
-            # Its events are for streams alone.
-            list(builder.add(item, run.reader.read(item)))
-
-    await collect(request, run.streams, take)
-
-
-async def _events(
-    builder: MessageBuilder,
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-    run: ChatRun,
-) -> AsyncGenerator[Event, None]:
-    has_begun = False
+async def _events(builder: MessageBuilder, outputs: Outputs) -> AsyncGenerator[Event, None]:
     try:
         async for _, output in outputs:
-            builder.usage.add(output)
-            if not has_begun:
-                yield builder.begin()
-                has_begun = True
-            for item in output.outputs:
-                for event in builder.add(item, run.reader.read(item)):
-                    yield event
+            for event in builder.take(output):
+                yield event
     finally:
         await outputs.aclose()

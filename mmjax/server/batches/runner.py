@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 
 from mmjax.server.batches.journal import Journal, LineError, LineResponse
 from mmjax.server.batches.lines import InputLine
-from mmjax.server.openai.transcripts.room import Hold, Room
+from mmjax.server.openai.transcripts.room import Room
 
 MAX_BYTES_IN_WORK = 128 * 2**20
 """Of the bodies of the lines in work; a larger one is alone."""
@@ -33,11 +34,11 @@ async def run_lines(
     room = Room(MAX_BYTES_IN_WORK)
     places = asyncio.Semaphore(max_in_work)
     results: list[tuple[InputLine, LineResponse | LineError]] = []
-    holds: list[Hold] = []
+    holds: list[ExitStack] = []
     """Of the lines that have their result, which is not written yet."""
     has_results = asyncio.Event()
 
-    async def serve(line: InputLine, hold: Hold) -> None:
+    async def serve(line: InputLine, hold: ExitStack) -> None:
         results.append((line, LineError(line.error) if line.error else await answer(line)))
         holds.append(hold)
         has_results.set()

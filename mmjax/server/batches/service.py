@@ -6,7 +6,7 @@ Read a form as it comes, its file to the disk: at no time is it in memory.
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO
 
 from fastapi import FastAPI
@@ -23,10 +23,11 @@ from mmjax.server.batches.protocol import (
     ListQuery,
     UploadFile,
 )
-from mmjax.server.batches.store import BatchStore, StoredBatch, new_id, page_of
+from mmjax.server.batches.store import BatchStore, StoredBatch, new_id
 from mmjax.server.batches.worker import BatchWorker
-from mmjax.server.openai.errors import json_response
-from mmjax.server.openai.request_body import API_KEY_STATE, RequestReader, validated
+from mmjax.server.openai.errors import JsonResponse
+from mmjax.server.openai.request_body import RequestReader, owner_of, validated
+from mmjax.server.openai.responses_api.protocol import PageQuery
 from mmjax.server.openai.transcripts.form import (
     MAX_FIELD_BYTES,
     MAX_FORM_PARTS,
@@ -233,27 +234,26 @@ class BatchService:
             filename=form.filename or "",
             purpose="batch",
         )
-        await asyncio.to_thread(self._store.put_file, _owner(request), shown)
-        return json_response(shown)
+        await asyncio.to_thread(self._store.put_file, owner_of(request), shown)
+        return JsonResponse(shown)
 
     async def files(self, request: Request) -> Response:
         """Serve GET /v1/files."""
-        query, owner = validated(FilesQuery, dict(request.query_params)), _owner(request)
+        query, owner = validated(FilesQuery, dict(request.query_params)), owner_of(request)
         found = [
             one.shown
             for one in list(self._store.files.values())
             if one.owner == owner and query.purpose in (None, one.shown.purpose)
         ]
-        page = page_of(found, after=query.after, limit=query.limit, order=query.order)
-        return json_response(page)
+        return _page_of(query, found)
 
     async def file(self, request: Request, file_id: str) -> Response:
         """Serve GET /v1/files/{id}."""
-        return json_response(self._store.file(file_id, _owner(request)).shown)
+        return JsonResponse(self._store.file(file_id, owner_of(request)).shown)
 
     async def file_content(self, request: Request, file_id: str) -> Response:
         """Serve GET /v1/files/{id}/content."""
-        stored = self._store.file(file_id, _owner(request))
+        stored = self._store.file(file_id, owner_of(request))
         return FileResponse(
             self._store.path_of(stored.shown.id),
             media_type="application/octet-stream",
@@ -262,12 +262,12 @@ class BatchService:
 
     async def delete_file(self, request: Request, file_id: str) -> Response:
         """Serve DELETE /v1/files/{id}."""
-        await asyncio.to_thread(self._store.delete_file, file_id, _owner(request))
-        return json_response({"id": file_id, "object": "file", "deleted": True})
+        await asyncio.to_thread(self._store.delete_file, file_id, owner_of(request))
+        return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def create_batch(self, request: Request, body: CreateBatchRequest) -> Response:
         """Serve POST /v1/batches."""
-        owner = _owner(request)
+        owner = owner_of(request)
         source = self._store.file(body.input_file_id, owner, param="input_file_id")
         if source.shown.purpose != "batch":
             raise RequestValueError.about("input_file_id", "is a batch's output; upload an input")
@@ -284,37 +284,40 @@ class BatchService:
         stored = StoredBatch(owner, shown, new_id("file-"), new_id("file-"))
         await asyncio.to_thread(self._store.put_batch, stored)
         self._worker.add(stored)
-        return json_response(shown)
+        return JsonResponse(shown)
 
     async def batches(self, request: Request) -> Response:
         """Serve GET /v1/batches."""
-        query, owner = validated(ListQuery, dict(request.query_params)), _owner(request)
+        query, owner = validated(ListQuery, dict(request.query_params)), owner_of(request)
         found = [one.shown for one in list(self._store.batches.values()) if one.owner == owner]
         for shown in found:
             self._worker.count(shown)
-        page = page_of(found, after=query.after, limit=query.limit, order=query.order)
-        return json_response(page)
+        return _page_of(query, found)
 
     async def batch(self, request: Request, batch_id: str) -> Response:
         """Serve GET /v1/batches/{id}."""
-        shown = self._store.batch(batch_id, _owner(request)).shown
+        shown = self._store.batch(batch_id, owner_of(request)).shown
         self._worker.count(shown)
-        return json_response(shown)
+        return JsonResponse(shown)
 
     async def cancel_batch(self, request: Request, batch_id: str) -> Response:
         """Serve POST /v1/batches/{id}/cancel: what has its result keeps it."""
-        stored = self._store.batch(batch_id, _owner(request))
+        stored = self._store.batch(batch_id, owner_of(request))
         if stored.shown.status not in ("validating", "in_progress"):
             raise RequestValueError(
                 f"this batch is {stored.shown.status}, and cannot be cancelled any more"
             )
         await self._worker.cancel(stored)
-        return json_response(stored.shown)
+        return JsonResponse(stored.shown)
 
 
 def body_limit(config: ServerConfig) -> int:
     """Return the size of an upload's body."""
     return config.max_batch_file_bytes + _FORM_BYTES
+
+
+def _page_of(query: PageQuery, found: Iterable[FileObject | BatchObject]) -> Response:
+    return JsonResponse(query.page_of(((one.id, one) for one in found), "is none of the list"))
 
 
 def _nested(fields: Mapping[str, str]) -> dict[str, Any]:
@@ -327,7 +330,3 @@ def _nested(fields: Mapping[str, str]) -> dict[str, Any]:
         else:
             nested[name] = value
     return nested
-
-
-def _owner(request: Request) -> str:
-    return getattr(request.state, API_KEY_STATE, "")

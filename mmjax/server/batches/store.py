@@ -8,7 +8,7 @@ import fcntl
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,6 @@ MAX_OBJECTS = 10_000
 """Files, and batches: no more files are taken, and the oldest batches that ended are forgotten."""
 
 _StoredT = TypeVar("_StoredT", "StoredFile", "StoredBatch")
-_ObjectT = TypeVar("_ObjectT", FileObject, BatchObject)
 
 
 class ItemNotFoundError(RequestValueError):
@@ -162,26 +161,6 @@ class BatchStore:
 def new_id(prefix: str) -> str:
     """Return an id that nobody can guess."""
     return prefix + secrets.token_hex(16)
-
-
-def page_of(
-    items: Iterable[_ObjectT], *, after: str | None, limit: int, order: str
-) -> dict[str, object]:
-    """Return OpenAI's list of some of the items, which are in the order of their creation."""
-    found = list(items) if order == "asc" else list(items)[::-1]
-    if after is not None:
-        ids = [one.id for one in found]
-        if after not in ids:
-            raise RequestValueError.about("after", "is none of the list")
-        found = found[ids.index(after) + 1 :]
-    page = found[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
-        "has_more": len(page) < len(found),
-    }
 
 
 @contextmanager

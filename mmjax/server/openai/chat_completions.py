@@ -1,9 +1,8 @@
 """Chat completions: conversations to prompts, outputs to OpenAI's messages."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmjax.config.engine_config import ServerConfig
-from mmjax.errors import CapacityError, RequestError
+from mmjax.errors import CapacityError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
@@ -25,7 +24,7 @@ from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateRend
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import PromptSource
 from mmjax.params.sampling_params import SamplingParams
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import (
     GenerationService,
     Run,
@@ -41,10 +40,10 @@ from mmjax.server.openai.responses import (
     ChoiceOptions,
     chat_choice,
     chat_chunk_choice,
-    prompt_logprobs,
+    given,
 )
 from mmjax.server.openai.streaming import while_connected
-from mmjax.server.openai.structure import errors_of_format
+from mmjax.server.openai.structure import errors_of_format, errors_of_messages
 from mmjax.server.openai.tool_use import (
     AnswerReader,
     ToolUse,
@@ -88,7 +87,8 @@ class ChatService:
         generation: GenerationService,
     ) -> None:
         self._client = client
-        self._chat_parser = chat
+        self.parser = chat
+        """Reads conversations by the model's own template."""
         self._config = config
         self._generation = generation
         self._template_threads = TemplateThreads()
@@ -101,11 +101,6 @@ class ChatService:
         """End the threads and the processes."""
         self._template_renderer.close()
         self._template_threads.close()
-
-    @property
-    def template(self) -> ChatTemplate:
-        """The model's own."""
-        return self._chat_parser.template
 
     async def chat_completions(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve /v1/chat/completions."""
@@ -125,7 +120,7 @@ class ChatService:
             def fields(output: RequestOutput) -> dict[str, Any]:
                 return {
                     "prompt_token_ids": prompt_token_ids(body, output),
-                    "prompt_logprobs": prompt_logprobs(output),
+                    "prompt_logprobs": given(output.prompt_logprobs),
                 }
 
             delta = ChatDelta(role=options.role, content="")
@@ -147,9 +142,7 @@ class ChatService:
         prompt = await self.prompt_source(request, body)
         is_enforced = tools is not None and tools.format is None
         with errors_of_format(body.response_format is not None, has_calls=is_enforced):
-            streams = await self._generation.submit(
-                request, body, request_id, [prompt], params, continues_prompt=False
-            )
+            streams = await self._generation.submit(request, body, request_id, [prompt], params)
         processor, (first, *_) = self._client.input_processor, streams
         reasoning = plan_reasoning(
             form,
@@ -187,7 +180,7 @@ class ChatService:
         if self._generation.hides_caches:
             explanation = explanation.without_cache_states()
         head = {"object": "chat.completion.render", "model": self._generation.model_name}
-        return json_response({**head, **explanation.to_dict()})
+        return JsonResponse({**head, **explanation.to_dict()})
 
     async def explain_chat(
         self, request: Request, body: ChatCompletionRequest, *, is_bounded: bool = True
@@ -209,7 +202,7 @@ class ChatService:
             body.tool_choice,
             is_parallel=body.parallel_tool_calls is not False,
             config=self._config,
-            template=self._chat_parser.template,
+            template=self.parser.template,
             num_earlier_calls=sum(len(message.tool_calls or ()) for message in body.messages),
         )
 
@@ -218,7 +211,7 @@ class ChatService:
         if body.chat_template is None:
             return partial(self._chat_prompt, body, None)
         template = RequestTemplate(
-            body.chat_template, self._chat_parser.template.tokenizer, self._template_renderer
+            body.chat_template, self.parser.template.tokenizer, self._template_renderer
         )
         rendering = self._template_threads.run(partial(self._chat_prompt, body, template))
         return await while_connected(request, rendering)
@@ -227,13 +220,13 @@ class ChatService:
         self, body: ChatCompletionRequest, template: ChatTemplate | None
     ) -> PromptDict:
         """Render the template and decode the images, outside of the event loop."""
-        prompt = self._chat_parser.parse(
+        prompt = self.parser.parse(
             [message.model_dump(exclude_none=True) for message in body.messages],
             template=template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=tools_of_prompt(body.tools, body.tool_choice),
-            template_kwargs=_template_options(body, template or self._chat_parser.template),
+            template_kwargs=_template_options(body, template or self.parser.template),
             add_special_tokens=body.add_special_tokens,
             media_io_kwargs=body.media_io_kwargs,
         )
@@ -263,17 +256,6 @@ def _role_of(body: ChatCompletionRequest, config: ServerConfig) -> str:
     """Return the role of the answer: the last message's, if it goes on with that."""
     is_new = body.add_generation_prompt or not body.messages
     return config.response_role if is_new else body.messages[-1].role
-
-
-@contextmanager
-def errors_of_messages() -> Iterator[None]:
-    """Rename the field of errors from the prompt to `messages`."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param == "prompt" or (error.param or "").startswith("multi_modal_"):
-            error.param = "messages"
-        raise
 
 
 class TemplateThreads:

@@ -27,12 +27,7 @@ from mmjax.server.openai.generation import (
     with_extras,
 )
 from mmjax.server.openai.protocol import CompletionRequest
-from mmjax.server.openai.responses import (
-    ChoiceOptions,
-    TextChoice,
-    prompt_logprobs,
-    text_choice,
-)
+from mmjax.server.openai.responses import ChoiceOptions, TextChoice, given, text_choice
 from mmjax.server.openai.streaming import Outputs, while_connected
 from mmjax.server.openai.structure import errors_of_format
 
@@ -107,7 +102,7 @@ class _TextChoices:
         if is_first:
             choice.prompt_token_ids = prompt_token_ids(body, output)
         if item.index == 0 and body.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output)
+            choice.prompt_logprobs = given(output.prompt_logprobs)
         return choice
 
 

@@ -108,30 +108,22 @@ def _make_body(status: int, message: str, code: str, param: str | None = None) -
     return ErrorBody(ErrorInfo(message=message, type=kind, param=param, code=code))
 
 
-def json_response(
-    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return `body` (a Struct, or plain data) as a JSON response."""
-    return Response(
-        msgspec.json.encode(body),
-        status_code=status,
-        headers=dict(headers or {}),
-        media_type="application/json",
-    )
+class JsonResponse(Response):
+    """A Struct, or plain data, as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
 
 
-class ErrorResponse(Response):
+class ErrorResponse(JsonResponse):
     """A response that logs its error, without values that the client sent."""
 
     def __init__(
         self, status: int, body: ErrorBody, headers: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(
-            msgspec.json.encode(body),
-            status_code=status,
-            headers=dict(headers or {}),
-            media_type="application/json",
-        )
+        super().__init__(body, status, headers)
         self._info = body.error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,7 +141,7 @@ class ErrorResponse(Response):
             _without_values(info.message),
         )
         if route_path(scope).startswith(MESSAGES_PATH):
-            self.body = msgspec.json.encode(messages_error(info))
+            self.body = self.render(messages_error(info))
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 

@@ -21,9 +21,9 @@ from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import GenerateRequest, PromptSource
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at, new_hex
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.protocol import GenerationRequest, StreamOptions
-from mmjax.server.openai.request_body import API_KEY_STATE
+from mmjax.server.openai.request_body import owner_of
 from mmjax.server.openai.responses import Answer, ChoiceOptions, RequestMetrics, UsageCounter
 from mmjax.server.openai.streaming import (
     EventStream,
@@ -100,7 +100,7 @@ class GenerationService:
                 )
         if self.hides_caches and not self._are_media_ids_trusted:
             # A salt per API key: cache hits, or their speed, would reveal others' prompts.
-            salt = f"api key {getattr(request.state, API_KEY_STATE)}"
+            salt = f"api key {owner_of(request)}"
             body.cache_salt = body.cache_salt or salt
 
     @property
@@ -112,7 +112,7 @@ class GenerationService:
         """Return the namespace of a request's media ids; None: the global one, for trusted ids."""
         if self._are_media_ids_trusted:
             return None
-        return f"{getattr(request.state, API_KEY_STATE, '')}/{self.model_name}"
+        return f"{owner_of(request)}/{self.model_name}"
 
     def _deadline(self, body: GenerationRequest) -> float | None:
         times = [seconds for seconds in (self._config.request_timeout_s, body.timeout) if seconds]
@@ -129,7 +129,7 @@ class GenerationService:
         prompts: Sequence[PromptSource],
         params: SamplingParams,
         *,
-        continues_prompt: bool,
+        continues_prompt: bool = False,
     ) -> list[RequestStream]:
         """Add one request for each prompt; if one is refused, abort all.
 
@@ -193,7 +193,7 @@ class GenerationService:
             metrics=self._metrics(body, usage),
             **run.fields(outputs[0]),
         )
-        return json_response(answer, headers=media_headers(run.streams))
+        return JsonResponse(answer, headers=media_headers(run.streams))
 
     async def _chunks(
         self,

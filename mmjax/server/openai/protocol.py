@@ -6,8 +6,8 @@ union's member is chosen before it is validated, so that a wrong request costs n
 one.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import (
@@ -79,32 +79,27 @@ def prompt_tag(value: Any) -> str | None:
             return tag_of(value)
 
 
+def form_of(words: str, tag: Callable[[Any], str | None] = tag_of) -> Discriminator:
+    """Return what chooses a union's member by the form of a value, which `words` describe."""
+    return Discriminator(
+        tag, custom_error_type="form", custom_error_message=f"input should be {words}"
+    )
+
+
 Stop = Annotated[
     Annotated[StopText, Tag("<text>")]
     | Annotated[list[StopText], Field(max_length=64, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_texts",
-        custom_error_message="input should be a text or a list of texts",
-    ),
+    form_of("a text or a list of texts"),
 ]
 Part = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[dict[Label, Any], Field(fail_fast=True), Tag("<object>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_object",
-        custom_error_message="input should be an object or a text",
-    ),
+    form_of("an object or a text"),
 ]
 Content = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_parts",
-        custom_error_message="input should be a text or a list of parts",
-    ),
+    form_of("a text or a list of parts"),
 ]
 TextsT = TypeVar("TextsT")
 ManyIdsT = TypeVar("ManyIdsT")
@@ -113,15 +108,21 @@ Prompts = Annotated[
     | Annotated[TokenIds, Tag("<token ids>")]
     | Annotated[TextsT, Tag("<list>")]
     | Annotated[ManyIdsT, Tag("<lists of token ids>")],
-    Discriminator(
-        prompt_tag,
-        custom_error_type="prompt",
-        custom_error_message="input should be a text or a list of token ids, or a list of these",
-    ),
+    form_of("a text or a list of token ids, or a list of these", prompt_tag),
 ]
 """One or several: a text, token ids, and lists of either, which have a limit."""
 _few = Field(max_length=MAX_PROMPTS, fail_fast=True)
 Prompt = Prompts[Annotated[list[Text], _few], Annotated[list[TokenIds], _few]]
+
+
+def each_prompt(given: str | list[Any], name: str) -> list[Any]:
+    """Return the prompts of a field one by one; RequestValueError for none."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise RequestValueError.about(name, "is empty; give at least one")
+    # All elements were checked to be of one kind.
+    return [given] if isinstance(given[0], int) else given
 
 
 _NULL: Mapping[str, str] = {"type": "null"}
@@ -169,6 +170,14 @@ class Strict(BaseModel):
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def shared_fields(
+    body: BaseModel, model: type[BaseModel], *, but: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of a body that are given and that `model` has, too, except for `but`."""
+    names = model.model_fields.keys() - but
+    return {name: value for name, value in body if name in names and value is not None}
 
 
 class StreamOptions(Strict):
@@ -448,15 +457,7 @@ class CompletionRequest(GenerationRequest):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts one by one."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise RequestValueError.about("prompt", "is empty; give at least one")
-        # All elements were checked to be of one kind.
-        if isinstance(prompt[0], int):
-            return [prompt]
-        return cast(list[str | list[int]], prompt)
+        return each_prompt(self.prompt, "prompt")
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the sampling parameters."""

@@ -77,13 +77,19 @@ _LEAST_ALIKE = 0.8
 _MAX_PATH_CHARS = 256
 
 
+def owner_of(request: Request) -> str:
+    """Return the digest of the API key that a request bears; "" where there are none."""
+    return getattr(request.state, API_KEY_STATE, "")
+
+
 class RequestReader:
     """Reads the bodies of all requests."""
 
     def __init__(self, silence_s: float) -> None:
         """`silence_s`: seconds without data after which a body is given up; 0: never."""
         self._silence_s = silence_s
-        self._is_stopping = False
+        self.is_stopping = False
+        """Whether the server drains."""
         self._open: set[asyncio.Timeout] = set()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-parse")
         self._turn = asyncio.Lock()
@@ -125,37 +131,23 @@ class RequestReader:
 
     def stop(self) -> None:
         """Refuse incomplete bodies from now on."""
-        self._is_stopping = True
+        self.is_stopping = True
         for timeout in self._open:
             # One whose time is over, but whose task has not run since, takes no other.
             if not timeout.expired():
                 timeout.reschedule(asyncio.get_running_loop().time())
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the server drains."""
-        return self._is_stopping
-
     def close(self) -> None:
         """End the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def receive(self, request: Request) -> bytearray:
-        """Return the body as it comes, its elements counted; raises as `read` does."""
+    async def receive(self, request: Request, *, is_json: bool = True) -> bytearray:
+        """Return the body as it comes, the elements of JSON counted; raises as `read` does."""
         body, scan = bytearray(), JsonScan()
 
         async def take(chunk: bytes) -> None:
-            await self._count(scan, chunk)
-            body.extend(chunk)
-
-        await self.receive_each(request, take)
-        return body
-
-    async def receive_bytes(self, request: Request) -> bytearray:
-        """Return a body that is no JSON, of which nothing is counted but its bytes, by others."""
-        body = bytearray()
-
-        async def take(chunk: bytes) -> None:
+            if is_json:
+                await self._count(scan, chunk)
             body.extend(chunk)
 
         await self.receive_each(request, take)
@@ -177,7 +169,7 @@ class RequestReader:
                 finally:
                     self._open.discard(timeout)
         except TimeoutError:
-            if self._is_stopping:
+            if self.is_stopping:
                 raise ShuttingDownError from None
             raise BodyTimeoutError(self._silence_s) from None
 
@@ -195,7 +187,7 @@ class RequestReader:
 
     def _seconds_left(self) -> float | None:
         # 0: read what has been received, and do not wait.
-        return 0.0 if self._is_stopping else self._silence_s or None
+        return 0.0 if self.is_stopping else self._silence_s or None
 
 
 class JsonScan:

@@ -1,8 +1,9 @@
 """OpenAI's responses, made from the frontend's outputs."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -15,7 +16,12 @@ from mmjax.frontend.output.outputs import (
     SampleLogprobs,
 )
 from mmjax.frontend.output.token_bytes import REPLACEMENT, CharacterCounter, find_bytes
-from mmjax.server.openai.tool_use import AnswerPiece, CallPiece, join_calls
+from mmjax.server.openai.tool_use import AnswerPiece, AnswerReader, CallPiece, join_calls
+
+T = TypeVar("T")
+
+Event = dict[str, Any]
+"""One of a stream that names the types of its events."""
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -281,6 +287,24 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
+class AnswerBuilder(ABC):
+    """Fills an answer of another API than chat, piece by piece; a whole answer is one piece."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self.usage = UsageCounter()
+        self._reader = reader
+
+    def take(self, output: RequestOutput) -> Iterator[Event]:
+        """Count and add what a step gave; yield its events, which are for streams alone."""
+        self.usage.add(output)
+        for item in output.outputs:
+            yield from self.add(item, self._reader.read(item))
+
+    @abstractmethod
+    def add(self, output: CompletionOutput, piece: AnswerPiece) -> Iterator[Event]:
+        """Add what a step gave a completion, and the piece that was read of it."""
+
+
 class ChoiceOptions(NamedTuple):
     """What a request wants in each choice."""
 
@@ -311,7 +335,7 @@ def chat_choice(output: CompletionOutput, piece: AnswerPiece, options: ChoiceOpt
             reasoning=piece.reasoning or msgspec.UNSET,
             reasoning_content=piece.reasoning or msgspec.UNSET,
             tool_calls=calls or msgspec.UNSET,
-            parsed=_parsed(output),
+            parsed=given(output.parsed),
         ),
         logprobs=chat_logprobs(output.logprobs, options),
         finish_reason=piece.finish_reason,
@@ -365,19 +389,13 @@ def text_choice(
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         token_ids=options.token_ids(output),
-        parsed=_parsed(output),
+        parsed=given(output.parsed),
     )
 
 
-def prompt_logprobs(
-    output: RequestOutput,
-) -> list[dict[int, Logprob] | None] | msgspec.UnsetType:
-    """Return those of a prompt's tokens, as vLLM's, if the request wants them."""
-    return msgspec.UNSET if output.prompt_logprobs is None else output.prompt_logprobs
-
-
-def _parsed(output: CompletionOutput) -> Mapping[str, Any] | msgspec.UnsetType:
-    return msgspec.UNSET if output.parsed is None else output.parsed
+def given(value: T | None) -> T | msgspec.UnsetType:
+    """Return the value of a field, which is left out where there is none."""
+    return msgspec.UNSET if value is None else value
 
 
 def chat_logprobs(logprobs: SampleLogprobs | None, options: ChoiceOptions) -> ChatLogprobs | None:

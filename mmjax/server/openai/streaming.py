@@ -70,12 +70,9 @@ PLAIN_EVENTS = Framing(event=_data, error=_data, end=DONE)
 NAMED_EVENTS = Framing(event=_named, error=_named_error, end=b"")
 """The events of responses: a line names each one's type, and the last type is the end."""
 
-
-def _message_error(body: ErrorBody) -> bytes:
-    return _named(messages_error(body.error))
-
-
-MESSAGE_EVENTS = Framing(event=_named, error=_message_error, end=b"")
+MESSAGE_EVENTS = Framing(
+    event=_named, error=lambda body: _named(messages_error(body.error)), end=b""
+)
 """The events of Anthropic's messages."""
 
 
@@ -215,7 +212,7 @@ async def _pump(
 
 
 async def collect(
-    request: Request, streams: list[RequestStream], take: Callable[[int, RequestOutput], None]
+    request: Request, streams: list[RequestStream], take: Callable[[int, RequestOutput], object]
 ) -> None:
     """Call `take` with every output; on disconnect abort all: RequestCancelledError."""
 

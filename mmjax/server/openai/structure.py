@@ -75,8 +75,20 @@ def renamed(new_names: Mapping[str, str], *, is_whole: bool = False) -> Iterator
         raise
 
 
+@contextmanager
+def errors_of_messages() -> Iterator[None]:
+    """Rename the field of errors from the prompt to `messages`."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "prompt" or (error.param or "").startswith("multi_modal_"):
+            error.param = "messages"
+        raise
+
+
 def _check_names(given: Mapping[str, Any], known: frozenset[str], path: str) -> None:
-    unknown = next((name for name in given if name not in known), None)
+    others = (name for name, value in given.items() if name not in known and value is not None)
+    unknown = next(others, None)
     if unknown is not None:
         raise RequestValueError.about(
             f"{path}.{unknown[:64]}",

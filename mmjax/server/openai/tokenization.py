@@ -11,7 +11,7 @@ from starlette.responses import Response
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.server.openai.chat_completions import ChatService
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import (
     MAX_MESSAGES,
@@ -97,13 +97,13 @@ class TokenizationService:
         )
         if body.return_token_strs:
             answer.token_strs = input_processor.tokenizer.convert_ids_to_tokens(token_ids)
-        return json_response(answer)
+        return JsonResponse(answer)
 
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         """Serve POST /detokenize."""
         self._generation.check_model(body.model)
         text = await while_connected(request, self._client.detokenize(body.tokens))
-        return json_response({"prompt": text})
+        return JsonResponse({"prompt": text})
 
     async def _tokenize_text(self, request: Request, body: TokenizeRequest) -> list[int]:
         self._generation.check_model(body.model)

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from PIL import Image, ImageDraw
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from mmjax.config.engine_config import LoRAConfig, SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
@@ -202,9 +202,13 @@ class Playground:
     def ask(self, text: str) -> None:
         """Ask, and wait for the whole answer."""
         count = self.page.locator(".assistant").count()
+        self.send(text)
+        self.wait_for_answers(count + 1)
+
+    def send(self, text: str) -> None:
+        """Ask, and do not wait."""
         self.page.get_by_role("textbox", name="Message").fill(text)
         self.page.keyboard.press("Enter")
-        self.wait_for_answers(count + 1)
 
     def wait_for_answers(self, count: int) -> None:
         expect(self.page.locator(".assistant .actions")).to_have_count(count)
@@ -245,6 +249,11 @@ class Playground:
         """Open what the last answer cost."""
         self.page.locator("details.cost summary").last.click()
         expect(self.page.locator("details.cost").last.locator(".strip")).to_be_visible()
+
+
+def answers(page: Page) -> Locator:
+    """Return the texts of the answers."""
+    return page.locator(".assistant .text")
 
 
 MAKE_TRANSFER = """(files) => {

@@ -108,8 +108,7 @@ def test_the_page_reads_boxes_in_the_unit_of_the_models_card(playground: Playgro
 
     page.route("**/v1/models", answer)
     playground.open()
-    playground.drop("red")
-    expect(page.locator("#drafts img")).to_have_count(1)
+    playground.add("red")
     playground.ask('{"bbox_2d": [100, 200, 300, 400], "label": "cat"}')
     polygon = page.get_by_role("figure").locator("polygon")
     expect(polygon).to_have_attribute("points", "32,48 96,48 96,96 32,96")
@@ -130,8 +129,7 @@ def test_fields_that_are_no_boxes_hold_none(playground: Playground) -> None:
 
 def test_boxes_are_drawn_on_the_picture(playground: Playground) -> None:
     page = playground.page
-    playground.drop("red")
-    expect(page.locator("#drafts img")).to_have_count(1)
+    playground.add("red")
     playground.ask("circle(100,200),(300,400)")
     figure = page.get_by_role("figure")
     expect(figure.locator("polygon")).to_have_count(1)

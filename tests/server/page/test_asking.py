@@ -11,15 +11,11 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
 from tests.families.directories import edit_golden
 from tests.processing.test_video_file import write_video
-from tests.server.page.conftest import PHONE, WIDE, MakePlayground, Playground
+from tests.server.page.conftest import PHONE, WIDE, MakePlayground, Playground, answers
 from tests.server.page.test_accessibility import find_faults
 from tests.server.page.test_answers import find_boxes
 
 FINGER_PIXELS = 44
-
-
-def answers(page: Page) -> Any:
-    return page.locator(".assistant .text")
 
 
 # ---- videos -------------------------------------------------------------------------------------
@@ -112,8 +108,7 @@ def test_a_schema_that_is_wrong_is_told_and_not_sent(
     field.blur()
     expect(page.locator("#schema-error")).to_contain_text(reason)
     page.get_by_role("button", name="Done").click()
-    page.get_by_role("textbox", name="Message").fill("a star")
-    page.keyboard.press("Enter")
+    playground.send("a star")
     expect(page.locator("#hint")).to_contain_text(reason)
     expect(page.get_by_role("textbox", name="Message")).to_have_value("a star")
     assert not playground.requests

@@ -2,21 +2,16 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.transport.messages import Heartbeat
-from tests.server.page.conftest import PHONE, MakePlayground, Playground
+from tests.server.page.conftest import PHONE, MakePlayground, Playground, answers
 
 MAX_TOKENS = 256
-
-
-def answers(page: Page) -> Any:
-    return page.locator(".assistant .text")
 
 
 @pytest.fixture

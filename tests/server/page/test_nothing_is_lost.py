@@ -7,11 +7,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
-from tests.server.page.conftest import WAIT_S, Playground
-
-
-def answers(page: Page) -> Any:
-    return page.locator(".assistant .text")
+from tests.server.page.conftest import WAIT_S, Playground, answers
 
 
 def rows(page: Page) -> Any:
@@ -95,8 +91,7 @@ def test_an_answer_that_failed_without_a_word_leaves_no_version(playground: Play
 def test_an_answer_goes_on_while_another_conversation_is_open(playground: Playground) -> None:
     page = playground.page
     playground.engine.num_steps_left = 4
-    page.get_by_role("textbox", name="Message").fill("a red circle and a blue star")
-    page.keyboard.press("Enter")
+    playground.send("a red circle and a blue star")
     expect(answers(page)).to_have_text("use")
     page.get_by_role("button", name="New conversation").click()
     expect(rows(page).first.get_by_role("button").first).to_contain_text("(is answered)")
@@ -113,8 +108,7 @@ def test_an_answer_goes_on_while_another_conversation_is_open(playground: Playgr
 def test_a_conversation_that_is_deleted_takes_its_answer_along(playground: Playground) -> None:
     page = playground.page
     playground.engine.num_steps_left = 4
-    page.get_by_role("textbox", name="Message").fill("a red circle and a blue star")
-    page.keyboard.press("Enter")
+    playground.send("a red circle and a blue star")
     expect(answers(page)).to_have_text("use")
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete \u201ca red circle").click()
@@ -148,8 +142,7 @@ def test_what_is_written_stays_with_its_conversation(playground: Playground) -> 
 def test_a_server_that_is_killed_reads_as_a_broken_connection(playground: Playground) -> None:
     page = playground.page
     playground.engine.num_steps_left = 8
-    page.get_by_role("textbox", name="Message").fill("a red circle and a blue star")
-    page.keyboard.press("Enter")
+    playground.send("a red circle and a blue star")
     begun = re.compile(r"^user\sa red\s*$")
     expect(answers(page)).to_have_text(begun)
     port = playground.kill_server()
@@ -187,8 +180,7 @@ IS_WRITTEN = """() => new Promise((resolve) => {
 def test_a_page_that_is_closed_keeps_what_there_was(playground: Playground) -> None:
     page = playground.page
     playground.engine.num_steps_left = 8
-    page.get_by_role("textbox", name="Message").fill("a red circle and a blue star")
-    page.keyboard.press("Enter")
+    playground.send("a red circle and a blue star")
     expect(answers(page)).to_have_text(re.compile("user"))
     page.wait_for_timeout(1100)  # what comes after a second is written down with all before it
     playground.engine.num_steps_left = 2

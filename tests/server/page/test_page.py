@@ -1,23 +1,24 @@
 """The page as a person uses it: pictures, questions, answers, conversations."""
 
 import re
-from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from tests.server.page.conftest import PHONE, WAIT_S, MakePlayground, Playground, make_png
-
-
-def answers(page: Page) -> Any:
-    return page.locator(".assistant .text")
+from tests.server.page.conftest import (
+    PHONE,
+    WAIT_S,
+    MakePlayground,
+    Playground,
+    answers,
+    make_png,
+)
 
 
 def test_a_dropped_picture_is_asked_about(playground: Playground) -> None:
     page = playground.page
-    playground.drop("red")
-    expect(page.locator("#drafts img")).to_have_count(1)
+    playground.add("red")
     playground.ask("what color is the circle")
     expect(page.locator("#drafts img")).to_have_count(0)
     expect(page.get_by_role("button", name="Show red.png")).to_be_visible()
@@ -30,8 +31,7 @@ def test_a_dropped_picture_is_asked_about(playground: Playground) -> None:
 
 def test_the_strip_shows_tokens_caches_and_times(playground: Playground) -> None:
     page = playground.page
-    playground.drop("red")
-    expect(page.locator("#drafts img")).to_have_count(1)
+    playground.add("red")
     playground.ask("a star")
     playground.open_strip()
     cost = page.locator("details.cost")
@@ -56,8 +56,7 @@ def test_several_pictures_by_paste_and_picker(playground: Playground) -> None:
     page = playground.page
     playground.paste("red", "blue")
     expect(page.locator("#drafts img")).to_have_count(2)
-    file: Any = {"name": "green.png", "mimeType": "image/png", "buffer": make_png("green")}
-    page.locator("#files").set_input_files([file])
+    playground.pick("green.png", "image/png", make_png("green"))
     expect(page.locator("#drafts img")).to_have_count(3)
     page.get_by_role("button", name="Remove blue.png").click()
     expect(page.locator("#drafts img")).to_have_count(2)
@@ -67,8 +66,7 @@ def test_several_pictures_by_paste_and_picker(playground: Playground) -> None:
 
 
 def test_a_file_that_is_no_picture_is_refused(playground: Playground) -> None:
-    file: Any = {"name": "notes.png", "mimeType": "image/png", "buffer": b"no picture"}
-    playground.page.locator("#files").set_input_files([file])
+    playground.pick("notes.png", "image/png", b"no picture")
     hint = playground.page.locator("#hint")
     expect(hint).to_contain_text("notes.png is no picture")
     expect(playground.page.locator("#drafts img")).to_have_count(0)
@@ -79,8 +77,7 @@ def test_a_file_that_is_no_picture_is_refused(playground: Playground) -> None:
 def test_an_answer_streams_and_is_stopped(playground: Playground) -> None:
     page = playground.page
     playground.engine.num_steps_left = 4
-    page.get_by_role("textbox", name="Message").fill("a red circle and a blue star")
-    page.keyboard.press("Enter")
+    playground.send("a red circle and a blue star")
     expect(answers(page)).to_have_text("use")
     expect(page.locator(".assistant .actions")).to_have_count(0)
     page.get_by_role("button", name="Stop").click()
@@ -94,8 +91,7 @@ def test_an_answer_streams_and_is_stopped(playground: Playground) -> None:
 
 def test_a_reload_keeps_conversations(playground: Playground) -> None:
     page = playground.page
-    playground.drop("red")
-    expect(page.locator("#drafts img")).to_have_count(1)
+    playground.add("red")
     playground.ask("a star")
     page.get_by_role("button", name="New conversation").click()
     playground.ask("a ring")
@@ -142,8 +138,7 @@ def test_dark_follows_the_system_and_a_switch(make_playground: MakePlayground) -
 def test_a_phone(make_playground: MakePlayground) -> None:
     playground = make_playground(size=PHONE)
     page = playground.page
-    playground.drop("red")
-    expect(page.locator("#drafts img")).to_have_count(1)
+    playground.add("red")
     playground.ask("a very long question about a red circle and a blue star")
     playground.open_strip()
     assert page.evaluate("document.documentElement.scrollWidth") == PHONE[0]
@@ -228,8 +223,7 @@ def test_an_api_key_is_asked_for_once_and_kept(make_playground: MakePlayground) 
     page = playground.page
     status = page.get_by_role("status")
     expect(status).to_have_text("Needs an API key")
-    page.get_by_role("textbox", name="Message").fill("a star")
-    page.keyboard.press("Enter")
+    playground.send("a star")
     dialog = page.get_by_role("dialog", name="This server needs an API key")
     expect(dialog.get_by_label("Key")).to_be_focused()
     page.keyboard.type("wrong")
@@ -251,8 +245,7 @@ def test_an_api_key_is_asked_for_once_and_kept(make_playground: MakePlayground) 
 def test_who_gives_no_key_is_asked_again_on_demand_alone(make_playground: MakePlayground) -> None:
     playground = make_playground(api_keys=("secret",))
     page = playground.page
-    page.get_by_role("textbox", name="Message").fill("a star")
-    page.keyboard.press("Enter")
+    playground.send("a star")
     dialog = page.get_by_role("dialog", name="This server needs an API key")
     expect(dialog).to_be_visible()
     page.keyboard.press("Escape")

@@ -80,8 +80,7 @@ def test_an_answer_goes_on_after_its_server_was_killed(
         set_limit(page, "4")
         playground.ask("What is there?")  # compiles
         set_limit(page, "1500")
-        page.get_by_role("textbox", name="Message").fill("And what is not?")
-        page.keyboard.press("Enter")
+        playground.send("And what is not?")
         text = page.locator(".assistant .text").last
         expect(text).to_have_text(re.compile(r"\S"))
         expect(text.locator(".waiting")).to_have_count(0)

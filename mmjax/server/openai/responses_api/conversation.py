@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.frontend.prompt.chat_tools import refuse_others
+from mmjax.server.openai.structure import errors_of_messages
 
 Message = dict[str, Any]
 
@@ -41,7 +43,8 @@ class PlacedMessages:
     def naming_items(self) -> Iterator[None]:
         """Name, in errors about messages, the items that they came from."""
         try:
-            yield
+            with errors_of_messages():
+                yield
         except RequestError as error:
             found = re.fullmatch(r"(messages\[(\d+)\])(.*)", error.param or "")
             if found is not None and int(found[2]) < len(self._places):
@@ -77,17 +80,13 @@ class Conversation(PlacedMessages):
             self._add_item(item, f"input[{index}]")
 
     def _add_item(self, item: Mapping[str, Any], place: str) -> None:
-        kind = item.get("type", "message")
+        kind = "message" if item.get("type") is None else item["type"]
         known = _ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
         if known is None:
             raise RequestValueError.about(
                 f"{place}.type", f"is no item that mmjax reads; it reads {', '.join(_ITEM_FIELDS)}"
             )
-        other = next((str(name) for name in item if name not in known), None)
-        if other is not None and item[other] is not None:
-            raise RequestValueError.about(
-                f"{place}.{other[:64]}", "is not a field that mmjax knows; remove it"
-            )
+        refuse_others(item, known, place)
         match kind:
             case "message":
                 role, content = item.get("role"), item.get("content")
@@ -99,18 +98,18 @@ class Conversation(PlacedMessages):
             case "function_call":
                 self._add_call(item, place)
             case _:
-                call_id = _text(item, "call_id", place)
+                call_id = text_of(item, "call_id", place)
                 content = _read_content(item.get("output"), f"{place}.output")
                 self.add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
 
     def _add_call(self, item: Mapping[str, Any], place: str) -> None:
         """Append a call to the assistant's message before it, if there is one."""
         call = {
-            "id": _text(item, "call_id", place),
+            "id": text_of(item, "call_id", place),
             "type": "function",
             "function": {
-                "name": _text(item, "name", place),
-                "arguments": _text(item, "arguments", place),
+                "name": text_of(item, "name", place),
+                "arguments": text_of(item, "arguments", place),
             },
         }
         last = self.messages[-1] if self.messages else None
@@ -148,7 +147,8 @@ def _read_part(part: Any, place: str) -> Any:
     }
 
 
-def _text(item: Mapping[str, Any], name: str, place: str) -> str:
+def text_of(item: Mapping[str, Any], name: str, place: str) -> str:
+    """Return a field of an item of the body; RequestTypeError unless it is a text."""
     value = item.get(name)
     if not isinstance(value, str):
         raise RequestTypeError.about(f"{place}.{name}", "must be a text")

@@ -3,10 +3,10 @@
 Fields that chat has, too, are checked by chat's own model, under the same names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
+from pydantic import Field, StrictBool, StrictInt, Tag
 
 from mmjax.errors import RequestValueError
 from mmjax.server.openai.protocol import (
@@ -20,7 +20,7 @@ from mmjax.server.openai.protocol import (
     Strict,
     Text,
     bounded,
-    tag_of,
+    form_of,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -50,11 +50,7 @@ Metadata = Annotated[
 Input = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[list[Object], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_items",
-        custom_error_message="input should be a text or a list of items",
-    ),
+    form_of("a text or a list of items"),
 ]
 
 
@@ -87,6 +83,26 @@ class PageQuery(Strict):
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
+
+    def page_of(self, items: Iterable[tuple[str, Any]], wrong_after: str) -> dict[str, Any]:
+        """Return OpenAI's list of some of the items, given by ids in the order of their creation.
+
+        `wrong_after`: what is said of an `after` that is none of the ids.
+        """
+        found = list(items) if self.order == "asc" else list(items)[::-1]
+        if self.after is not None:
+            ids = [item_id for item_id, _ in found]
+            if self.after not in ids:
+                raise RequestValueError.about("after", wrong_after)
+            found = found[ids.index(self.after) + 1 :]
+        page = found[: self.limit]
+        return {
+            "object": "list",
+            "data": [item for _, item in page],
+            "first_id": page[0][0] if page else None,
+            "last_id": page[-1][0] if page else None,
+            "has_more": len(page) < len(found),
+        }
 
 
 class ItemsQuery(PageQuery):

@@ -11,14 +11,14 @@ from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import error_body
 from mmjax.server.openai.responses import (
+    AnswerBuilder,
     ChoiceOptions,
+    Event,
     TokenLogprob,
     UsageCounter,
     chat_logprobs,
 )
-from mmjax.server.openai.tool_use import AnswerPiece, CallPiece
-
-Event = dict[str, Any]
+from mmjax.server.openai.tool_use import AnswerPiece, AnswerReader, CallPiece
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -91,12 +91,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
         details = usage.prompt_tokens_details
         return cls(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokensDetails(
-                cached_tokens=details.cached_tokens,
-                image_tokens=details.image_tokens,
-                video_tokens=details.video_tokens,
-                audio_tokens=details.audio_tokens,
-            ),
+            input_tokens_details=InputTokensDetails(**msgspec.structs.asdict(details)),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(),
             total_tokens=usage.total_tokens,
@@ -146,12 +141,14 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None = None
 
 
-class ResponseBuilder:
-    """Fills a response, piece by piece; a whole answer is one piece."""
+class ResponseBuilder(AnswerBuilder):
+    """Fills a response."""
 
-    def __init__(self, response: ResponseObject, options: ChoiceOptions) -> None:
+    def __init__(
+        self, response: ResponseObject, options: ChoiceOptions, reader: AnswerReader
+    ) -> None:
+        super().__init__(reader)
         self.response = response
-        self.usage = UsageCounter()
         self._options = options
         self._num_events = 0
         self._logprobs: list[TokenLogprob] = []
@@ -172,7 +169,6 @@ class ResponseBuilder:
         ]
 
     def add(self, output: CompletionOutput, piece: AnswerPiece) -> Iterator[Event]:
-        """Add what a step gave; yield its events."""
         logprobs = chat_logprobs(output.logprobs, self._options)
         self._logprobs += [] if logprobs is None else logprobs.content
         if piece.text or (output.finish_reason is not None and self._has_last_logprobs(piece)):

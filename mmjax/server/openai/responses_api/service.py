@@ -20,13 +20,13 @@ from mmjax.errors import (
     RequestValueError,
     ResponseNotFoundError,
 )
-from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService
-from mmjax.server.openai.protocol import ChatCompletionRequest
-from mmjax.server.openai.request_body import API_KEY_STATE, ModelT, validated
+from mmjax.server.openai.protocol import ChatCompletionRequest, shared_fields
+from mmjax.server.openai.request_body import ModelT, owner_of, validated
+from mmjax.server.openai.responses import Event
 from mmjax.server.openai.responses_api.conversation import (
     Conversation,
     Message,
@@ -40,13 +40,12 @@ from mmjax.server.openai.responses_api.protocol import (
     ResponsesRequest,
 )
 from mmjax.server.openai.responses_api.response import (
-    Event,
     FunctionCallItem,
     MessageItem,
     ResponseBuilder,
     ResponseObject,
 )
-from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect, media_headers
+from mmjax.server.openai.streaming import NAMED_EVENTS, Outputs, begin, collect, media_headers
 from mmjax.server.openai.structure import renamed
 
 _BYTES_PER_OBJECT = 64
@@ -174,17 +173,17 @@ class ResponsesService:
         with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
             chat = await asyncio.to_thread(_to_chat, body, conversation)
             run = await self._chats.open_chat(request, chat, f"resp_{new_hex()}")
-            builder = ResponseBuilder(self._new_response(body, run), run.options)
+            builder = ResponseBuilder(self._new_response(body, run), run.options, run.reader)
             stored = _new_stored(request, body, conversation, builder.response)
             if not body.stream:
-                await self._fill(request, builder, run)
+                await collect(request, run.streams, lambda _, output: list(builder.take(output)))
                 self._keep(body, stored, builder)
-                return json_response(builder.response, headers=media_headers(run.streams))
-            chunks = await begin(request, run.streams)
+                return JsonResponse(builder.response, headers=media_headers(run.streams))
+            outputs = await begin(request, run.streams)
         if body.store is not False:
             stored.cancel = run.cancel
             self._store.put(stored)
-        events = self._events(body, builder, chunks, run, stored)
+        events = self._events(body, builder, outputs, stored)
         return self._generation.event_stream(events, run.streams, framing=NAMED_EVENTS)
 
     async def input_tokens(self, request: Request, body: ResponsesRequest) -> Response:
@@ -194,48 +193,34 @@ class ResponsesService:
             chat = await asyncio.to_thread(_to_chat, body, conversation)
             explained = await self._chats.explain_chat(request, chat, is_bounded=False)
         num_tokens = len(explained.prompt_token_ids)
-        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     def response(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}."""
         _read_query(request, ResponseQuery)
-        return json_response(self._store.get(response_id, _owner(request)).response)
+        return JsonResponse(self._store.get(response_id, owner_of(request)).response)
 
     def input_items(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}/input_items."""
         query = _read_query(request, ItemsQuery)
-        items = self._store.get(response_id, _owner(request)).input_items
-        items = items if query.order == "asc" else items[::-1]
-        if query.after is not None:
-            ids = [item["id"] for item in items]
-            if query.after not in ids:
-                raise RequestValueError.about("after", "is no item of this response")
-            items = items[ids.index(query.after) + 1 :]
-        page = items[: query.limit]
-        return json_response(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": len(page) < len(items),
-            }
-        )
+        items = self._store.get(response_id, owner_of(request)).input_items
+        page = query.page_of(((item["id"], item) for item in items), "is no item of this response")
+        return JsonResponse(page)
 
     def delete(self, request: Request, response_id: str) -> Response:
         """Serve DELETE /v1/responses/{id}."""
-        self._store.delete(response_id, _owner(request))
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        self._store.delete(response_id, owner_of(request))
+        return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     def cancel(self, request: Request, response_id: str) -> Response:
         """Serve POST /v1/responses/{id}/cancel: break a stream off."""
-        stored = self._store.get(response_id, _owner(request))
+        stored = self._store.get(response_id, owner_of(request))
         if stored.cancel is None:
             raise RequestValueError(
                 f"this response is {stored.response.status}, and cannot be cancelled any more"
             )
         stored.cancel()
-        return json_response(msgspec.structs.replace(stored.response, status="cancelled"))
+        return JsonResponse(msgspec.structs.replace(stored.response, status="cancelled"))
 
     # ---- one response ---------------------------------------------------------------------------
 
@@ -244,7 +229,7 @@ class ResponsesService:
         history: list[Message] = []
         if body.previous_response_id is not None:
             param = "previous_response_id"
-            previous = self._store.get(body.previous_response_id, _owner(request), param=param)
+            previous = self._store.get(body.previous_response_id, owner_of(request), param=param)
             if not previous.is_complete:
                 raise RequestValueError(
                     f"the response that `{param}` names is {previous.response.status}; wait "
@@ -277,31 +262,19 @@ class ResponsesService:
             user=body.user,
         )
 
-    async def _fill(self, request: Request, builder: ResponseBuilder, run: ChatRun) -> None:
-        def take(_: int, output: RequestOutput) -> None:
-            builder.usage.add(output)
-            for item in output.outputs:
-                # Its events are for streams alone.
-                list(builder.add(item, run.reader.read(item)))
-
-        await collect(request, run.streams, take)
-
     async def _events(
         self,
         body: ResponsesRequest,
         builder: ResponseBuilder,
-        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-        run: ChatRun,
+        outputs: Outputs,
         stored: StoredResponse,
     ) -> AsyncGenerator[Event, None]:
         try:
             for event in builder.begin():
                 yield event
             async for _, output in outputs:
-                builder.usage.add(output)
-                for item in output.outputs:
-                    for event in builder.add(item, run.reader.read(item)):
-                        yield event
+                for event in builder.take(output):
+                    yield event
         except RequestCancelledError:
             for event in builder.cancel():
                 yield event
@@ -329,10 +302,7 @@ class ResponsesService:
 def _to_chat(body: ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:
     """Return the chat that a response is; RequestError names chat's fields."""
     messages = conversation.with_instructions(body.instructions)
-    shared = ChatCompletionRequest.model_fields.keys() - _OWN_FIELDS
-    fields: dict[str, Any] = {
-        name: value for name, value in body if name in shared and value is not None
-    }
+    fields = shared_fields(body, ChatCompletionRequest, but=_OWN_FIELDS)
     fields |= {
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
@@ -355,7 +325,7 @@ def _new_stored(
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return StoredResponse(
         response=response,
-        owner=_owner(request),
+        owner=owner_of(request),
         input_items=[_shown_item(item) for item in items],
         messages=list(conversation.messages),
     )
@@ -390,10 +360,6 @@ def _answer_of(response: ResponseObject) -> Message:
     ]
     message: Message = {"role": "assistant", "content": "".join(texts) or None}
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _owner(request: Request) -> str:
-    return getattr(request.state, API_KEY_STATE, "")
 
 
 def _read_query(request: Request, model: type[ModelT]) -> ModelT:

@@ -1,6 +1,5 @@
 """What /v1/audio/transcriptions and /v1/audio/translations take and answer."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -189,6 +188,3 @@ class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     segments: list[SegmentObject] | msgspec.UnsetType = msgspec.UNSET
     words: list[WordObject] | msgspec.UnsetType = msgspec.UNSET
     usage: Usage
-
-
-EVENTS: Mapping[str, str] = {"delta": "transcript.text.delta", "done": "transcript.text.done"}

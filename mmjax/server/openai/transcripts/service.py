@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
@@ -27,14 +27,13 @@ from mmjax.processing.transcripts import (
     name_language,
 )
 from mmjax.server.openai.continuation import new_hex
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService, with_extras
 from mmjax.server.openai.protocol import GenerationRequest
 from mmjax.server.openai.request_body import RequestReader, validated
 from mmjax.server.openai.streaming import join, merge, while_connected
 from mmjax.server.openai.transcripts.form import parse_form
 from mmjax.server.openai.transcripts.protocol import (
-    EVENTS,
     WITH_TIMES,
     SegmentObject,
     TranscriptionRequest,
@@ -92,7 +91,7 @@ class TranscriptService:
     ) -> Response:
         # Before the clip is received: a server that transcribes nothing has no use for it.
         transcriber = self._client.input_processor.get_transcriber()
-        data = await self._reader.receive_bytes(request)
+        data = await self._reader.receive(request, is_json=False)
         form = parse_form(data, request.headers.get("content-type", ""))
         del data
         fields, file = read_form(form)
@@ -104,8 +103,7 @@ class TranscriptService:
         clip = cast(EncodedAudio, connector.open_audio_file(file, "file"))
         header = await while_connected(request, asyncio.to_thread(clip.read_header))
         seconds = max(header.seconds, _LEAST_SECONDS)
-        hold = await while_connected(request, self._room.take(seconds))
-        try:
+        with await while_connected(request, self._room.take(seconds)) as hold:
             begin = partial(self._begin, transcriber, body, task, clip)
             transcription, transcript = await while_connected(request, asyncio.to_thread(begin))
             job = _Job(
@@ -118,16 +116,12 @@ class TranscriptService:
                 transcript=transcript,
                 streams=[],
             )
-            response = await (self._stream(job) if body.stream else self._answer(job))
-        except BaseException:
-            hold.close()
-            raise
-        if body.stream:
-            # The response closes all of them, even where the client leaves before the first event.
-            job.streams.append(cast(RequestStream, hold))
-        else:
-            hold.close()
-        return response
+            if not body.stream:
+                return await self._answer(job)
+            response = await self._stream(job)
+            # It closes all of them, even where the client leaves before the first event.
+            job.streams.append(cast(RequestStream, hold.pop_all()))
+            return response
 
     async def _stream(self, job: _Job) -> Response:
         events = self._events(job)
@@ -176,7 +170,6 @@ class TranscriptService:
                 f"{job.answer_id}-{number}",
                 [with_extras(cast(PromptDict, dict(asked.prompt)), job.generation)],
                 asked.sampling_params,
-                continues_prompt=False,
             )
             job.streams.extend(streams)
             whole = CompletionOutput(index=0, text="", token_ids=[], logprobs=[])
@@ -208,12 +201,12 @@ class TranscriptService:
                 parts = item if isinstance(item, list) else [item]
                 text = deltas.add([one for part in parts for one in part.token_ids])
                 if text:
-                    yield {"type": EVENTS["delta"], "delta": text}
+                    yield {"type": "transcript.text.delta", "delta": text}
         finally:
             await news.aclose()
         if rest := deltas.finish():
-            yield {"type": EVENTS["delta"], "delta": rest}
-        yield {"type": EVENTS["done"], "text": transcript.text, "usage": _usage(job)}
+            yield {"type": "transcript.text.delta", "delta": rest}
+        yield {"type": "transcript.text.done", "text": transcript.text, "usage": _usage(job)}
 
 
 # ---- forms of the answer ------------------------------------------------------------------------
@@ -224,7 +217,7 @@ def _usage(job: _Job) -> Usage:
 
 
 def _write_json(job: _Job) -> Response:
-    return json_response(TranscriptObject(text=job.transcript.text, usage=_usage(job)))
+    return JsonResponse(TranscriptObject(text=job.transcript.text, usage=_usage(job)))
 
 
 def _write_verbose_json(job: _Job) -> Response:
@@ -240,7 +233,7 @@ def _write_verbose_json(job: _Job) -> Response:
         ]
     if transcript.language is not None:
         fields["language"] = name_language(transcript.language)
-    return json_response(
+    return JsonResponse(
         TranscriptObject(
             task=job.task,
             duration=round(transcript.duration, 3),
@@ -268,14 +261,10 @@ def _describe(transcript: Transcript, number: int, segment: Segment) -> SegmentO
     )
 
 
-def _plain(text: str, media_type: str) -> Response:
-    return Response(text, media_type=media_type)
-
-
 _WRITERS: Mapping[str, Callable[[_Job], Response]] = {
     "json": _write_json,
     "verbose_json": _write_verbose_json,
-    "text": lambda job: _plain(f"{job.transcript.text}\n", "text/plain"),
-    "srt": lambda job: _plain(job.transcript.to_srt(), "text/plain"),
-    "vtt": lambda job: _plain(job.transcript.to_vtt(), "text/vtt"),
+    "text": lambda job: PlainTextResponse(f"{job.transcript.text}\n"),
+    "srt": lambda job: PlainTextResponse(job.transcript.to_srt()),
+    "vtt": lambda job: Response(job.transcript.to_vtt(), media_type="text/vtt"),
 }

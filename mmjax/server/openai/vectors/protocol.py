@@ -1,8 +1,8 @@
 """What /v1/embeddings, /pooling, /rerank and /score take; names are OpenAI's, Jina's and vLLM's."""
 
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
+from pydantic import Field, StrictBool, StrictInt, Tag
 
 from mmjax.errors import RequestValueError
 from mmjax.params.pooling_params import MAX_DIMENSIONS, PoolingParams, PoolingTask
@@ -20,7 +20,9 @@ from mmjax.server.openai.protocol import (
     Template,
     Text,
     TokenIds,
-    tag_of,
+    each_prompt,
+    form_of,
+    shared_fields,
 )
 
 MAX_INPUTS = 2048
@@ -30,7 +32,6 @@ _PAIRS = (
     *(("text_1", "text_2"), ("queries", "documents"), ("queries", "items")),
     ("data_1", "data_2"),
 )
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
 _FIELDS_OF_MESSAGES = (
     *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
     "media_io_kwargs",
@@ -48,11 +49,7 @@ class ContentParam(Strict):
 
 Document = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[ContentParam, Tag("<object>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_content",
-        custom_error_message="input should be a text or an object with `content`",
-    ),
+    form_of("a text or an object with `content`"),
 ]
 Documents = Annotated[list[Document], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
 
@@ -60,11 +57,7 @@ Side = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[ContentParam, Tag("<object>")]
     | Annotated[Documents, Tag("<list>")],
-    Discriminator(
-        tag_of,
-        custom_error_type="text_or_content_or_list",
-        custom_error_message="input should be a text or an object with `content`, or a list",
-    ),
+    form_of("a text or an object with `content`, or a list"),
 ]
 
 
@@ -75,13 +68,7 @@ class VectorRequest(PromptRequest):
 
     def to_generation(self) -> GenerationRequest:
         """Return what the requests to the engine have of other routes."""
-        return self._to(GenerationRequest)
-
-    def _to(self, model: type[RequestT]) -> RequestT:
-        """Return another route's body with the fields that both have."""
-        names = model.model_fields.keys() & {*type(self).model_fields}
-        given = {name: getattr(self, name) for name in names}
-        return model(**{name: value for name, value in given.items() if value is not None})
+        return GenerationRequest(**shared_fields(self, GenerationRequest))
 
     @property
     def has_special_tokens(self) -> bool:
@@ -115,7 +102,7 @@ class EmbeddingRequest(VectorRequest):
 
     def to_generation(self) -> GenerationRequest:
         if self.messages is not None:
-            return self._to(ChatCompletionRequest)
+            return ChatCompletionRequest(**shared_fields(self, ChatCompletionRequest))
         for name in _FIELDS_OF_MESSAGES:
             if getattr(self, name):
                 raise RequestValueError.about(
@@ -133,14 +120,7 @@ class EmbeddingRequest(VectorRequest):
             raise RequestValueError.about(
                 "input", "or `messages` is what becomes vectors; give one, and not both"
             )
-        if self.input is None:
-            return []
-        if isinstance(self.input, str):
-            return [self.input]
-        if not self.input:
-            raise RequestValueError.about("input", "is empty; give at least one")
-        is_one = isinstance(self.input[0], int)
-        return [cast(list[int], self.input)] if is_one else cast(list[Any], self.input)
+        return [] if self.input is None else each_prompt(self.input, "input")
 
     def to_pooling(self) -> PoolingParams:
         return PoolingParams(

@@ -1,7 +1,8 @@
 """/v1/embeddings, /pooling, /rerank and /score: prompts in, vectors or scores out."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,16 +15,16 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.output.pooled import score_vectors, vectors_of
-from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.pooling import check_runner, find_task, pooling_request
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import PromptSource
 from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.continuation import created_at
-from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.errors import JsonResponse
 from mmjax.server.openai.generation import GenerationService, new_ids, with_extras
 from mmjax.server.openai.protocol import ChatCompletionRequest, GenerationRequest
 from mmjax.server.openai.streaming import collect, media_headers
+from mmjax.server.openai.structure import errors_of_messages, renamed
 from mmjax.server.openai.vectors.protocol import (
     ContentParam,
     EmbeddingRequest,
@@ -41,47 +42,39 @@ class VectorService:
     """Serves them, where the engine's `runner` is pooling."""
 
     def __init__(
-        self,
-        client: AsyncEngineClient,
-        chat: ChatParser,
-        chats: ChatService,
-        generation: GenerationService,
+        self, client: AsyncEngineClient, chats: ChatService, generation: GenerationService
     ) -> None:
         self._chats = chats
         self._model_config = client.input_processor.model_config
-        self._chat = chat
         self._generation = generation
         self._at_once = min(_PROMPTS_AT_ONCE, client.capacity.max_num_seqs)
 
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
         """Serve POST /v1/embeddings."""
-        given = body.prompts()
-        answer_id, outputs, headers = await self._run(request, body, "embd", given)
+        with _errors_of(body):
+            found, answer = await self._run(request, body, "embd", body.prompts())
         data = [
             {"object": "embedding", "index": index, "embedding": _encode(body, vectors[0])}
-            for index, vectors in enumerate(map(vectors_of, outputs))
+            for index, vectors in enumerate(found)
         ]
-        head = self._head(body, answer_id, outputs)
-        return json_response({**head, "data": data}, headers=headers)
+        return answer(data=data)
 
     async def pooling(self, request: Request, body: PoolingRequest) -> Response:
         """Serve POST /pooling."""
-        given = body.prompts()
-        answer_id, outputs, headers = await self._run(request, body, "pool", given)
+        with _errors_of(body):
+            found, answer = await self._run(request, body, "pool", body.prompts())
         is_one = find_task(body.to_pooling(), self._model_config) == "embed"
         data = []
-        for index, vectors in enumerate(map(vectors_of, outputs)):
-            found = vectors[0] if is_one else vectors
+        for index, vectors in enumerate(found):
+            shown = vectors[0] if is_one else vectors
             one: dict[str, Any] = {"object": "pooling", "index": index}
-            data.append({**one, "data": _encode(body, found), "shape": list(found.shape)})
-        head = self._head(body, answer_id, outputs)
-        return json_response({**head, "data": data}, headers=headers)
+            data.append({**one, "data": _encode(body, shown), "shape": list(shown.shape)})
+        return answer(data=data)
 
     async def rerank(self, request: Request, body: RerankRequest) -> Response:
         """Serve POST /rerank."""
         given = [body.query, *body.documents]
-        answer_id, outputs, headers = await self._run(request, body, "rerank", given)
-        query, *documents = map(vectors_of, outputs)
+        (query, *documents), answer = await self._run(request, body, "rerank", given)
         scores = [score_vectors(query, document) for document in documents]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = [
@@ -92,8 +85,7 @@ class VectorService:
             }
             for index in order[: body.top_n or None]
         ]
-        head = self._head(body, answer_id, outputs)
-        return json_response({**head, "results": results}, headers=headers)
+        return answer(results=results)
 
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         """Serve POST /score."""
@@ -103,22 +95,19 @@ class VectorService:
             raise RequestValueError(
                 f"{len(first)} are compared with {len(second)}; give one, or as many"
             )
-        given = [*first, *second]
-        answer_id, outputs, headers = await self._run(request, body, "score", given)
-        vectors = [vectors_of(output) for output in outputs]
+        vectors, answer = await self._run(request, body, "score", [*first, *second])
         queries, documents = vectors[: len(first)], vectors[len(first) :]
         pairs = zip(queries * (len(documents) // len(queries)), documents, strict=True)
         data = [
             {"object": "score", "index": index, "score": score_vectors(*pair)}
             for index, pair in enumerate(pairs)
         ]
-        head = self._head(body, answer_id, outputs)
-        return json_response({**head, "data": data}, headers=headers)
+        return answer(data=data)
 
     async def _run(
         self, request: Request, body: VectorRequest, prefix: str, given: Sequence[Any]
-    ) -> tuple[str, list[RequestOutput], Any]:
-        """Return the answer's id, what became of each prompt, and the answer's headers."""
+    ) -> tuple[list[np.ndarray], Callable[..., Response]]:
+        """Return the vectors of each prompt, and what makes the answer of its own fields."""
         check_runner(self._model_config, pools=True)
         generation = body.to_generation()
         self._generation.check(request, generation)
@@ -138,13 +127,24 @@ class VectorService:
                 f"{request_id}-{start}" if start else request_id,
                 sources[start : start + self._at_once],
                 params,
-                continues_prompt=False,
             )
             found: dict[int, RequestOutput] = {}
             await collect(request, added, found.__setitem__)
             outputs += [found[number] for number in range(len(added))]
             streams += added
-        return answer_id, outputs, media_headers(streams)
+        number = sum(len(output.prompt_token_ids) for output in outputs)
+        head = {
+            "id": answer_id,
+            "object": "list",
+            "created": created_at(),
+            "model": self._generation.answer_name(body.model),
+            "usage": {"prompt_tokens": number, "completion_tokens": 0, "total_tokens": number},
+        }
+
+        def answer(**fields: Any) -> Response:
+            return JsonResponse({**head, **fields}, headers=media_headers(streams))
+
+        return [vectors_of(output) for output in outputs], answer
 
     def _make_prompt(
         self, given: Any, body: VectorRequest, generation: GenerationRequest
@@ -154,22 +154,15 @@ class VectorService:
             made: PromptDict = {"prompt": given, "add_special_tokens": body.has_special_tokens}
         elif isinstance(given, ContentParam):
             message = {"role": "user", "content": given.model_dump()["content"]}
-            made = self._chat.parse([message])
+            made = self._chats.parser.parse([message])
         else:
             made = {"prompt_token_ids": given}
         return with_extras(made, generation)
 
-    def _head(
-        self, body: VectorRequest, answer_id: str, outputs: Sequence[RequestOutput]
-    ) -> dict[str, Any]:
-        number = sum(len(output.prompt_token_ids) for output in outputs)
-        return {
-            "id": answer_id,
-            "object": "list",
-            "created": created_at(),
-            "model": self._generation.answer_name(body.model),
-            "usage": {"prompt_tokens": number, "completion_tokens": 0, "total_tokens": number},
-        }
+
+def _errors_of(body: EmbeddingRequest) -> AbstractContextManager[None]:
+    """Rename the field of errors from the prompt to that which holds it."""
+    return renamed({"prompt": "input"}) if body.messages is None else errors_of_messages()
 
 
 def _encode(body: EmbeddingRequest, vectors: np.ndarray) -> Any:
