@@ -95,10 +95,9 @@ class PoolingMethods:
             for data in (data_1, data_2)
         )
         if len(first) not in (1, len(second)):
-            raise RequestValueError(
-                f"`data_1` has {len(first)} prompts and `data_2` {len(second)}; give one, or as "
-                "many",
-                param="data_1",
+            raise RequestValueError.about(
+                "data_1",
+                f"has {len(first)} prompts and `data_2` {len(second)}; give one, or as many",
             )
         params = pooling_params or PoolingParams()
         outputs = self._run_pooling([*first, *second], params, use_tqdm, lora_request)

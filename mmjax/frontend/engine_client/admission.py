@@ -39,13 +39,10 @@ class Capacity:
             "`--max-num-queued-reqs`)"
         )
         if n > self.max_num_seqs:
-            raise RequestValueError(f"`n` is {n}, but {limit}; lower it", param="n")
+            raise RequestValueError.about("n", f"is {n}, but {limit}; lower it")
         if num_prompts * n > self.max_num_seqs:
-            raise RequestValueError(
-                f"`prompt` holds {num_prompts} prompts with `n`={n} answers each, but {limit}; "
-                "send fewer together",
-                param="prompt",
-            )
+            held = f"holds {num_prompts} prompts with `n`={n} answers each"
+            raise RequestValueError.about("prompt", f"{held}, but {limit}; send fewer together")
 
     def check_room(self, num_seqs: int = 1) -> None:
         """Raise CapacityError without room for so many sequences more."""

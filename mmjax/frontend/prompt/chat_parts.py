@@ -117,8 +117,8 @@ class PartReader:
         if isinstance(part, str):
             return text_part(part, place)
         if not isinstance(part, Mapping):
-            raise RequestTypeError(
-                f"`{place}` must be an object or a text, not {type(part).__name__}", param=place
+            raise RequestTypeError.about(
+                place, f"must be an object or a text, not {type(part).__name__}"
             )
         unknown = sorted(str(name) for name in part if name not in _PART_FIELDS)
         if unknown and "type" in part and part["type"] in _PART_TYPES:
@@ -216,9 +216,7 @@ class PartReader:
         if detail in (None, "auto", "original"):
             return None
         if detail not in ("low", "high"):
-            raise RequestValueError(
-                f"`{place}` must be `auto`, `low`, `high` or `original`", param=place
-            )
+            raise RequestValueError.about(place, "must be `auto`, `low`, `high` or `original`")
         return self.get_detail_range(detail)
 
     def _check_embeds_allowed(self, place: str) -> None:
@@ -248,10 +246,10 @@ class PartReader:
             return embeds
         if not isinstance(value, Mapping) or value.keys() != self.embeds_fields:
             found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-            raise RequestTypeError(
-                f"`{place}` must be an object of {_quote(self.embeds_fields)}, not of {found}: "
-                "what stands beside the embeddings says where they belong in the image",
-                param=place,
+            raise RequestTypeError.about(
+                place,
+                f"must be an object of {_quote(self.embeds_fields)}, not of {found}: what stands "
+                "beside the embeddings says where they belong in the image",
             )
         given = {name: self._metadata(value[name], f"{place}.{name}") for name in metadata}
         embeds = self._rows(value[kind], f"{place}.{kind}")
@@ -275,10 +273,10 @@ class PartReader:
             or not value
             or not all(type(one) is int and 0 <= one < _MAX_METADATA for one in value)
         ):
-            raise RequestTypeError(
-                f"`{place}` must be a list of integers from 0 to {_MAX_METADATA - 1}, such as "
-                "[1, 16, 24] for a `grid_thw`",
-                param=place,
+            raise RequestTypeError.about(
+                place,
+                f"must be a list of integers from 0 to {_MAX_METADATA - 1}, such as [1, 16, 24] "
+                "for a `grid_thw`",
             )
         return np.array(value, np.int64)
 
@@ -290,10 +288,10 @@ class PartReader:
         elif self.are_objects_allowed and is_array_like(value):
             embeds = value
         else:
-            raise RequestTypeError(
-                f"`{place}` must be a safetensors file in base64, not {type(value).__name__}; "
-                "encode what `safetensors.numpy.save` returns",
-                param=place,
+            raise RequestTypeError.about(
+                place,
+                f"must be a safetensors file in base64, not {type(value).__name__}; encode what "
+                "`safetensors.numpy.save` returns",
             )
         is_batch_of_one = len(embeds.shape) == 3 and embeds.shape[0] == 1
         return embeds[0] if is_batch_of_one else embeds
@@ -306,7 +304,7 @@ class PartReader:
                 param=f"{place}.type",
             )
         if value is None and not has_uuid:
-            raise RequestValueError(f"`{place}.image_pil` is missing", param=f"{place}.image_pil")
+            raise RequestValueError.about(f"{place}.image_pil", "is missing")
         return value
 
 
@@ -314,9 +312,8 @@ def _refuse_fields(part: Mapping[str, Any], names: Sequence[str], place: str) ->
     """Refuse fields that have no effect on a part of this type."""
     for name in names:
         if part.get(name) is not None:
-            raise RequestValueError(
-                f"`{place}.{name}` has no effect on a part of this type; remove it",
-                param=f"{place}.{name}",
+            raise RequestValueError.about(
+                f"{place}.{name}", "has no effect on a part of this type; remove it"
             )
 
 
@@ -342,9 +339,7 @@ def _read_url(
     if not isinstance(value, str) and not (value is None and has_uuid):
         found = "is missing" if value is None else f"is no text but {type(value).__name__}"
         example = _EXAMPLES.get(kind, "data:image/png")
-        raise RequestTypeError(
-            f"`{place}` {found}; give a URL, such as `{example};base64,...`", param=place
-        )
+        raise RequestTypeError.about(place, f"{found}; give a URL, such as `{example};base64,...`")
     return value, place, within
 
 
@@ -357,9 +352,8 @@ def _read_audio_file(value: Any, place: str, *, has_uuid: bool) -> tuple[str | N
         return None, place
     if not isinstance(value, Mapping):
         found = "is missing" if value is None else f"is no object but {type(value).__name__}"
-        raise RequestTypeError(
-            f"`{place}` {found}; give `data`, a file in base64, and its `format`, such as `wav`",
-            param=place,
+        raise RequestTypeError.about(
+            place, f"{found}; give `data`, a file in base64, and its `format`, such as `wav`"
         )
     unknown = sorted(str(name) for name in value if name not in ("data", "format"))
     if unknown:
@@ -369,10 +363,8 @@ def _read_audio_file(value: Any, place: str, *, has_uuid: bool) -> tuple[str | N
         )
     for name in ("data", "format"):
         if not isinstance(value.get(name), str) and (name in value or name == "data"):
-            raise RequestTypeError(
-                f"`{place}.{name}` must be a text, not {type(value.get(name)).__name__}",
-                param=f"{place}.{name}",
-            )
+            found = type(value.get(name)).__name__
+            raise RequestTypeError.about(f"{place}.{name}", f"must be a text, not {found}")
     return value["data"], f"{place}.data"
 
 
@@ -392,11 +384,9 @@ def _at(place: str) -> Iterator[None]:
 def text_part(text: Any, place: str) -> dict[str, str]:
     """Return a text as a part; RequestTypeError if it is none."""
     if not isinstance(text, str):
-        raise RequestTypeError(f"`{place}` must be a text, not {type(text).__name__}", param=place)
+        raise RequestTypeError.about(place, f"must be a text, not {type(text).__name__}")
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise RequestValueError(
-            f"`{place}` is no Unicode: it holds half of a surrogate pair", param=place
-        )
+        raise RequestValueError.about(place, "is no Unicode: it holds half of a surrogate pair")
     return {"type": "text", "text": text}
 
 
@@ -427,8 +417,7 @@ def _uuid(part: Mapping[str, Any], place: str) -> MediaId | None:
         return None
     text = str(uuid)
     if not is_media_id(text):
-        raise RequestValueError(
-            f"`{place}.uuid` must be 1 to {MAX_MEDIA_ID_LENGTH} printable characters",
-            param=f"{place}.uuid",
+        raise RequestValueError.about(
+            f"{place}.uuid", f"must be 1 to {MAX_MEDIA_ID_LENGTH} printable characters"
         )
     return MediaId(text, f"{place}.uuid")
