@@ -141,7 +141,6 @@ class ChatParser:
     ) -> "ChatParser":
         """Return the parser for a model's template, tokenizer and limits."""
         model_config, info = input_processor.model_config, input_processor.info
-        embedding_fields = info.get_data_parser().embedding_fields
         return cls(
             template=ChatTemplate.from_config(
                 model_config,
@@ -150,14 +149,9 @@ class ChatParser:
                 is_fixed=info.is_chat_template_fixed,
             ),
             parts=PartReader(
-                mm=model_config.mm,
                 connector=input_processor.connector,
-                check_num_items=info.validate_num_items,
+                info=info,
                 are_objects_allowed=are_objects_allowed,
-                get_detail_range=info.get_detail_range,
-                check_mm_data=info.parse_mm_data,
-                embeds_fields=frozenset(embedding_fields.get("image", ())),
-                modalities=frozenset(info.allowed_mm_limits),
             ),
             placeholder=info.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
@@ -209,7 +203,8 @@ class ChatParser:
     @property
     def _modalities(self) -> tuple[str, ...]:
         """What a message may hold beside text."""
-        return tuple(one for one in ("image", "video", "audio") if one in self.parts.modalities)
+        known = self.parts.info.allowed_mm_limits
+        return tuple(one for one in ("image", "video", "audio") if one in known)
 
     def _prompt(self, text: str, add_special_tokens: bool, talk: _Conversation) -> PromptDict:
         """Return the rendered text as a prompt: as token ids if it holds literals."""

@@ -3,18 +3,18 @@
 Errors name the part, such as `messages[0].content[1]`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from mmjax.config.engine_config import MultiModalConfig
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.hashing.item_hashes import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
 from mmjax.processing.media.decode import as_numpy, is_array_like
 from mmjax.processing.media.embeds import decode_embeds
@@ -92,22 +92,20 @@ class ConversationMedia:
 class PartReader:
     """Parses parts; images are counted before they are decoded."""
 
-    mm: MultiModalConfig
     connector: MediaConnector
     """Turns URLs into images."""
-    check_num_items: Callable[..., None]
-    """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
-    get_detail_range: Callable[[Literal["low", "high"]], PixelRange | None] = lambda detail: None
-    """Returns what an image of that `detail` is scaled to; None where the model's sizes are one."""
-    modalities: frozenset[str] = frozenset({"image"})
-    """Those that the model takes."""
-    are_objects_allowed: bool = False
+    info: BaseProcessingInfo
+    """Says which media the model takes, how many, and of what sizes."""
+    are_objects_allowed: bool
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
-    check_mm_data: Callable[[Mapping[str, Any]], object] | None = None
-    """Raises `RequestError` for embeddings that the model refuses."""
-    embeds_fields: frozenset[str] = frozenset()
-    """The tensors that image embeddings consist of: `image_embeds`, which may have metadata beside
-    it; none where the model takes no embeddings."""
+
+    @property
+    def embeds_fields(self) -> frozenset[str]:
+        """The tensors that image embeddings consist of; none where the model takes none.
+
+        They are `image_embeds`, which may have metadata beside it.
+        """
+        return frozenset(self.info.get_data_parser().embedding_fields.get("image", ()))
 
     def read(self, part: Any, place: str, media: ConversationMedia) -> dict[str, str] | None:
         """Return `{"type": "text", "text": ...}`, `{"type": "image"}`, or of a video or audio.
@@ -126,7 +124,7 @@ class PartReader:
                 f"`{place}` has the unknown field `{unknown[0]}`; remove it",
                 param=f"{place}.{unknown[0]}",
             )
-        kind = _part_type(part, place, self._offered_types)
+        kind = self._part_type(part, place)
         if kind in _TEXT_TYPES:
             _refuse_fields(part, (*_MEDIA_TYPES, "detail", "uuid"), place)
             text = part.get("refusal" if kind == "refusal" else "text")
@@ -143,17 +141,37 @@ class PartReader:
         media.are_embeds = is_embeds
         return {"type": "image"}
 
-    @property
-    def _offered_types(self) -> list[str]:
+    def _part_type(self, part: Mapping[str, Any], place: str) -> str:
+        kind = part.get("type")
+        if kind is None:
+            kind = next((name for name in _PART_TYPES if name in part), None)
+            if kind is None:
+                raise RequestValueError(
+                    f"Missing 'type' field in multimodal part `{place}`; give one of "
+                    f"{self._name_types()}",
+                    param=f"{place}.type",
+                )
+        if not isinstance(kind, str):
+            raise RequestTypeError(f"Invalid 'type' field in `{place}`", param=f"{place}.type")
+        if kind not in _PART_TYPES:
+            raise RequestValueError(
+                f"`{place}` has the type {kind[:64]!r}, which is not supported; supported are "
+                f"{self._name_types()}",
+                param=f"{place}.type",
+            )
+        return kind
+
+    def _name_types(self) -> str:
         """Return the types that a part may have here, of this model."""
+        modalities = self.info.allowed_mm_limits
         refused = {
-            _EMBEDS_TYPE: not (self.embeds_fields and self.mm.enable_mm_embeds),
-            **dict.fromkeys(_IMAGE_TYPES, "image" not in self.modalities),
-            "image_pil": not (self.are_objects_allowed and "image" in self.modalities),
-            _VIDEO_TYPE: "video" not in self.modalities,
-            **dict.fromkeys(_AUDIO_TYPES, "audio" not in self.modalities),
+            _EMBEDS_TYPE: not (self.embeds_fields and self.connector.mm.enable_mm_embeds),
+            **dict.fromkeys(_IMAGE_TYPES, "image" not in modalities),
+            "image_pil": not (self.are_objects_allowed and "image" in modalities),
+            _VIDEO_TYPE: "video" not in modalities,
+            **dict.fromkeys(_AUDIO_TYPES, "audio" not in modalities),
         }
-        return [name for name in _PART_TYPES if not refused.get(name)]
+        return ", ".join(name for name in _PART_TYPES if not refused.get(name))
 
     def _admit_image(self, place: str, media: ConversationMedia, *, is_embeds: bool) -> None:
         if is_embeds:
@@ -165,7 +183,7 @@ class PartReader:
                 param=place,
             )
         with _at(place):
-            self.check_num_items("image", media.count("image") + 1, are_embeds=is_embeds)
+            self.info.validate_num_items("image", media.count("image") + 1, are_embeds=is_embeds)
 
     def _file(
         self,
@@ -178,7 +196,7 @@ class PartReader:
     ) -> tuple[str, Any]:
         """Return the modality of a video or of audio, and the item; None: a uuid stands for it."""
         modality = "video" if kind == _VIDEO_TYPE else "audio"
-        if modality not in self.modalities:
+        if modality not in self.info.allowed_mm_limits:
             what = "videos; send frames as `image_url`" if modality == "video" else "audio"
             raise RequestValueError(
                 f"`{place}` has the type `{kind}`, which is not supported: this model takes no "
@@ -186,7 +204,7 @@ class PartReader:
                 param=f"{place}.type",
             )
         with _at(place):
-            self.check_num_items(modality, media.count(modality) + 1, are_embeds=False)
+            self.info.validate_num_items(modality, media.count(modality) + 1)
         known = ("type", "uuid", kind, *_CACHE_HINTS)
         _refuse_fields(part, [name for name in _PART_FIELDS if name not in known], place)
         if kind == _AUDIO_FILE_TYPE:
@@ -217,7 +235,7 @@ class PartReader:
             return None
         if detail not in ("low", "high"):
             raise RequestValueError.about(place, "must be `auto`, `low`, `high` or `original`")
-        return self.get_detail_range(detail)
+        return self.info.get_detail_range(detail)
 
     def _check_embeds_allowed(self, place: str) -> None:
         if not self.embeds_fields:
@@ -226,7 +244,7 @@ class PartReader:
                 "image itself as `image_url`",
                 param=f"{place}.type",
             )
-        if not self.mm.enable_mm_embeds:
+        if not self.connector.mm.enable_mm_embeds:
             raise RequestValueError(
                 f"`{place}` has the type `image_embeds`, which needs `--enable-mm-embeds`; have it "
                 "set, or send the image itself as `image_url`",
@@ -258,9 +276,8 @@ class PartReader:
         return {kind: embeds, **given}
 
     def _check_embeds(self, image: Mapping[str, Any], place: str) -> None:
-        if self.check_mm_data is not None:
-            with _at(place):
-                self.check_mm_data({"image": image})
+        with _at(place):
+            self.info.parse_mm_data({"image": image})
 
     def _metadata(self, value: Any, place: str) -> np.ndarray:
         """Return int64[_]: a grid's sizes, or another list of numbers."""
@@ -283,7 +300,7 @@ class PartReader:
     def _rows(self, value: Any, place: str) -> Any:
         """Return the array of one image's embeddings, `[rows, width]`."""
         if isinstance(value, str):
-            limits = MediaLimits(max_image_bytes=self.mm.max_image_bytes)
+            limits = MediaLimits(max_image_bytes=self.connector.mm.max_image_bytes)
             embeds: Any = decode_embeds(value, limits, param=place)
         elif self.are_objects_allowed and is_array_like(value):
             embeds = value
@@ -388,27 +405,6 @@ def text_part(text: Any, place: str) -> dict[str, str]:
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise RequestValueError.about(place, "is no Unicode: it holds half of a surrogate pair")
     return {"type": "text", "text": text}
-
-
-def _part_type(part: Mapping[str, Any], place: str, offered: Sequence[str]) -> str:
-    kind = part.get("type")
-    if kind is None:
-        kind = next((name for name in _PART_TYPES if name in part), None)
-        if kind is None:
-            raise RequestValueError(
-                f"Missing 'type' field in multimodal part `{place}`; give one of "
-                f"{', '.join(offered)}",
-                param=f"{place}.type",
-            )
-    if not isinstance(kind, str):
-        raise RequestTypeError(f"Invalid 'type' field in `{place}`", param=f"{place}.type")
-    if kind not in _PART_TYPES:
-        raise RequestValueError(
-            f"`{place}` has the type {kind[:64]!r}, which is not supported; supported are "
-            f"{', '.join(offered)}",
-            param=f"{place}.type",
-        )
-    return kind
 
 
 def _uuid(part: Mapping[str, Any], place: str) -> MediaId | None:
