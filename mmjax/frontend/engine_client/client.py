@@ -42,6 +42,7 @@ from mmjax.transport.messages import (
     CacheMiss,
     ControlAction,
     EngineChanged,
+    EngineEvent,
     RequestFailed,
     StepOutput,
 )
@@ -239,9 +240,7 @@ class AsyncEngineClient:
 
     # ---- EngineListener -------------------------------------------------------------------------
 
-    def on_message(
-        self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged
-    ) -> None:
+    def on_message(self, message: EngineEvent) -> None:
         """Put a step's outputs into their streams."""
         match message:
             case AdapterLoaded():
