@@ -354,7 +354,7 @@ def test_a_placeholder_that_somebody_wrote_binds_no_image(
     plain = input_processor.prepare(
         GenerateRequest("2", parser.parse(user("is it?", image_part())), SamplingParams())
     )
-    assert request.num_image_tokens == plain.num_image_tokens
+    assert request.num_embeds == plain.num_embeds
 
 
 def test_control_tokens_in_tools_and_calls_are_text(

@@ -105,9 +105,9 @@ class RequestOutput:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            num_image_tokens=request.num_image_tokens,
-            num_video_tokens=request.num_video_tokens,
-            num_audio_tokens=request.num_audio_tokens,
+            num_image_tokens=request.num_embeds["image"],
+            num_video_tokens=request.num_embeds["video"],
+            num_audio_tokens=request.num_embeds["audio"],
             **fields,
         )
 
