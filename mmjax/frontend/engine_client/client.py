@@ -98,7 +98,6 @@ class AsyncEngineClient:
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
         self.max_num_seqs = scheduler.max_num_seqs
         self.capacity = Capacity(scheduler.max_num_unfinished_seqs, scheduler.max_num_queued_tokens)
-        self.check_room = self.capacity.check_room
         self._num_workers = num_workers
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-grammar")
         # One thread: updates of the caches keep the order of the engine's events.

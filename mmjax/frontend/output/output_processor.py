@@ -29,7 +29,7 @@ from mmjax.frontend.output.outputs import (
     SampleLogprobs,
 )
 from mmjax.frontend.output.token_bytes import split_unfinished
-from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, RequestItem
+from mmjax.frontend.requests.request import ProcessedRequest, RequestItem
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
 
@@ -319,9 +319,7 @@ class RequestState:
         is_in_prefix = is_in_prompt and item.offset + item.length <= num_cached_tokens
         cache = "prefix_cache" if is_in_prefix else "encoder_cache"
         return ItemOutput(
-            **{name: getattr(item, name) for name in PlacedItem.__struct_fields__},
-            processing=item.processing,
-            encoding=self.encoding.get(item.mm_hash, cache),
+            **msgspec.structs.asdict(item), encoding=self.encoding.get(item.mm_hash, cache)
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mmjax.frontend.output.output_html import draw_output
-from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, ProcessingSource
+from mmjax.frontend.requests.request import ProcessedRequest, RequestItem
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.processing.tensors.inputs import MultiModalInputs
 from mmjax.system.request_times import RequestTimes
@@ -52,11 +52,9 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-class ItemOutput(PlacedItem, frozen=True, kw_only=True):
+class ItemOutput(RequestItem, frozen=True, kw_only=True):
     """One item of a prompt, and which caches had it."""
 
-    processing: ProcessingSource
-    """Where its tensors came from."""
     encoding: Literal["prefix_cache", "encoder_cache", "disk", "worker", "computed"]
     """Where its embeddings came from; none were needed with the prefix cache."""
 

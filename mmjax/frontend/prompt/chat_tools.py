@@ -1,7 +1,7 @@
 """Tools of a conversation: the functions that are offered, and the calls in its messages."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
@@ -138,9 +138,3 @@ def map_texts(value: Any, change: Any, place: str, depth: int = 0) -> Any:
     if isinstance(value, Sequence):
         return [map_texts(item, change, place, depth + 1) for item in value]
     return value
-
-
-def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
-    """Yield the names of read tools."""
-    for tool in tools or ():
-        yield tool["function"]["name"]
