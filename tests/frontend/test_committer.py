@@ -216,6 +216,8 @@ def test_an_inline_message_counts_on_nobody(
         processor.process(GenerateRequest("first", oracle.prompt((1, 2)), GREEDY))
         request = processor.prepare(GenerateRequest("r", oracle.prompt((2, 1, 1)), GREEDY))
         processor.committer.commit(request, is_inline=True)
+        has_data = [one.data is not None for one in request.messages[0].mm_features]
+        assert has_data == [True, True, False], "each picture once"
         features = resolve_features(request.messages[0].mm_features, None)
         assert item_tokens(features) == oracle.answer((2, 1, 1))
     finally:
