@@ -112,15 +112,14 @@ class TokenReservation:
 class Quarantine:
     """Hashes of requests, each with the time until which it is refused. Thread-safe."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._clock = clock
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, request: ProcessedRequest) -> None:
         """Refuse the same request from now on."""
         if self._seconds:
-            self._until[_hash(request)] = self._clock() + self._seconds
+            self._until[_hash(request)] = time.monotonic() + self._seconds
             while len(self._until) > MAX_QUARANTINED:
                 self._until.popitem(last=False)
 
@@ -129,7 +128,7 @@ class Quarantine:
         if not self._until:
             return
         until = self._until.get(_hash(request))
-        if until is not None and until > self._clock():
+        if until is not None and until > time.monotonic():
             raise RequestQuarantinedError
 
 

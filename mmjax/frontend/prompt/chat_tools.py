@@ -12,18 +12,18 @@ MAX_NAME_CHARS = 256
 _MAX_DEPTH = 64
 
 
-def read_tools(tools: Sequence[Any], place: str = "tools") -> list[dict[str, Any]]:
+def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the functions that are offered, as OpenAI writes them; RequestError names a field."""
     if len(tools) > MAX_TOOLS:
         raise RequestValueError.about(
-            place, f"holds {len(tools)} functions; give at most {MAX_TOOLS}"
+            "tools", f"holds {len(tools)} functions; give at most {MAX_TOOLS}"
         )
-    read = [_tool(tool, f"{place}[{index}]") for index, tool in enumerate(tools)]
+    read = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in read]
     for index, name in enumerate(names):
         if name in names[:index]:
-            at = f"{place}[{index}].function.name"
-            raise RequestValueError.about(at, f"is `{name}`, as another's; rename one")
+            place = f"tools[{index}].function.name"
+            raise RequestValueError.about(place, f"is `{name}`, as another's; rename one")
     return read
 
 
