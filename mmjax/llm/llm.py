@@ -712,7 +712,7 @@ class LLM(PoolingMethods):
             committed = self._committed.popleft()
             if committed.request.request_id not in added:
                 added.add(committed.request.request_id)
-                self._requests.add(committed.request)
+                self._requests.outputs.add_request(committed.request)
             self._requests.put(committed)
             committed.request.keep_inputs(committed.message.mm_features)
         for _, error in self.engine.pop_failed():

@@ -355,7 +355,7 @@ class AsyncEngineClient:
 
     def _register(self, request: ProcessedRequest) -> RequestStream:
         stream = self._streams[request.request_id] = RequestStream(request, self.abort)
-        brought = self.requests.add(request)
+        brought = self.requests.outputs.add_request(request)
         self._tell(stream, lambda observer: observer.on_added(request))
         deadline = request.messages[0].deadline
         if deadline is not None:

@@ -148,19 +148,14 @@ class OutputProcessor:
 
     def _context(self, request: ProcessedRequest, params: SamplingParams) -> list[int]:
         """Return tokens without which decoding would drop a space at the answer's beginning."""
-        context: list[int] = []
+        special_ids = self._decoder.special_ids
         if params.structured_outputs is not None:
-            text = (
-                i for i in reversed(request.prompt_token_ids) if i not in self._decoder.special_ids
-            )
+            text = (i for i in reversed(request.prompt_token_ids) if i not in special_ids)
             return [*itertools.islice(text, 1)]
         if not request.continues_prompt:
-            return context
-        for token_id in reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:]):
-            if token_id in self._decoder.special_ids:
-                break
-            context.append(token_id)
-        return context[::-1]
+            return []
+        last = reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:])
+        return [*itertools.takewhile(lambda i: i not in special_ids, last)][::-1]
 
     def _apply(self, sequence: "SequenceState", delta: RequestOutputDelta) -> _Added:
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
