@@ -1,6 +1,7 @@
 """`LLM.embed`, `encode` and `score`: prompts to vectors, under vLLM's names."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, cast
 
 import msgspec
@@ -101,8 +102,7 @@ class PoolingMethods:
             )
         params = pooling_params or PoolingParams()
         outputs = self._run_pooling([*first, *second], params, use_tqdm, lora_request)
-        queries, documents = outputs[: len(first)], outputs[len(first) :]
-        pairs = zip(queries * (len(documents) // len(queries)), documents, strict=True)
+        pairs = zip(cycle(outputs[: len(first)]), outputs[len(first) :], strict=False)
         scored = []
         for query, document in pairs:
             score = score_vectors(vectors_of(query), vectors_of(document))
