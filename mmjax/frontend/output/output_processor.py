@@ -208,7 +208,7 @@ class OutputProcessor:
             num_taken += 1
             # Token by token, so that a stop string also ends the ids there.
             may_stop = len(sequence.token_ids) + num_taken > params.min_tokens
-            new_text += sequence.text.append([token_id], check_stop=may_stop)
+            new_text += sequence.text.append(token_id, check_stop=may_stop)
             if sequence.text.stop_string is not None:
                 break
         is_stopped = sequence.text.stop_string is not None
