@@ -131,6 +131,7 @@ def test_what_cannot_be_is_refused(tiny_gemma3: Path) -> None:
             llm.embed("a star", pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
         with pytest.raises(RequestValueError, match="has 2 prompts and `data_2` 3"):
             llm.score(["a"] * 2, ["b"] * 3, use_tqdm=False)
+        assert llm.score([], [], use_tqdm=False) == []
         (found,) = llm.embed("a star", use_tqdm=False)
         assert np.linalg.norm(found.outputs.embedding) == pytest.approx(1)
 

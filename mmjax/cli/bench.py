@@ -121,7 +121,7 @@ def _content(options: argparse.Namespace, draw: np.random.Generator) -> list[dic
         pixels = draw.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), np.uint8)
         buffer = io.BytesIO()
         Image.fromarray(pixels).resize((width, height)).save(buffer, "JPEG")
-        url = to_data_url(buffer.getvalue(), "jpeg")
+        url = to_data_url(buffer.getvalue(), "image/jpeg")
         images.append({"type": "image_url", "image_url": {"url": url}})
     return [*images, {"type": "text", "text": options.text}]
 

@@ -123,12 +123,13 @@ class _Conversation:
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
-        if command == "/image" and rest:
-            user_message("", [rest], self._limits)  # it can be used
-            self._images.append(rest.strip())
-        elif command == "/audio" and rest:
-            user_message("", limits=self._limits, clips=[rest])
-            self._clips.append(rest.strip())
+        file = rest.strip()
+        if command == "/image" and file:
+            user_message("", [file], self._limits)  # it can be used
+            self._images.append(file)
+        elif command == "/audio" and file:
+            user_message("", limits=self._limits, clips=[file])
+            self._clips.append(file)
         elif command == "/new":
             self._forget()
         elif command.startswith("/"):

@@ -3,7 +3,7 @@
 import base64
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mmjax.decoders.limits import MediaLimits, check_bytes
 from mmjax.errors import ConfigError, RequestError
@@ -41,54 +41,38 @@ def user_message(
         return {"role": "user", "content": text}
     parts: list[dict[str, Any]] = []
     for image in images:
-        parts.append({"type": "image_url", "image_url": {"url": _to_image_url(image, limits)}})
+        parts.append({"type": "image_url", "image_url": {"url": _to_url(image, "image", limits)}})
     for clip in clips:
-        parts.append({"type": "audio_url", "audio_url": {"url": _to_audio_url(clip, limits)}})
+        parts.append({"type": "audio_url", "audio_url": {"url": _to_url(clip, "clip", limits)}})
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def _read(name: str, kind: str) -> tuple[bytes, Path] | None:
-    """Return a file's content and its path; None for a URL."""
+def _to_url(name: str, kind: Literal["image", "clip"], limits: MediaLimits) -> str:
+    """Return a file as a data URL; what is a URL stays as it is."""
     if name.startswith(("data:", "http://", "https://")):
-        return None
+        return name
     path = Path(name).expanduser()
     try:
-        return path.read_bytes(), path
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"the {kind} {name} cannot be read ({error.strerror})") from error
-
-
-def _to_audio_url(clip: str, limits: MediaLimits) -> str:
-    if (file := _read(clip, "clip")) is None:
-        return clip
-    data, path = file
-    # Imported here: numpy is slow, and URLs do without.
+    # Imported here: Pillow and numpy are slow, and URLs do without.
     from mmjax.decoders.audio_file import read_audio_header
-
-    try:
-        check_bytes("audio", len(data), limits, param=None)
-        read_audio_header(data, limits)
-    except RequestError as error:
-        raise ConfigError(f"the clip {clip} cannot be used: {error}") from error
-    kind = path.suffix.lower().lstrip(".") or "wav"
-    return f"data:audio/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def _to_image_url(image: str, limits: MediaLimits) -> str:
-    if (file := _read(image, "image")) is None:
-        return image
-    data, path = file
-    # Imported here: Pillow is slow, and URLs do without.
     from mmjax.decoders.image_file import read_image_header
 
+    suffix = path.suffix.lower()
     try:
-        check_bytes("image", len(data), limits, param=None)
-        read_image_header(data, limits)
+        if kind == "image":
+            check_bytes("image", len(data), limits, param=None)
+            read_image_header(data, limits)
+            return to_data_url(data, f"image/{_IMAGE_TYPES.get(suffix, 'png')}")
+        check_bytes("audio", len(data), limits, param=None)
+        read_audio_header(data, limits)
+        return to_data_url(data, f"audio/{suffix.lstrip('.') or 'wav'}")
     except RequestError as error:
-        raise ConfigError(f"the image {image} cannot be used: {error}") from error
-    return to_data_url(data, _IMAGE_TYPES.get(path.suffix.lower(), "png"))
+        raise ConfigError(f"the {kind} {name} cannot be used: {error}") from error
 
 
 def to_data_url(data: bytes, media_type: str) -> str:
-    """Return an encoded image as a data URL; `media_type`: as "png"."""
-    return f"data:image/{media_type};base64,{base64.b64encode(data).decode()}"
+    """Return a file as a data URL; `media_type`: as "image/png"."""
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

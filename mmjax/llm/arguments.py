@@ -87,10 +87,10 @@ def params_for(
     if not isinstance(sampling_params, Sequence) or not all(
         isinstance(one, SamplingParams) for one in sampling_params
     ):
-        raise RequestTypeError(
-            f"`sampling_params` is a {type(sampling_params).__name__}; give a SamplingParams, as "
-            "in SamplingParams(temperature=0), or a list of them",
-            param="sampling_params",
+        raise RequestTypeError.about(
+            "sampling_params",
+            f"is a {type(sampling_params).__name__}; give a SamplingParams, as in "
+            "SamplingParams(temperature=0), or a list of them",
         )
     return check_number(sampling_params, number, "sampling_params", "`sampling_params`")
 
@@ -102,10 +102,10 @@ def adapters_for(given: LoRARequests, number: int) -> Sequence[LoRARequest | Non
     if not isinstance(given, Sequence) or not all(
         one is None or isinstance(one, LoRARequest) for one in given
     ):
-        raise RequestTypeError(
-            f"`lora_request` is a {type(given).__name__}; give a LoRARequest, as in "
+        raise RequestTypeError.about(
+            "lora_request",
+            f"is a {type(given).__name__}; give a LoRARequest, as in "
             'LoRARequest("poet", 1, "DIR"), or a list of them',
-            param="lora_request",
         )
     return check_number(given, number, "lora_request", "`lora_request`s")
 
@@ -117,10 +117,10 @@ def priorities_for(
     if priority is None:
         return [0] * number
     if scheduler.scheduling_policy != "priority":
-        raise RequestValueError(
-            "`priority` is given, but this engine serves in the order of arrival; leave it out, "
-            'or make the LLM with `scheduling_policy="priority"`',
-            param="priority",
+        raise RequestValueError.about(
+            "priority",
+            "is given, but this engine serves in the order of arrival; leave it out, or make the "
+            'LLM with `scheduling_policy="priority"`',
         )
     return check_number(priority, number, "priority", "priorities")
 
@@ -139,10 +139,9 @@ def as_prompts(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
     if isinstance(prompts, str | Mapping):
         return [cast(PromptType, prompts)]
     if not isinstance(prompts, Iterable):
-        raise RequestTypeError(
-            f"`prompts` is a {type(prompts).__name__}; give a text, a dict with `prompt`, or a "
-            "list of them",
-            param="prompts",
+        kind = type(prompts).__name__
+        raise RequestTypeError.about(
+            "prompts", f"is a {kind}; give a text, a dict with `prompt`, or a list of them"
         )
     many = list(prompts)  # once: it may be a generator
     if many and all(isinstance(item, int) for item in many):
@@ -166,10 +165,10 @@ def check_one_for_all(**given: Any) -> None:
     """Raise RequestTypeError for a list of one entry a prompt where nobody knows their number."""
     for name, value in given.items():
         if isinstance(value, Sequence):
-            raise RequestTypeError(
-                f"`{name}` is a list, but the prompts come from an iterator, one by one; give one "
-                "for all, or the prompts as a list",
-                param=name,
+            raise RequestTypeError.about(
+                name,
+                "is a list, but the prompts come from an iterator, one by one; give one for all, "
+                "or the prompts as a list",
             )
 
 
@@ -182,12 +181,12 @@ def is_conversation(value: Any) -> bool:
 def as_conversations(messages: Messages | Iterable[Messages]) -> list[Messages]:
     """Return one or several conversations as a list."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise RequestTypeError(
-            f"`messages` is a {type(messages).__name__}; give a list of messages, as in "
+        raise RequestTypeError.about(
+            "messages",
+            f"is a {type(messages).__name__}; give a list of messages, as in "
             '[{"role": "user", "content": "..."}]',
-            param="messages",
         )
     many = list(messages)
     if not many:
-        raise RequestValueError("`messages` is empty; give at least one", param="messages")
+        raise RequestValueError.about("messages", "is empty; give at least one")
     return [cast(Messages, many)] if is_conversation(many) else cast(list[Messages], many)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, Signature
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -203,32 +203,14 @@ class LLM(PoolingMethods):
                 computed it, for a forward pass of one's own.
         """
         prompts, is_stream = find_stream(prompts, int)
-        if is_stream:
-            check_one_for_all(
-                sampling_params=sampling_params, lora_request=lora_request, priority=priority
-            )
-            (adapter,) = self._load_adapters(lora_request, 1)
-            options = {"lora_name": adapter, "returns_mm_inputs": return_mm_inputs}
-            params = cast(SamplingParams | None, sampling_params)
-            made = (self._make_request(cast(PromptType, one), params, **options) for one in prompts)
-            return cast(Any, self._stream(made))
-        many = as_prompts(prompts)
-        each_params = params_for(sampling_params, len(many))
-        each_priority = priorities_for(priority, len(many), self.config.scheduler)
-        adapters = self._load_adapters(lora_request, len(many))
-        requests = [
-            self._make_request(
-                prompt,
-                params,
-                priority=one,
-                lora_name=adapter,
-                returns_mm_inputs=return_mm_inputs,
-            )
-            for prompt, params, one, adapter in zip(
-                many, each_params, each_priority, adapters, strict=True
-            )
-        ]
-        return self._run(requests, use_tqdm=use_tqdm)
+        return self._ask(
+            cast(Iterator[PromptType], prompts) if is_stream else as_prompts(prompts),
+            sampling_params=sampling_params,
+            lora_request=lora_request,
+            priority=priority,
+            use_tqdm=use_tqdm,
+            returns_mm_inputs=return_mm_inputs,
+        )
 
     def chat(
         self,
@@ -271,31 +253,16 @@ class LLM(PoolingMethods):
             media_io_kwargs=media_io_kwargs,
         )
         messages, is_stream = find_stream(messages, Mapping)
-        if is_stream:
-            check_one_for_all(sampling_params=sampling_params, lora_request=lora_request)
-            (adapter,) = self._load_adapters(lora_request, 1)
-            options = {"lora_name": adapter, "returns_mm_inputs": return_mm_inputs}
-            options["continues_prompt"] = False
-            params = cast(SamplingParams | None, sampling_params)
-            made = (self._make_request(partial(parse, one), params, **options) for one in messages)
-            return cast(Any, self._stream(made))
-        many = as_conversations(messages)
-        requests = [
-            self._make_request(
-                partial(parse, conversation),
-                params,
-                continues_prompt=False,
-                lora_name=adapter,
-                returns_mm_inputs=return_mm_inputs,
-            )
-            for conversation, params, adapter in zip(
-                many,
-                params_for(sampling_params, len(many)),
-                self._load_adapters(lora_request, len(many)),
-                strict=True,
-            )
-        ]
-        return self._run(requests, use_tqdm=use_tqdm)
+        many = messages if is_stream else as_conversations(messages)
+        prompts = (partial(parse, conversation) for conversation in many)
+        return self._ask(
+            prompts if is_stream else list(prompts),
+            sampling_params=sampling_params,
+            lora_request=lora_request,
+            use_tqdm=use_tqdm,
+            continues_prompt=False,
+            returns_mm_inputs=return_mm_inputs,
+        )
 
     def stream_chat(
         self,
@@ -576,6 +543,38 @@ class LLM(PoolingMethods):
         template = None if chat_template is None else self._chat.template.with_source(chat_template)
         return partial(self._chat.parse, template=template, **options)
 
+    def _ask(
+        self,
+        prompts: Iterator[PromptSource] | Sequence[PromptSource],
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequests,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a sequence of prompts by a list, and an iterator over them by an iterator."""
+        if isinstance(prompts, Iterator):
+            number = 1
+            check_one_for_all(
+                sampling_params=sampling_params, lora_request=lora_request, priority=priority
+            )
+        else:
+            number = len(prompts)
+        each = zip(
+            params_for(sampling_params, number),
+            priorities_for(priority, number, self.config.scheduler),
+            self._load_adapters(lora_request, number),
+            strict=True,
+        )
+        requests = (
+            self._make_request(prompt, params, priority=one, lora_name=adapter, **options)
+            for prompt, (params, one, adapter) in zip(prompts, cycle(each), strict=False)
+        )
+        if isinstance(prompts, Iterator):
+            return cast(Any, self._stream(requests))
+        return self._run(list(requests), use_tqdm=use_tqdm)
+
     def _make_request(
         self, prompt: PromptSource, params: SamplingParams | None, **options: Any
     ) -> GenerateRequest:
@@ -714,7 +713,7 @@ class LLM(PoolingMethods):
             committed = self._committed.popleft()
             if committed.request.request_id not in added:
                 added.add(committed.request.request_id)
-                self._requests.add(committed.request)
+                self._requests.outputs.add_request(committed.request)
             self._requests.put(committed)
             committed.request.keep_inputs(committed.message.mm_features)
         for _, error in self.engine.pop_failed():

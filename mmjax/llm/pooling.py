@@ -1,6 +1,7 @@
 """`LLM.embed`, `encode` and `score`: prompts to vectors, under vLLM's names."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, cast
 
 import msgspec
@@ -95,15 +96,13 @@ class PoolingMethods:
             for data in (data_1, data_2)
         )
         if len(first) not in (1, len(second)):
-            raise RequestValueError(
-                f"`data_1` has {len(first)} prompts and `data_2` {len(second)}; give one, or as "
-                "many",
-                param="data_1",
+            raise RequestValueError.about(
+                "data_1",
+                f"has {len(first)} prompts and `data_2` {len(second)}; give one, or as many",
             )
         params = pooling_params or PoolingParams()
         outputs = self._run_pooling([*first, *second], params, use_tqdm, lora_request)
-        queries, documents = outputs[: len(first)], outputs[len(first) :]
-        pairs = zip(queries * (len(documents) // len(queries)), documents, strict=True)
+        pairs = zip(cycle(outputs[: len(first)]), outputs[len(first) :], strict=False)
         scored = []
         for query, document in pairs:
             score = score_vectors(vectors_of(query), vectors_of(document))

@@ -144,7 +144,7 @@ def create_app(
         _add_control_routes(app, reader, ControlService(client, config.weights_dir))
     _add_state_routes(app, client)
     _add_operators_routes(app, client, config, metrics)
-    app.add_middleware(refuse, refusal=without_room(client.check_room, posts.paths))
+    app.add_middleware(refuse, refusal=without_room(client.capacity.check_room, posts.paths))
     _add_middleware(app, config, metrics, tracer)
     return app
 

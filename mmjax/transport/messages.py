@@ -353,6 +353,6 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     loop: LoopState = LoopState()
 
 
-FrontendMessage = (
-    StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged | Ready | Heartbeat
-)
+EngineEvent = StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged
+"""What P1 says about requests, adapters or itself, beside that it is there."""
+FrontendMessage = EngineEvent | Ready | Heartbeat

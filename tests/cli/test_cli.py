@@ -114,6 +114,19 @@ def test_chat_remembers_what_was_said(
     assert "the image /no/such cannot be read" in written.err
 
 
+def test_chat_finds_a_file_behind_several_spaces(
+    ask: Callable[..., int],
+    picture: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/image  {picture}\nred"))
+    assert ask("chat") == 0
+    written = capsys.readouterr()
+    assert "red" in written.out
+    assert not written.err
+
+
 def test_chat_tells_what_the_server_said(
     echo_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

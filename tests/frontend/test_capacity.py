@@ -1,19 +1,20 @@
 """Room for requests is given once, however many ask for it at the same moment."""
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
 from mmjax.errors import CapacityError
-from mmjax.frontend.engine_client.admission import Capacity, TokenReservation
+from mmjax.frontend.engine_client.admission import Capacity
 
 LIMIT = 100
 
 
-def reserve_at_once(capacity: Capacity, num_threads: int) -> list[TokenReservation]:
+def reserve_at_once(capacity: Capacity, num_threads: int) -> list[Callable[[], None]]:
     barrier = threading.Barrier(num_threads)
-    got: list[TokenReservation] = []
+    got: list[Callable[[], None]] = []
 
     def reserve() -> None:
         barrier.wait()
@@ -35,16 +36,16 @@ def test_prompts_that_are_checked_at_once_fit_together() -> None:
 
 def test_reserved_and_waiting_tokens_count_together() -> None:
     capacity = Capacity(64, LIMIT)
-    first = capacity.reserve_tokens(50, lambda: 0)
+    release_first = capacity.reserve_tokens(50, lambda: 0)
     with pytest.raises(CapacityError, match="60 of others wait"):
         capacity.reserve_tokens(41, lambda: 10)
-    capacity.reserve_tokens(40, lambda: 10).release()
-    first.release()
-    first.release()
-    second = capacity.reserve_tokens(100, lambda: 0)
+    capacity.reserve_tokens(40, lambda: 10)()
+    release_first()
+    release_first()
+    release_second = capacity.reserve_tokens(100, lambda: 0)
     with pytest.raises(CapacityError):
         capacity.reserve_tokens(1, lambda: 0)
-    second.release()
+    release_second()
 
 
 def test_a_prompt_that_is_alone_may_be_longer() -> None:

@@ -42,8 +42,8 @@ def with_parts(parser: ChatParser, **changes: Any) -> ChatParser:
 
 
 def with_media(parser: ChatParser, **settings: Any) -> ChatParser:
-    mm = replace(parser.parts.mm, **settings)
-    return with_parts(parser, mm=mm, connector=MediaConnector(mm))
+    mm = replace(parser.parts.connector.mm, **settings)
+    return with_parts(parser, connector=MediaConnector(mm))
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_a_placeholder_that_somebody_wrote_binds_no_image(
     plain = input_processor.prepare(
         GenerateRequest("2", parser.parse(user("is it?", image_part())), SamplingParams())
     )
-    assert request.num_image_tokens == plain.num_image_tokens
+    assert request.num_embeds == plain.num_embeds
 
 
 def test_control_tokens_in_tools_and_calls_are_text(
@@ -457,16 +457,19 @@ def test_control_tokens_in_pieces_are_refused(parser: ChatParser, seam: str) -> 
     [(PixelRange(most=24), (6, 4)), (PixelRange(least=384), (24, 16)), (PixelRange(), (12, 8))],
 )
 def test_detail_scales_an_image(
-    parser: ChatParser, pixel_range: PixelRange, size: tuple[int, int]
+    parser: ChatParser,
+    monkeypatch: pytest.MonkeyPatch,
+    pixel_range: PixelRange,
+    size: tuple[int, int],
 ) -> None:
-    scaling = with_parts(parser, get_detail_range=lambda detail: pixel_range)
+    monkeypatch.setattr(parser.parts.info, "get_detail_range", lambda detail: pixel_range)
     for part in (
         {"image_url": {"url": data_url(), "detail": "low"}},
         {"type": "input_image", "image_url": data_url(), "detail": "low"},
     ):
-        (image,) = parse_and_decode(scaling, user(part))
+        (image,) = parse_and_decode(parser, user(part))
         assert image.size == size
-    (image,) = parse_and_decode(scaling, user({"image_url": {"url": data_url(), "detail": "auto"}}))
+    (image,) = parse_and_decode(parser, user({"image_url": {"url": data_url(), "detail": "auto"}}))
     assert image.size == (12, 8)
 
 

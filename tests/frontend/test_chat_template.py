@@ -8,7 +8,7 @@ import pytest
 
 from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import ConfigError, RequestValueError
-from mmjax.frontend.prompt.chat_template import ChatTemplate, detect_content_format
+from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from tests.kit import GEMMA3_CHAT_TEMPLATE
 
@@ -65,7 +65,7 @@ PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
     ],
 )
 def test_content_format_is_read_from_the_syntax_tree(source: str, expected: str) -> None:
-    assert detect_content_format(source) == expected
+    assert ChatTemplate(source, None).content_format == expected
 
 
 def messages(*roles: str) -> list[dict[str, str]]:

@@ -5,20 +5,13 @@ from typing import Any
 import pytest
 
 from mmjax.errors import RequestError
-from mmjax.frontend.prompt.committer import (
-    all_hashes,
-    build_features,
-)
-from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.frontend.requests.request import GenerateRequest
-from mmjax.params.sampling_params import SamplingParams
+from mmjax.frontend.prompt.committer import build_features
 from mmjax.processing.tensors.inputs import (
     MultiModalInputs,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
     PlaceholderRange,
 )
-from tests.kit import IMAGE_START, draw
 
 
 @pytest.mark.parametrize(
@@ -71,15 +64,3 @@ def test_a_hash_is_a_text() -> None:
     hashes[1] = 3
     with pytest.raises(RequestError, match="image 1 is a int"):
         build_features(inputs)
-
-
-def test_all_tensors_in_one_message(input_processor: InputProcessor) -> None:
-    prompt: Any = {
-        "prompt": IMAGE_START * 3,
-        "multi_modal_data": {"image": [draw(8, 9, 1), draw(9, 8, 2), draw(8, 9, 1)]},
-    }
-    request = input_processor.prepare(GenerateRequest("r", prompt, SamplingParams()))
-    assert len(all_hashes(request.prepared)) == 2
-    fresh = input_processor.committer._rebuild(request.prepared, all_hashes(request.prepared))
-    features = build_features(fresh.to_inputs())
-    assert [feature.data is None for feature in features] == [False, False, True]

@@ -62,7 +62,7 @@ def test_images_become_features_in_prompt_order(input_processor: InputProcessor)
     assert features[0].mm_position.offset < features[1].mm_position.offset
     assert features[0].identifier != features[1].identifier
     assert all(feature.data is not None for feature in features)
-    assert request.num_image_tokens == 8
+    assert request.num_embeds["image"] == 8
     again = process(input_processor, prompt)
     assert [f.identifier for f in again.messages[0].mm_features] == [
         feature.identifier for feature in features
@@ -276,7 +276,7 @@ def test_a_larger_picture_than_the_operator_described_is_refused() -> None:
         text = "<|vision_start|><|image_pad|><|vision_end|>"
         return {"prompt": text, "multi_modal_data": {"image": picture}}
 
-    assert process(processor, prompt(56)).num_image_tokens == 4
+    assert process(processor, prompt(56)).num_embeds["image"] == 4
     for refuse in (
         lambda: process(processor, prompt(150)),
         lambda: processor.explain(prompt(150)),

@@ -19,14 +19,7 @@ from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOpti
 from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.params.sampling_params import SamplingParams
-from mmjax.transport.messages import (
-    AdapterLoaded,
-    CacheMiss,
-    EngineChanged,
-    EngineCoreRequest,
-    RequestFailed,
-    StepOutput,
-)
+from mmjax.transport.messages import EngineCoreRequest, EngineEvent, StepOutput
 
 ECHO = "tests.echo_engine:run_echo_engine"
 DEADLINE_S = 240.0
@@ -38,9 +31,7 @@ class Listener:
         self.num_ready = 0
         self.exits: list[EngineExit] = []
 
-    def on_message(
-        self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged
-    ) -> None:
+    def on_message(self, message: EngineEvent) -> None:
         assert isinstance(message, StepOutput)
         self.token_ids += [i for delta in message.deltas for i in delta.new_token_ids]
 

@@ -21,7 +21,7 @@ from mmjax.frontend.output.tool_calls.parsers import (
     NamedCallParser,
     required_call_parser,
 )
-from mmjax.frontend.output.tool_calls.python_literals import parse_arguments
+from mmjax.frontend.output.tool_calls.python_literals import LiteralReader
 
 FUNCTIONS: dict[str, Any] = {
     "f": {"parameters": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}},
@@ -304,6 +304,10 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
+
+
+def parse_arguments(text: str) -> dict[str, object]:
+    return LiteralReader(text).arguments()
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True), VALUES, max_size=3))

@@ -51,7 +51,7 @@ class Serving:
             "requests": client.num_requests,
             "sequences": client.capacity.num_seqs,
             "streams": len(client._streams),
-            "reserved tokens": client.capacity._num_reserved_tokens,
+            "reserved tokens": len(client.capacity._reserved_tokens),
             "unsent messages": len(client.requests._waiting),
             "outputs": len(client.requests.outputs._states),
             "sequences' outputs": len(client.requests.outputs.sequences),

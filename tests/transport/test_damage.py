@@ -20,18 +20,8 @@ from mmjax.processing.tensors.inputs import (
     PlaceholderRange,
 )
 from mmjax.transport.codec import VERSION, Message, WireError, decode, encode, read_remainder
-from mmjax.transport.messages import (
-    AbortRequests,
-    CacheMiss,
-    EngineCoreRequest,
-    Heartbeat,
-    Ready,
-    RequestFailed,
-    RequestOutputDelta,
-    Shutdown,
-    StepOutput,
-    TokenLogprobs,
-)
+from mmjax.transport.messages import EngineCoreRequest
+from tests.transport.test_codec import MESSAGES as OTHERS
 
 
 def _a_request() -> EngineCoreRequest:
@@ -66,21 +56,7 @@ def _a_request() -> EngineCoreRequest:
     )
 
 
-_DELTA = RequestOutputDelta(
-    request_id="a",
-    new_token_ids=[1],
-    new_logprobs=[TokenLogprobs(token_ids=[1, 2], logprobs=[-0.5, -1.0], sampled_rank=1)],
-)
-MESSAGES: list[Message] = [
-    _a_request(),
-    AbortRequests(request_ids=["a", "b"]),
-    Shutdown(),
-    StepOutput(deltas=[_DELTA]),
-    RequestFailed(request_id="a", message="no", param="prompt", status=400),
-    CacheMiss(request_id="a", mm_hashes=["b", "c"]),
-    Ready(num_kv_blocks=3, num_programs=4, startup_seconds={"load": 0.5}),
-    Heartbeat(num_running=1, num_waiting=2, kv_cache_usage=0.5, num_compilations=0),
-]
+MESSAGES: list[Message] = [_a_request(), *OTHERS]
 
 
 def _damage(frames: list[bytes], rng: random.Random) -> list[bytes]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -28,7 +29,7 @@ class Capacity:
         self.num_requests = 0
         self.num_seqs = 0
         """Their sequences."""
-        self._num_reserved_tokens = 0
+        self._reserved_tokens: dict[object, int] = {}
         """Tokens of prompts that are processed, but not counted among those that wait yet."""
         self._tokens_lock = threading.Lock()
 
@@ -39,13 +40,10 @@ class Capacity:
             "`--max-num-queued-reqs`)"
         )
         if n > self.max_num_seqs:
-            raise RequestValueError(f"`n` is {n}, but {limit}; lower it", param="n")
+            raise RequestValueError.about("n", f"is {n}, but {limit}; lower it")
         if num_prompts * n > self.max_num_seqs:
-            raise RequestValueError(
-                f"`prompt` holds {num_prompts} prompts with `n`={n} answers each, but {limit}; "
-                "send fewer together",
-                param="prompt",
-            )
+            held = f"holds {num_prompts} prompts with `n`={n} answers each"
+            raise RequestValueError.about("prompt", f"{held}, but {limit}; send fewer together")
 
     def check_room(self, num_seqs: int = 1) -> None:
         """Raise CapacityError without room for so many sequences more."""
@@ -72,58 +70,46 @@ class Capacity:
 
     def reserve_tokens(
         self, num_tokens: int, count_queued: Callable[[], int]
-    ) -> "TokenReservation":
+    ) -> Callable[[], None]:
         """Reserve room for a prompt behind those that wait, or raise CapacityError. Thread-safe.
 
         Args:
             num_tokens: Of the prompt, for each of its sequences.
             count_queued: Returns the tokens of the prompts that wait; reserved ones are added.
+
+        Returns:
+            What gives the room back, once the prompt waits itself, or has failed. Idempotent and
+            thread-safe.
         """
-        limit = self._max_num_queued_tokens
+        limit, reservation = self._max_num_queued_tokens, object()
         # Under the lock from the look to the reservation: of two threads one is second.
         with self._tokens_lock:
-            num_others = self._num_reserved_tokens + (0 if limit is None else count_queued())
+            num_others = sum(self._reserved_tokens.values())
+            num_others += 0 if limit is None else count_queued()
             if limit is not None and num_others and num_others + num_tokens > limit:
                 raise CapacityError(
                     f"the prompt has {num_tokens} tokens, {num_others} of others wait, and the "
                     f"server takes {limit} (`--max-num-queued-tokens`); try again in a moment"
                 )
-            self._num_reserved_tokens += num_tokens
-        return TokenReservation(self._release_tokens, num_tokens)
+            self._reserved_tokens[reservation] = num_tokens
+        return partial(self._release_tokens, reservation)
 
-    def _release_tokens(self, num_tokens: int) -> None:
+    def _release_tokens(self, reservation: object) -> None:
         with self._tokens_lock:
-            self._num_reserved_tokens -= num_tokens
-
-
-class TokenReservation:
-    """Room for one prompt, until it is released: it then waits itself, or has failed."""
-
-    def __init__(self, release: Callable[[int], None], num_tokens: int) -> None:
-        self._release = release
-        self._num_tokens = num_tokens
-        self._lock = threading.Lock()
-
-    def release(self) -> None:
-        """Give the room back. Idempotent and thread-safe."""
-        with self._lock:
-            num_tokens, self._num_tokens = self._num_tokens, 0
-        if num_tokens:
-            self._release(num_tokens)
+            self._reserved_tokens.pop(reservation, None)
 
 
 class Quarantine:
     """Hashes of requests, each with the time until which it is refused. Thread-safe."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._clock = clock
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, request: ProcessedRequest) -> None:
         """Refuse the same request from now on."""
         if self._seconds:
-            self._until[_hash(request)] = self._clock() + self._seconds
+            self._until[_hash(request)] = time.monotonic() + self._seconds
             while len(self._until) > MAX_QUARANTINED:
                 self._until.popitem(last=False)
 
@@ -132,7 +118,7 @@ class Quarantine:
         if not self._until:
             return
         until = self._until.get(_hash(request))
-        if until is not None and until > self._clock():
+        if until is not None and until > time.monotonic():
             raise RequestQuarantinedError
 
 

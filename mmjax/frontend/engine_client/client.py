@@ -19,7 +19,7 @@ from mmjax.errors import (
     RequestQuarantinedError,
     RequestTimeoutError,
 )
-from mmjax.frontend.engine_client.admission import Capacity, Quarantine, TokenReservation
+from mmjax.frontend.engine_client.admission import Capacity, Quarantine
 from mmjax.frontend.engine_client.control import AdapterClient, ControlClient
 from mmjax.frontend.engine_client.request_stream import RequestObserver, RequestStream
 from mmjax.frontend.engine_client.request_table import RequestTable
@@ -42,6 +42,7 @@ from mmjax.transport.messages import (
     CacheMiss,
     ControlAction,
     EngineChanged,
+    EngineEvent,
     RequestFailed,
     StepOutput,
 )
@@ -62,8 +63,8 @@ class PendingRequest:
     """Set when the client has left."""
     stream: RequestStream | None = None
     """Once its first message is committed."""
-    reservation: TokenReservation | None = None
-    """Room for its prompt, until it is counted by its stream."""
+    release_tokens: Callable[[], None] = lambda: None
+    """Gives back the room for its prompt, which is counted by its stream from then on."""
     times: RequestTimes = field(default_factory=lambda: RequestTimes(arrived_at=time.monotonic()))
 
 
@@ -97,7 +98,6 @@ class AsyncEngineClient:
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
         self.max_num_seqs = scheduler.max_num_seqs
         self.capacity = Capacity(scheduler.max_num_unfinished_seqs, scheduler.max_num_queued_tokens)
-        self.check_room = self.capacity.check_room
         self._num_workers = num_workers
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-grammar")
         # One thread: updates of the caches keep the order of the engine's events.
@@ -186,8 +186,7 @@ class AsyncEngineClient:
         finally:
             if pending.stream is None:
                 self.capacity.leave(params.n)
-            if pending.reservation is not None:
-                pending.reservation.release()
+            pending.release_tokens()
         if pending.stream is None:
             raise self._unavailable()
         return pending.stream
@@ -239,9 +238,7 @@ class AsyncEngineClient:
 
     # ---- EngineListener -------------------------------------------------------------------------
 
-    def on_message(
-        self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged
-    ) -> None:
+    def on_message(self, message: EngineEvent) -> None:
         """Put a step's outputs into their streams."""
         match message:
             case AdapterLoaded():
@@ -332,13 +329,13 @@ class AsyncEngineClient:
             made = replace(request, prompt=prompt)
             processed = self.input_processor.prepare(made, cancellation=cancellation)
             self._quarantine.check(processed)
-            pending.reservation = self.capacity.reserve_tokens(
+            pending.release_tokens = self.capacity.reserve_tokens(
                 len(processed.prompt_token_ids) * len(processed.messages),
                 lambda: self.requests.outputs.num_queued_tokens,
             )
             if pending.cancellation.is_set:
                 # Nobody waits any more who would release it.
-                pending.reservation.release()
+                pending.release_tokens()
             else:
                 self.input_processor.committer.commit(
                     processed,
@@ -358,7 +355,7 @@ class AsyncEngineClient:
 
     def _register(self, request: ProcessedRequest) -> RequestStream:
         stream = self._streams[request.request_id] = RequestStream(request, self.abort)
-        brought = self.requests.add(request)
+        brought = self.requests.outputs.add_request(request)
         self._tell(stream, lambda observer: observer.on_added(request))
         deadline = request.messages[0].deadline
         if deadline is not None:

@@ -8,9 +8,6 @@ from typing import Literal
 from mmjax.errors import RequestCancelledError, RequestError
 from mmjax.frontend.output.outputs import FinishedSequence, NewTokens, RequestOutput
 from mmjax.frontend.requests.request import ProcessedRequest
-from mmjax.system.logger import get_logger
-
-logger = get_logger(__name__)
 
 EndReason = Literal["abort", "error"]
 

@@ -87,10 +87,6 @@ class RequestTable:
 
     # ---- requests -------------------------------------------------------------------------------
 
-    def add(self, request: ProcessedRequest) -> ProcessedOutputs:
-        """Add a request whose messages are being committed; return what its tokens tell."""
-        return self.outputs.add_request(request)
-
     def put(self, committed: CommittedMessage) -> None:
         """Send a message; if its epoch is over or others are on trial, commit it again later.
 

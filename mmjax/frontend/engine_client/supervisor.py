@@ -27,9 +27,7 @@ from mmjax.transport.codec import Remainder
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
     AbortRequests,
-    AdapterLoaded,
-    CacheMiss,
-    EngineChanged,
+    EngineEvent,
     EngineMessage,
     Heartbeat,
     Ready,
@@ -57,10 +55,8 @@ class EngineStartError(MMJaxError):
 class EngineListener(Protocol):
     """The callbacks of a supervisor: P1's messages, ends and starts."""
 
-    def on_message(
-        self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded | EngineChanged
-    ) -> None:
-        """Handle a message of P1 about requests, adapters or itself."""
+    def on_message(self, message: EngineEvent) -> None:
+        """Handle a message of P1."""
 
     def on_exit(self, engine_exit: EngineExit) -> None:
         """Handle the end of P1, with all its state."""
@@ -381,19 +377,16 @@ class Supervisor:
                 self._check(engine, message)
                 continue
             self._num_received += 1
-            match message:
-                case Ready():
-                    self._on_ready(message)
-                case (
-                    StepOutput() | RequestFailed() | CacheMiss() | AdapterLoaded() | EngineChanged()
-                ):
-                    if isinstance(message, StepOutput):
-                        self._breaker.note_progress()
-                    _notify(partial(listener.on_message, message))
-                case Remainder():
-                    self._fail_unread(message, listener)
-                case _:
-                    logger.error("P1 sent a %s; ignored", type(message).__name__)
+            if isinstance(message, StepOutput):
+                self._breaker.note_progress()
+            if isinstance(message, EngineEvent):
+                _notify(partial(listener.on_message, message))
+            elif isinstance(message, Ready):
+                self._on_ready(message)
+            elif isinstance(message, Remainder):
+                self._fail_unread(message, listener)
+            else:
+                logger.error("P1 sent a %s; ignored", type(message).__name__)
 
     def _fail_unread(self, remainder: Remainder, listener: EngineListener) -> None:
         """Tell of a message that cannot be decoded: the requests that it is lost for fail."""

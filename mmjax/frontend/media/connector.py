@@ -23,7 +23,7 @@ from mmjax.decoders.video_file import SHOWN_FORMATS, VideoSampling
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
 from mmjax.frontend.media.http import HttpFetcher
 from mmjax.frontend.media.local_file import read_local_file
-from mmjax.frontend.media.urls import HttpUrl, parse_http_url
+from mmjax.frontend.media.urls import HttpUrl, parse_http_url, refuse_url
 from mmjax.frontend.requests.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget
@@ -160,17 +160,14 @@ class MediaConnector:
         if scheme == "file":
             return medium
         if scheme not in ("http", "https"):
-            raise RequestValueError(
-                f"`{place}` is a URL of another scheme than `https`, `http`, `data` and `file`; "
-                "send the file itself as `data:image/png;base64,...`",
-                param=place,
+            raise RequestValueError.about(
+                place,
+                "is a URL of another scheme than `https`, `http`, `data` and `file`; send the file "
+                "itself as `data:image/png;base64,...`",
             )
         if not self.mm.enable_media_fetch:
-            raise RequestValueError(
-                f"`{place}` is an `{scheme}:` URL, which this server does not fetch "
-                "(`--no-enable-media-fetch`); send the file itself as a base64 `data:` URL",
-                param=place,
-            )
+            reason = f"is an `{scheme}:` URL, which this server does not fetch"
+            raise refuse_url(place, f"{reason} (`--no-enable-media-fetch`)")
         return replace(medium, url=parse_http_url(url, param=place))
 
     def is_whole(self, prompt: PromptType) -> bool:
@@ -419,9 +416,9 @@ def _explain(place: str, kind: str, error: RequestError) -> RequestError:
     """Return an error for the client about the image, video, frames or audio at `place`."""
     if isinstance(error, MediaError):
         # The decoder's message may hold memory addresses.
-        return MediaError(
-            f"`{place}` holds no {kind} that can be decoded; send a whole file, base64 encoded, "
-            f"of one of the formats {_FORMATS[kind]}",
-            param=place,
+        return MediaError.about(
+            place,
+            f"holds no {kind} that can be decoded; send a whole file, base64 encoded, of one of "
+            f"the formats {_FORMATS[kind]}",
         )
     return type(error)(f"`{place}`: {error}", param=place)

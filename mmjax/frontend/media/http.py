@@ -22,7 +22,7 @@ import httpcore2
 
 from mmjax import __version__
 from mmjax.config.engine_config import MultiModalConfig
-from mmjax.errors import MediaError, RequestValueError
+from mmjax.errors import MediaError, RequestError, RequestValueError
 from mmjax.frontend.media.urls import HttpUrl, check_domain, refuse_url
 
 # https://www.iana.org/assignments/iana-ipv4-special-registry, and multicast.
@@ -242,16 +242,12 @@ def _header(response: httpcore2.Response, name: bytes) -> str:
     return values[0].decode("latin-1") if values else ""
 
 
-def _failed(param: str, reason: str) -> MediaError:
-    return MediaError(
-        f"`{param}` {reason}; check the URL, or send the file itself as a base64 `data:` URL",
-        param=param,
+def _failed(param: str, reason: str) -> RequestError:
+    return MediaError.about(
+        param, f"{reason}; check the URL, or send the file itself as a base64 `data:` URL"
     )
 
 
-def _too_large(param: str, num_bytes: str, max_bytes: int) -> RequestValueError:
-    return RequestValueError(
-        f"`{param}` leads to a file of {num_bytes} bytes, at most {max_bytes} are accepted; give a "
-        "smaller one",
-        param=param,
-    )
+def _too_large(param: str, num_bytes: str, max_bytes: int) -> RequestError:
+    size = f"{num_bytes} bytes, at most {max_bytes} are accepted"
+    return RequestValueError.about(param, f"leads to a file of {size}; give a smaller one")

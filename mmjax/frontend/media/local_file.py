@@ -14,24 +14,23 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 def read_local_file(url: str, root: Path | None, max_bytes: int, *, param: str) -> bytes:
     """Return a file's content; one message for whatever is wrong: it tells of no other file."""
     if root is None:
-        raise RequestValueError(
-            f"`{param}` is a `file:` URL, which this server does not read; start it with "
+        raise RequestValueError.about(
+            param,
+            "is a `file:` URL, which this server does not read; start it with "
             "`--allowed-local-media-path`, or send the file itself as a base64 `data:` URL",
-            param=param,
         )
     try:
         data, size = _read(_path_of(url), root, max_bytes)
     except (OSError, ValueError):
-        raise RequestValueError(
-            f"`{param}` names no readable file within `--allowed-local-media-path`; write "
-            "`file:///path`, with the whole path",
-            param=param,
+        raise RequestValueError.about(
+            param,
+            "names no readable file within `--allowed-local-media-path`; write `file:///path`, "
+            "with the whole path",
         ) from None
     if len(data) > max_bytes:
-        raise RequestValueError(
-            f"`{param}` has {max(size, len(data))} bytes, at most {max_bytes} are accepted; "
-            "give a smaller file",
-            param=param,
+        num_bytes = max(size, len(data))
+        raise RequestValueError.about(
+            param, f"has {num_bytes} bytes, at most {max_bytes} are accepted; give a smaller file"
         )
     return data
 

@@ -6,7 +6,7 @@ from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import NamedTuple
 from urllib.parse import quote, urljoin
 
-from mmjax.errors import RequestValueError
+from mmjax.errors import RequestError, RequestValueError
 
 MAX_URL_CHARS = 8192
 
@@ -89,11 +89,9 @@ def check_domain(url: HttpUrl, allowed_domains: Collection[str], *, param: str) 
         )
 
 
-def refuse_url(param: str, reason: str) -> RequestValueError:
+def refuse_url(param: str, reason: str) -> RequestError:
     """Return the error of a URL that is not fetched."""
-    return RequestValueError(
-        f"`{param}` {reason}; send the file itself as a base64 `data:` URL", param=param
-    )
+    return RequestValueError.about(param, f"{reason}; send the file itself as a base64 `data:` URL")
 
 
 def _check_characters(url: str, param: str) -> None:

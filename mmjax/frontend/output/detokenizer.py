@@ -71,19 +71,8 @@ class IncrementalDetokenizer:
         self._text_read = self._whole_text()
         """The text of the ids that were read."""
 
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Add ids; return the new text that is final."""
-        return "".join([self._append_one(token_id) for token_id in token_ids])
-
-    def flush(self) -> str:
-        """Return the text held back, up to a character whose last bytes are missing."""
-        if len(self._ids) == self._num_read:
-            return ""
-        text = self._whole_text()[len(self._text_read) :]
-        self._read()
-        return text
-
-    def _append_one(self, token_id: int) -> str:
+    def append(self, token_id: int) -> str:
+        """Add an id; return the new text that is final."""
         if token_id in self._silent_ids:
             return ""
         self._ids.append(token_id)
@@ -92,6 +81,14 @@ class IncrementalDetokenizer:
         is_incomplete = not text or text.endswith(REPLACEMENT)
         if is_incomplete and len(self._ids) - self._num_read < _MAX_PENDING_TOKENS:
             return ""
+        self._read()
+        return text
+
+    def flush(self) -> str:
+        """Return the text held back, up to a character whose last bytes are missing."""
+        if len(self._ids) == self._num_read:
+            return ""
+        text = self._whole_text()[len(self._text_read) :]
         self._read()
         return text
 
@@ -186,13 +183,12 @@ class OutputText:
         self.text = ""
         self.stop_string: str | None = None
 
-    def append(self, token_ids: Sequence[int], *, check_stop: bool = True) -> str:
-        """Add ids; return the new text.
+    def append(self, token_id: int, *, check_stop: bool = True) -> str:
+        """Add an id; return the new text.
 
         Without `check_stop` no stop string ends here; one may begin.
         """
-        text = self._detokenizer.append(token_ids)
-        return self._show(text, check_stop=check_stop)
+        return self._show(self._detokenizer.append(token_id), check_stop=check_stop)
 
     def finish(self, *, check_stop: bool = True) -> str:
         """Return the rest of the text, at the end of the sequence."""

@@ -29,7 +29,7 @@ from mmjax.frontend.output.outputs import (
     SampleLogprobs,
 )
 from mmjax.frontend.output.token_bytes import split_unfinished
-from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, RequestItem
+from mmjax.frontend.requests.request import ProcessedRequest, RequestItem
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
 
@@ -148,19 +148,14 @@ class OutputProcessor:
 
     def _context(self, request: ProcessedRequest, params: SamplingParams) -> list[int]:
         """Return tokens without which decoding would drop a space at the answer's beginning."""
-        context: list[int] = []
+        special_ids = self._decoder.special_ids
         if params.structured_outputs is not None:
-            text = (
-                i for i in reversed(request.prompt_token_ids) if i not in self._decoder.special_ids
-            )
+            text = (i for i in reversed(request.prompt_token_ids) if i not in special_ids)
             return [*itertools.islice(text, 1)]
         if not request.continues_prompt:
-            return context
-        for token_id in reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:]):
-            if token_id in self._decoder.special_ids:
-                break
-            context.append(token_id)
-        return context[::-1]
+            return []
+        last = reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:])
+        return [*itertools.takewhile(lambda i: i not in special_ids, last)][::-1]
 
     def _apply(self, sequence: "SequenceState", delta: RequestOutputDelta) -> _Added:
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
@@ -213,7 +208,7 @@ class OutputProcessor:
             num_taken += 1
             # Token by token, so that a stop string also ends the ids there.
             may_stop = len(sequence.token_ids) + num_taken > params.min_tokens
-            new_text += sequence.text.append([token_id], check_stop=may_stop)
+            new_text += sequence.text.append(token_id, check_stop=may_stop)
             if sequence.text.stop_string is not None:
                 break
         is_stopped = sequence.text.stop_string is not None
@@ -319,9 +314,7 @@ class RequestState:
         is_in_prefix = is_in_prompt and item.offset + item.length <= num_cached_tokens
         cache = "prefix_cache" if is_in_prefix else "encoder_cache"
         return ItemOutput(
-            **{name: getattr(item, name) for name in PlacedItem.__struct_fields__},
-            processing=item.processing,
-            encoding=self.encoding.get(item.mm_hash, cache),
+            **msgspec.structs.asdict(item), encoding=self.encoding.get(item.mm_hash, cache)
         )
 
 

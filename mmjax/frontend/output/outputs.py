@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mmjax.frontend.output.output_html import draw_output
-from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, ProcessingSource
+from mmjax.frontend.requests.request import ProcessedRequest, RequestItem
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.processing.tensors.inputs import MultiModalInputs
 from mmjax.system.request_times import RequestTimes
@@ -52,11 +52,9 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-class ItemOutput(PlacedItem, frozen=True, kw_only=True):
+class ItemOutput(RequestItem, frozen=True, kw_only=True):
     """One item of a prompt, and which caches had it."""
 
-    processing: ProcessingSource
-    """Where its tensors came from."""
     encoding: Literal["prefix_cache", "encoder_cache", "disk", "worker", "computed"]
     """Where its embeddings came from; none were needed with the prefix cache."""
 
@@ -105,9 +103,9 @@ class RequestOutput:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            num_image_tokens=request.num_image_tokens,
-            num_video_tokens=request.num_video_tokens,
-            num_audio_tokens=request.num_audio_tokens,
+            num_image_tokens=request.num_embeds["image"],
+            num_video_tokens=request.num_embeds["video"],
+            num_audio_tokens=request.num_embeds["audio"],
             **fields,
         )
 

@@ -5,20 +5,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 REPLACEMENT = "\ufffd"
 """What decoding shows for bytes that are no character."""
 _Decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    # GPT-2's `bytes_to_unicode`.
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
-
-
-_BYTE_BY_LETTER = _byte_level_alphabet()
+_BYTE_BY_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""Of byte-level BPE, since GPT-2."""
 
 
 def find_bytes(tokenizer: Any, token_id: int) -> bytes:

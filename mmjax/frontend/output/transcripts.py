@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.frontend.output.outputs import CompletionOutput, Logprob
+from mmjax.frontend.output.token_bytes import REPLACEMENT
 from mmjax.processing.transcripts import Segment, Transcriber, Transcription, name_language
 
 Decode = Callable[[Sequence[int]], str]
-_UNFINISHED = "\ufffd"
-"""What a decoder gives for bytes that are no whole character."""
 
 
 class Word(NamedTuple):
@@ -155,7 +154,7 @@ class TextDeltas:
         text = text.strip() if is_last else text.lstrip()
         if not is_last:
             # Spaces at the end may be the transcript's, which has none there.
-            text = text.rstrip(_UNFINISHED).rstrip()
+            text = text.rstrip(REPLACEMENT).rstrip()
         new, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
         return new
 

@@ -105,6 +105,8 @@ _RESERVED_OPTIONS = frozenset(
 )
 """Variables of a template that are not its own options."""
 
+_NO_PLACE = "is given, but this model's chat template has no place for it; leave it out"
+
 
 @dataclass(slots=True, kw_only=True)
 class _Conversation:
@@ -139,7 +141,6 @@ class ChatParser:
     ) -> "ChatParser":
         """Return the parser for a model's template, tokenizer and limits."""
         model_config, info = input_processor.model_config, input_processor.info
-        embedding_fields = info.get_data_parser().embedding_fields
         return cls(
             template=ChatTemplate.from_config(
                 model_config,
@@ -148,14 +149,9 @@ class ChatParser:
                 is_fixed=info.is_chat_template_fixed,
             ),
             parts=PartReader(
-                mm=model_config.mm,
                 connector=input_processor.connector,
-                check_num_items=info.validate_num_items,
+                info=info,
                 are_objects_allowed=are_objects_allowed,
-                get_detail_range=info.get_detail_range,
-                check_mm_data=info.parse_mm_data,
-                embeds_fields=frozenset(embedding_fields.get("image", ())),
-                modalities=frozenset(info.allowed_mm_limits),
             ),
             placeholder=info.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
@@ -184,7 +180,7 @@ class ChatParser:
         own, besides those that the template writes. `media_io_kwargs`: replace the operator's.
         """
         if not messages:
-            raise RequestValueError("`messages` is empty; give at least one", param="messages")
+            raise RequestValueError.about("messages", "is empty; give at least one")
         template = template or self.template
         _check_options(template_kwargs or {}, template)
         media = ConversationMedia(video_options=_read_video_options(media_io_kwargs))
@@ -207,7 +203,8 @@ class ChatParser:
     @property
     def _modalities(self) -> tuple[str, ...]:
         """What a message may hold beside text."""
-        return tuple(one for one in ("image", "video", "audio") if one in self.parts.modalities)
+        known = self.parts.info.allowed_mm_limits
+        return tuple(one for one in ("image", "video", "audio") if one in known)
 
     def _prompt(self, text: str, add_special_tokens: bool, talk: _Conversation) -> PromptDict:
         """Return the rendered text as a prompt: as token ids if it holds literals."""
@@ -219,10 +216,8 @@ class ChatParser:
     def _tools(self, tools: Sequence[Any], talk: _Conversation) -> list[dict[str, Any]]:
         read = read_tools(tools)
         if "tools" not in talk.template.variables:
-            raise RequestValueError(
-                "`tools` is given, but this model's chat template has no place for it; leave it "
-                "out, or have a template set that takes tools (`--chat-template`)",
-                param="tools",
+            raise RequestValueError.about(
+                "tools", f"{_NO_PLACE}, or have a template set that takes tools (`--chat-template`)"
             )
         return map_texts(read, lambda text: self._admit(text, "tools", talk), "tools")
 
@@ -230,10 +225,10 @@ class ChatParser:
 
     def _message(self, message: Any, place: str, talk: _Conversation) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise RequestTypeError(f"`{place}` must be an object", param=place)
+            raise RequestTypeError.about(place, "must be an object")
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise RequestValueError(f"`{place}.role` is missing", param=f"{place}.role")
+            raise RequestValueError.about(f"{place}.role", "is missing")
         firsts = {modality: talk.media.count(modality) + 1 for modality in self._modalities}
         kept = self._content(message.get("content"), f"{place}.content", talk.media)
         content_format = talk.template.content_format
@@ -274,11 +269,7 @@ class ChatParser:
         place = f"{place}.tool_calls"
         calls = read_tool_calls(message.get("tool_calls") or (), place)
         if calls and "tool_calls" not in talk.template.message_fields:
-            raise RequestValueError(
-                f"`{place}` is given, but this model's chat template has no place for it; leave it "
-                "out, or put its text into `content`",
-                param=place,
-            )
+            raise RequestValueError.about(place, f"{_NO_PLACE}, or put its text into `content`")
         if calls:
             admit = map_texts(calls, lambda text: self._admit(text, place, talk), place)
             fields["tool_calls"] = admit
@@ -290,9 +281,8 @@ class ChatParser:
         if isinstance(content, str):
             return [text_part(content, place)]
         if not isinstance(content, Sequence):
-            raise RequestTypeError(
-                f"`{place}` must be a text or a list of parts, not {type(content).__name__}",
-                param=place,
+            raise RequestTypeError.about(
+                place, f"must be a text or a list of parts, not {type(content).__name__}"
             )
         parts = [
             self.parts.read(part, f"{place}[{index}]", media) for index, part in enumerate(content)
@@ -354,10 +344,10 @@ class ChatParser:
             return marked
         found = self.control_tokens.find(text, allowed=allowed)
         if found is not None:
-            raise RequestValueError(
-                f"`{place}` holds `{found}`, which is a control token of this model; remove it, "
-                "or put a space into it",
-                param=place,
+            raise RequestValueError.about(
+                place,
+                f"holds `{found}`, which is a control token of this model; remove it, or put a "
+                "space into it",
             )
         return text
 
@@ -370,11 +360,11 @@ class ChatParser:
             placeholder = self.placeholder(modality, 1)
             if placeholder is None or placeholder in allowed or placeholder not in text:
                 continue
-            raise RequestValueError(
-                f"`{place}` holds '{placeholder}', which is where this model's prompts have their "
+            raise RequestValueError.about(
+                place,
+                f"holds '{placeholder}', which is where this model's prompts have their "
                 f"{modality}s, and no control token, so that it cannot be told from them; put a "
                 "space into it",
-                param=place,
             )
 
     def _check_seams(self, texts: Sequence[str], place: str, allowed: Collection[str]) -> None:
@@ -394,10 +384,10 @@ class ChatParser:
 def _refuse_placeholders(texts: Sequence[str], placeholders: Collection[str], place: str) -> None:
     for placeholder in placeholders:
         if any(placeholder in text for text in texts):
-            raise RequestValueError(
-                f"`{place}.content` has a text with '{placeholder}', but this server puts "
-                "placeholders where the images stand; remove it",
-                param=f"{place}.content",
+            raise RequestValueError.about(
+                f"{place}.content",
+                f"has a text with '{placeholder}', but this server puts placeholders where the "
+                "images stand; remove it",
             )
 
 
@@ -413,8 +403,7 @@ def _read_video_options(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the part of a request's `media_io_kwargs` that is about videos."""
     fault = find_media_io_fault(given or {})
     if fault is not None:
-        field = f"media_io_kwargs{fault[0]}"
-        raise RequestValueError(f"`{field}` {fault[1]}", param=field)
+        raise RequestValueError.about(f"media_io_kwargs{fault[0]}", fault[1])
     return (given or {}).get("video", {})
 
 
@@ -423,15 +412,13 @@ def _check_options(options: Mapping[str, Any], template: ChatTemplate) -> None:
     for name in options:
         place = f"chat_template_kwargs.{str(name)[:64]}"
         if name in _RESERVED_OPTIONS:
-            raise RequestValueError(
-                f"`{place}` is set by a field of its own; leave it out", param=place
-            )
+            raise RequestValueError.about(place, "is set by a field of its own; leave it out")
         if name not in template.variables:
             known = sorted(template.variables - _RESERVED_OPTIONS)
-            raise RequestValueError(
-                f"`{place}` has no effect: this model's chat template does not ask for it; it asks "
-                f"for {', '.join(f'`{one}`' for one in known) or 'nothing of its own'}",
-                param=place,
+            raise RequestValueError.about(
+                place,
+                "has no effect: this model's chat template does not ask for it; it asks for "
+                f"{', '.join(f'`{one}`' for one in known) or 'nothing of its own'}",
             )
 
 
@@ -443,9 +430,8 @@ def _read_extras(message: Mapping[str, Any], place: str, known: frozenset[str]) 
     given = {key: value for key, value in message.items() if not _is_empty(value)}
     for key in given:
         if key not in _READ_FIELDS:
-            shown = str(key)[:64]
-            raise RequestValueError(
-                f"`{place}.{shown}` has no effect here; leave it out", param=f"{place}.{shown}"
+            raise RequestValueError.about(
+                f"{place}.{str(key)[:64]}", "has no effect here; leave it out"
             )
     texts: dict[str, str] = {}
     for name in (*REASONING_FIELDS, "refusal"):
@@ -464,10 +450,8 @@ def _read_extras(message: Mapping[str, Any], place: str, known: frozenset[str]) 
             if one in known
         ]
         if not wanted:
-            raise RequestValueError(
-                f"`{place}.{name}` is given, but this model's chat template has no place for it; "
-                "leave it out, or put its text into `content`",
-                param=f"{place}.{name}",
+            raise RequestValueError.about(
+                f"{place}.{name}", f"{_NO_PLACE}, or put its text into `content`"
             )
         extras |= dict.fromkeys(wanted, text)
     return extras

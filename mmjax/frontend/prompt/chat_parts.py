@@ -3,18 +3,18 @@
 Errors name the part, such as `messages[0].content[1]`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from mmjax.config.engine_config import MultiModalConfig
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.hashing.item_hashes import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
 from mmjax.processing.media.decode import as_numpy, is_array_like
 from mmjax.processing.media.embeds import decode_embeds
@@ -92,22 +92,20 @@ class ConversationMedia:
 class PartReader:
     """Parses parts; images are counted before they are decoded."""
 
-    mm: MultiModalConfig
     connector: MediaConnector
     """Turns URLs into images."""
-    check_num_items: Callable[..., None]
-    """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
-    get_detail_range: Callable[[Literal["low", "high"]], PixelRange | None] = lambda detail: None
-    """Returns what an image of that `detail` is scaled to; None where the model's sizes are one."""
-    modalities: frozenset[str] = frozenset({"image"})
-    """Those that the model takes."""
-    are_objects_allowed: bool = False
+    info: BaseProcessingInfo
+    """Says which media the model takes, how many, and of what sizes."""
+    are_objects_allowed: bool
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
-    check_mm_data: Callable[[Mapping[str, Any]], object] | None = None
-    """Raises `RequestError` for embeddings that the model refuses."""
-    embeds_fields: frozenset[str] = frozenset()
-    """The tensors that image embeddings consist of: `image_embeds`, which may have metadata beside
-    it; none where the model takes no embeddings."""
+
+    @property
+    def embeds_fields(self) -> frozenset[str]:
+        """The tensors that image embeddings consist of; none where the model takes none.
+
+        They are `image_embeds`, which may have metadata beside it.
+        """
+        return frozenset(self.info.get_data_parser().embedding_fields.get("image", ()))
 
     def read(self, part: Any, place: str, media: ConversationMedia) -> dict[str, str] | None:
         """Return `{"type": "text", "text": ...}`, `{"type": "image"}`, or of a video or audio.
@@ -117,8 +115,8 @@ class PartReader:
         if isinstance(part, str):
             return text_part(part, place)
         if not isinstance(part, Mapping):
-            raise RequestTypeError(
-                f"`{place}` must be an object or a text, not {type(part).__name__}", param=place
+            raise RequestTypeError.about(
+                place, f"must be an object or a text, not {type(part).__name__}"
             )
         unknown = sorted(str(name) for name in part if name not in _PART_FIELDS)
         if unknown and "type" in part and part["type"] in _PART_TYPES:
@@ -126,7 +124,7 @@ class PartReader:
                 f"`{place}` has the unknown field `{unknown[0]}`; remove it",
                 param=f"{place}.{unknown[0]}",
             )
-        kind = _part_type(part, place, self._offered_types)
+        kind = self._part_type(part, place)
         if kind in _TEXT_TYPES:
             _refuse_fields(part, (*_MEDIA_TYPES, "detail", "uuid"), place)
             text = part.get("refusal" if kind == "refusal" else "text")
@@ -143,17 +141,37 @@ class PartReader:
         media.are_embeds = is_embeds
         return {"type": "image"}
 
-    @property
-    def _offered_types(self) -> list[str]:
+    def _part_type(self, part: Mapping[str, Any], place: str) -> str:
+        kind = part.get("type")
+        if kind is None:
+            kind = next((name for name in _PART_TYPES if name in part), None)
+            if kind is None:
+                raise RequestValueError(
+                    f"Missing 'type' field in multimodal part `{place}`; give one of "
+                    f"{self._name_types()}",
+                    param=f"{place}.type",
+                )
+        if not isinstance(kind, str):
+            raise RequestTypeError(f"Invalid 'type' field in `{place}`", param=f"{place}.type")
+        if kind not in _PART_TYPES:
+            raise RequestValueError(
+                f"`{place}` has the type {kind[:64]!r}, which is not supported; supported are "
+                f"{self._name_types()}",
+                param=f"{place}.type",
+            )
+        return kind
+
+    def _name_types(self) -> str:
         """Return the types that a part may have here, of this model."""
+        modalities = self.info.allowed_mm_limits
         refused = {
-            _EMBEDS_TYPE: not (self.embeds_fields and self.mm.enable_mm_embeds),
-            **dict.fromkeys(_IMAGE_TYPES, "image" not in self.modalities),
-            "image_pil": not (self.are_objects_allowed and "image" in self.modalities),
-            _VIDEO_TYPE: "video" not in self.modalities,
-            **dict.fromkeys(_AUDIO_TYPES, "audio" not in self.modalities),
+            _EMBEDS_TYPE: not (self.embeds_fields and self.connector.mm.enable_mm_embeds),
+            **dict.fromkeys(_IMAGE_TYPES, "image" not in modalities),
+            "image_pil": not (self.are_objects_allowed and "image" in modalities),
+            _VIDEO_TYPE: "video" not in modalities,
+            **dict.fromkeys(_AUDIO_TYPES, "audio" not in modalities),
         }
-        return [name for name in _PART_TYPES if not refused.get(name)]
+        return ", ".join(name for name in _PART_TYPES if not refused.get(name))
 
     def _admit_image(self, place: str, media: ConversationMedia, *, is_embeds: bool) -> None:
         if is_embeds:
@@ -165,7 +183,7 @@ class PartReader:
                 param=place,
             )
         with _at(place):
-            self.check_num_items("image", media.count("image") + 1, are_embeds=is_embeds)
+            self.info.validate_num_items("image", media.count("image") + 1, are_embeds=is_embeds)
 
     def _file(
         self,
@@ -178,7 +196,7 @@ class PartReader:
     ) -> tuple[str, Any]:
         """Return the modality of a video or of audio, and the item; None: a uuid stands for it."""
         modality = "video" if kind == _VIDEO_TYPE else "audio"
-        if modality not in self.modalities:
+        if modality not in self.info.allowed_mm_limits:
             what = "videos; send frames as `image_url`" if modality == "video" else "audio"
             raise RequestValueError(
                 f"`{place}` has the type `{kind}`, which is not supported: this model takes no "
@@ -186,7 +204,7 @@ class PartReader:
                 param=f"{place}.type",
             )
         with _at(place):
-            self.check_num_items(modality, media.count(modality) + 1, are_embeds=False)
+            self.info.validate_num_items(modality, media.count(modality) + 1)
         known = ("type", "uuid", kind, *_CACHE_HINTS)
         _refuse_fields(part, [name for name in _PART_FIELDS if name not in known], place)
         if kind == _AUDIO_FILE_TYPE:
@@ -216,10 +234,8 @@ class PartReader:
         if detail in (None, "auto", "original"):
             return None
         if detail not in ("low", "high"):
-            raise RequestValueError(
-                f"`{place}` must be `auto`, `low`, `high` or `original`", param=place
-            )
-        return self.get_detail_range(detail)
+            raise RequestValueError.about(place, "must be `auto`, `low`, `high` or `original`")
+        return self.info.get_detail_range(detail)
 
     def _check_embeds_allowed(self, place: str) -> None:
         if not self.embeds_fields:
@@ -228,7 +244,7 @@ class PartReader:
                 "image itself as `image_url`",
                 param=f"{place}.type",
             )
-        if not self.mm.enable_mm_embeds:
+        if not self.connector.mm.enable_mm_embeds:
             raise RequestValueError(
                 f"`{place}` has the type `image_embeds`, which needs `--enable-mm-embeds`; have it "
                 "set, or send the image itself as `image_url`",
@@ -248,10 +264,10 @@ class PartReader:
             return embeds
         if not isinstance(value, Mapping) or value.keys() != self.embeds_fields:
             found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-            raise RequestTypeError(
-                f"`{place}` must be an object of {_quote(self.embeds_fields)}, not of {found}: "
-                "what stands beside the embeddings says where they belong in the image",
-                param=place,
+            raise RequestTypeError.about(
+                place,
+                f"must be an object of {_quote(self.embeds_fields)}, not of {found}: what stands "
+                "beside the embeddings says where they belong in the image",
             )
         given = {name: self._metadata(value[name], f"{place}.{name}") for name in metadata}
         embeds = self._rows(value[kind], f"{place}.{kind}")
@@ -260,9 +276,8 @@ class PartReader:
         return {kind: embeds, **given}
 
     def _check_embeds(self, image: Mapping[str, Any], place: str) -> None:
-        if self.check_mm_data is not None:
-            with _at(place):
-                self.check_mm_data({"image": image})
+        with _at(place):
+            self.info.parse_mm_data({"image": image})
 
     def _metadata(self, value: Any, place: str) -> np.ndarray:
         """Return int64[_]: a grid's sizes, or another list of numbers."""
@@ -275,25 +290,25 @@ class PartReader:
             or not value
             or not all(type(one) is int and 0 <= one < _MAX_METADATA for one in value)
         ):
-            raise RequestTypeError(
-                f"`{place}` must be a list of integers from 0 to {_MAX_METADATA - 1}, such as "
-                "[1, 16, 24] for a `grid_thw`",
-                param=place,
+            raise RequestTypeError.about(
+                place,
+                f"must be a list of integers from 0 to {_MAX_METADATA - 1}, such as [1, 16, 24] "
+                "for a `grid_thw`",
             )
         return np.array(value, np.int64)
 
     def _rows(self, value: Any, place: str) -> Any:
         """Return the array of one image's embeddings, `[rows, width]`."""
         if isinstance(value, str):
-            limits = MediaLimits(max_image_bytes=self.mm.max_image_bytes)
+            limits = MediaLimits(max_image_bytes=self.connector.mm.max_image_bytes)
             embeds: Any = decode_embeds(value, limits, param=place)
         elif self.are_objects_allowed and is_array_like(value):
             embeds = value
         else:
-            raise RequestTypeError(
-                f"`{place}` must be a safetensors file in base64, not {type(value).__name__}; "
-                "encode what `safetensors.numpy.save` returns",
-                param=place,
+            raise RequestTypeError.about(
+                place,
+                f"must be a safetensors file in base64, not {type(value).__name__}; encode what "
+                "`safetensors.numpy.save` returns",
             )
         is_batch_of_one = len(embeds.shape) == 3 and embeds.shape[0] == 1
         return embeds[0] if is_batch_of_one else embeds
@@ -306,7 +321,7 @@ class PartReader:
                 param=f"{place}.type",
             )
         if value is None and not has_uuid:
-            raise RequestValueError(f"`{place}.image_pil` is missing", param=f"{place}.image_pil")
+            raise RequestValueError.about(f"{place}.image_pil", "is missing")
         return value
 
 
@@ -314,9 +329,8 @@ def _refuse_fields(part: Mapping[str, Any], names: Sequence[str], place: str) ->
     """Refuse fields that have no effect on a part of this type."""
     for name in names:
         if part.get(name) is not None:
-            raise RequestValueError(
-                f"`{place}.{name}` has no effect on a part of this type; remove it",
-                param=f"{place}.{name}",
+            raise RequestValueError.about(
+                f"{place}.{name}", "has no effect on a part of this type; remove it"
             )
 
 
@@ -342,9 +356,7 @@ def _read_url(
     if not isinstance(value, str) and not (value is None and has_uuid):
         found = "is missing" if value is None else f"is no text but {type(value).__name__}"
         example = _EXAMPLES.get(kind, "data:image/png")
-        raise RequestTypeError(
-            f"`{place}` {found}; give a URL, such as `{example};base64,...`", param=place
-        )
+        raise RequestTypeError.about(place, f"{found}; give a URL, such as `{example};base64,...`")
     return value, place, within
 
 
@@ -357,9 +369,8 @@ def _read_audio_file(value: Any, place: str, *, has_uuid: bool) -> tuple[str | N
         return None, place
     if not isinstance(value, Mapping):
         found = "is missing" if value is None else f"is no object but {type(value).__name__}"
-        raise RequestTypeError(
-            f"`{place}` {found}; give `data`, a file in base64, and its `format`, such as `wav`",
-            param=place,
+        raise RequestTypeError.about(
+            place, f"{found}; give `data`, a file in base64, and its `format`, such as `wav`"
         )
     unknown = sorted(str(name) for name in value if name not in ("data", "format"))
     if unknown:
@@ -369,10 +380,8 @@ def _read_audio_file(value: Any, place: str, *, has_uuid: bool) -> tuple[str | N
         )
     for name in ("data", "format"):
         if not isinstance(value.get(name), str) and (name in value or name == "data"):
-            raise RequestTypeError(
-                f"`{place}.{name}` must be a text, not {type(value.get(name)).__name__}",
-                param=f"{place}.{name}",
-            )
+            found = type(value.get(name)).__name__
+            raise RequestTypeError.about(f"{place}.{name}", f"must be a text, not {found}")
     return value["data"], f"{place}.data"
 
 
@@ -392,33 +401,10 @@ def _at(place: str) -> Iterator[None]:
 def text_part(text: Any, place: str) -> dict[str, str]:
     """Return a text as a part; RequestTypeError if it is none."""
     if not isinstance(text, str):
-        raise RequestTypeError(f"`{place}` must be a text, not {type(text).__name__}", param=place)
+        raise RequestTypeError.about(place, f"must be a text, not {type(text).__name__}")
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise RequestValueError(
-            f"`{place}` is no Unicode: it holds half of a surrogate pair", param=place
-        )
+        raise RequestValueError.about(place, "is no Unicode: it holds half of a surrogate pair")
     return {"type": "text", "text": text}
-
-
-def _part_type(part: Mapping[str, Any], place: str, offered: Sequence[str]) -> str:
-    kind = part.get("type")
-    if kind is None:
-        kind = next((name for name in _PART_TYPES if name in part), None)
-        if kind is None:
-            raise RequestValueError(
-                f"Missing 'type' field in multimodal part `{place}`; give one of "
-                f"{', '.join(offered)}",
-                param=f"{place}.type",
-            )
-    if not isinstance(kind, str):
-        raise RequestTypeError(f"Invalid 'type' field in `{place}`", param=f"{place}.type")
-    if kind not in _PART_TYPES:
-        raise RequestValueError(
-            f"`{place}` has the type {kind[:64]!r}, which is not supported; supported are "
-            f"{', '.join(offered)}",
-            param=f"{place}.type",
-        )
-    return kind
 
 
 def _uuid(part: Mapping[str, Any], place: str) -> MediaId | None:
@@ -427,8 +413,7 @@ def _uuid(part: Mapping[str, Any], place: str) -> MediaId | None:
         return None
     text = str(uuid)
     if not is_media_id(text):
-        raise RequestValueError(
-            f"`{place}.uuid` must be 1 to {MAX_MEDIA_ID_LENGTH} printable characters",
-            param=f"{place}.uuid",
+        raise RequestValueError.about(
+            f"{place}.uuid", f"must be 1 to {MAX_MEDIA_ID_LENGTH} printable characters"
         )
     return MediaId(text, f"{place}.uuid")

@@ -32,12 +32,13 @@ class ChatTemplate:
         """`content_format` None: detected."""
         self.source = source
         self.tokenizer = tokenizer
-        self.content_format: ContentFormat = content_format or detect_content_format(source or "")
-        self.message_fields = _find_member_names(source or "")
+        tree = _parse(source or "")
+        self.content_format: ContentFormat = content_format or _detect_content_format(tree)
+        self.message_fields = _find_member_names(tree)
         """All member names in the template: other fields of a message have no effect."""
-        self.variables = _find_variables(source or "")
+        self.variables = _find_variables(tree)
         """What the template expects to be given: `messages`, `tools`, its own options."""
-        self.knows_developers = _has_text(source or "", "developer")
+        self.knows_developers = any(one.value == "developer" for one in tree.find_all(nodes.Const))
         """Whether it says what becomes of the role `developer`."""
         self.add_special_tokens = add_special_tokens
         """Whether the tokenizer adds BOS to what it renders; else the template writes it."""
@@ -171,9 +172,8 @@ def _read_directory(path: Path) -> str | None:
 # ---- the syntax tree; no template is run here ---------------------------------------------------
 
 
-def detect_content_format(source: str) -> ContentFormat:
+def _detect_content_format(tree: nodes.Template) -> ContentFormat:
     """Return "openai" if the template iterates over a `content`, or over what it is assigned to."""
-    tree = _parse(source)
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     contents = {"content"} - {name for macro in macros.values() for name in _names(macro.args)}
     flows = [(assign.target, assign.node) for assign in tree.find_all(nodes.Assign)]
@@ -189,23 +189,16 @@ def detect_content_format(source: str) -> ContentFormat:
     return "openai" if any(_is_content(loop.iter, contents) for loop in loops) else "string"
 
 
-def _find_member_names(source: str) -> frozenset[str]:
+def _find_member_names(tree: nodes.Template) -> frozenset[str]:
     """Return the names of all attributes and items that a template accesses, of any object."""
-    asked = (nodes.Getattr, nodes.Getitem, nodes.Call)
-    names = map(_member, _parse(source).find_all(asked))
+    names = map(_member, tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Call)))
     return frozenset(name for name in names if isinstance(name, str))
 
 
-def _find_variables(source: str) -> frozenset[str]:
+def _find_variables(tree: nodes.Template) -> frozenset[str]:
     """Return the names that a template reads: what it is given, and variables of its own."""
     # NOTE: jinja2.meta would compute constants meanwhile, such as `'a' * 10**9`.
-    names = _parse(source).find_all(nodes.Name)
-    return frozenset(name.name for name in names if name.ctx == "load")
-
-
-def _has_text(source: str, text: str) -> bool:
-    """Return whether a template compares or writes that text."""
-    return any(const.value == text for const in _parse(source).find_all(nodes.Const))
+    return frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
 
 
 def _parse(source: str) -> nodes.Template:

@@ -1,7 +1,7 @@
 """Tools of a conversation: the functions that are offered, and the calls in its messages."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
@@ -12,57 +12,49 @@ MAX_NAME_CHARS = 256
 _MAX_DEPTH = 64
 
 
-def read_tools(tools: Sequence[Any], place: str = "tools") -> list[dict[str, Any]]:
+def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the functions that are offered, as OpenAI writes them; RequestError names a field."""
     if len(tools) > MAX_TOOLS:
-        raise RequestValueError(
-            f"`{place}` holds {len(tools)} functions; give at most {MAX_TOOLS}", param=place
+        raise RequestValueError.about(
+            "tools", f"holds {len(tools)} functions; give at most {MAX_TOOLS}"
         )
-    read = [_tool(tool, f"{place}[{index}]") for index, tool in enumerate(tools)]
+    read = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in read]
     for index, name in enumerate(names):
         if name in names[:index]:
-            at = f"{place}[{index}].function.name"
-            raise RequestValueError(f"`{at}` is `{name}`, as another's; rename one", param=at)
+            place = f"tools[{index}].function.name"
+            raise RequestValueError.about(place, f"is `{name}`, as another's; rename one")
     return read
 
 
 def _tool(tool: Any, place: str) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise RequestTypeError(f"`{place}` must be an object", param=place)
+    _check_object(tool, place)
     if tool.get("type") != "function":
-        raise RequestValueError(
-            f"`{place}.type` must be `function`; mmjax runs no tools of its own",
-            param=f"{place}.type",
+        raise RequestValueError.about(
+            f"{place}.type", "must be `function`; mmjax runs no tools of its own"
         )
     refuse_others(tool, ("type", "function"), place)
     function, place = tool.get("function"), f"{place}.function"
-    if not isinstance(function, Mapping):
-        raise RequestTypeError(f"`{place}` must be an object", param=place)
+    _check_object(function, place)
     refuse_others(function, ("name", "description", "parameters", "strict"), place)
     name = _name(function.get("name"), f"{place}.name")
     read: dict[str, Any] = {"name": name}
     description = function.get("description")
     if description is not None:
         if not isinstance(description, str):
-            raise RequestTypeError(
-                f"`{place}.description` must be a text", param=f"{place}.description"
-            )
+            raise RequestTypeError.about(f"{place}.description", "must be a text")
         read["description"] = description
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestTypeError(
-            f"`{place}.parameters` must be a JSON schema, an object", param=f"{place}.parameters"
-        )
+        raise RequestTypeError.about(f"{place}.parameters", "must be a JSON schema, an object")
     read["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters
     return {"type": "function", "function": read}
 
 
 def _name(name: Any, place: str) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not _is_name(name):
-        raise RequestValueError(
-            f"`{place}` must be 1 to {MAX_NAME_CHARS} letters, digits, `_`, `-` and `.`",
-            param=place,
+        raise RequestValueError.about(
+            place, f"must be 1 to {MAX_NAME_CHARS} letters, digits, `_`, `-` and `.`"
         )
     return name
 
@@ -71,43 +63,45 @@ def _is_name(name: str) -> bool:
     return all(char.isalnum() or char in "_-." for char in name)
 
 
+def _check_object(value: Any, place: str) -> None:
+    if not isinstance(value, Mapping):
+        raise RequestTypeError.about(place, "must be an object")
+
+
 def refuse_others(given: Mapping[str, Any], known: Collection[str], place: str) -> None:
     """Raise RequestValueError for an object's fields beside those that are known."""
     # Clients write null for what they leave to the server.
     others = (name for name, value in given.items() if name not in known and value is not None)
     other = next(map(str, others), None)
     if other is not None:
-        raise RequestValueError(
-            f"`{place}.{other[:64]}` is not a field that mmjax knows; remove it",
-            param=f"{place}.{other[:64]}",
+        raise RequestValueError.about(
+            f"{place}.{other[:64]}", "is not a field that mmjax knows; remove it"
         )
 
 
 def read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """Return a message's calls with their arguments as objects, as templates want them."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise RequestTypeError(f"`{place}` must be a list", param=place)
+        raise RequestTypeError.about(place, "must be a list")
     if len(calls) > MAX_TOOL_CALLS:
-        raise RequestValueError(
-            f"`{place}` holds {len(calls)} calls; send at most {MAX_TOOL_CALLS}", param=place
+        raise RequestValueError.about(
+            place, f"holds {len(calls)} calls; send at most {MAX_TOOL_CALLS}"
         )
     return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, place: str) -> dict[str, Any]:
-    if not isinstance(call, Mapping):
-        raise RequestTypeError(f"`{place}` must be an object", param=place)
+    _check_object(call, place)
     if call.get("type") not in (None, "function"):
-        raise RequestValueError(f"`{place}.type` must be `function`", param=f"{place}.type")
+        raise RequestValueError.about(f"{place}.type", "must be `function`")
     refuse_others(call, ("id", "type", "function", "index"), place)
     function = call.get("function")
-    if not isinstance(function, Mapping):
-        raise RequestTypeError(f"`{place}.function` must be an object", param=f"{place}.function")
+    _check_object(function, f"{place}.function")
     # OpenAI's `parse` adds what it made of the arguments.
     refuse_others(function, ("name", "arguments", "parsed_arguments"), f"{place}.function")
     call_id = call.get("id")
     if call_id is not None and not isinstance(call_id, str):
-        raise RequestTypeError(f"`{place}.id` must be a text", param=f"{place}.id")
+        raise RequestTypeError.about(f"{place}.id", "must be a text")
     read: dict[str, Any] = {
         "type": "function",
         "function": {
@@ -125,8 +119,8 @@ def _arguments(arguments: Any, place: str) -> Mapping[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
     if arguments is None or not isinstance(arguments, Mapping):
-        raise RequestValueError(
-            f"`{place}` must be the text of a JSON object, as the model wrote it", param=place
+        raise RequestValueError.about(
+            place, "must be the text of a JSON object, as the model wrote it"
         )
     return arguments
 
@@ -134,9 +128,7 @@ def _arguments(arguments: Any, place: str) -> Mapping[str, Any]:
 def map_texts(value: Any, change: Any, place: str, depth: int = 0) -> Any:
     """Return JSON data with every text replaced by `change(text)`, keys too."""
     if depth > _MAX_DEPTH:
-        raise RequestValueError(
-            f"`{place}` is nested more than {_MAX_DEPTH} deep; flatten it", param=place
-        )
+        raise RequestValueError.about(place, f"is nested more than {_MAX_DEPTH} deep; flatten it")
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -147,9 +139,3 @@ def map_texts(value: Any, change: Any, place: str, depth: int = 0) -> Any:
     if isinstance(value, Sequence):
         return [map_texts(item, change, place, depth + 1) for item in value]
     return value
-
-
-def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
-    """Yield the names of read tools."""
-    for tool in tools or ():
-        yield tool["function"]["name"]

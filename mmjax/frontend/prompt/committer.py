@@ -91,10 +91,10 @@ class SenderCacheCommitter:
                 prepared = self._rebuild(prepared, miss.mm_hashes)
         request.prepared = prepared
 
-    def invalidate(self, mm_hashes: Collection[str], epoch: int | None = None) -> None:
+    def invalidate(self, mm_hashes: Collection[str], epoch: int) -> None:
         """Remove items that P1 lacks from the sender cache, unless `epoch` has ended."""
         with self._lock:
-            if epoch in (None, self.epoch):
+            if epoch == self.epoch:
                 self._invalidate(mm_hashes)
 
     def revert(self, message: EngineCoreRequest) -> None:

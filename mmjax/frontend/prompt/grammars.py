@@ -45,9 +45,8 @@ class GrammarReader:
             with self._lock:
                 self._known[key] = answer
         if answer.error:
-            raise RequestValueError(
-                f"`structured_outputs.{params.kind}` cannot be used: {answer.error}; mend it",
-                param=f"structured_outputs.{params.kind}",
+            raise RequestValueError.about(
+                f"structured_outputs.{params.kind}", f"cannot be used: {answer.error}; mend it"
             )
         return answer.grammar
 

@@ -278,10 +278,9 @@ class InputProcessor:
         if most is None:
             return prepared
         if prepared.mm_placeholders or prepared.encoder_prompt_token_ids is not None:
-            raise RequestValueError(
-                "`truncate_prompt_tokens` would cut a prompt with media, or an encoder's; "
-                "leave it out",
-                param="truncate_prompt_tokens",
+            raise RequestValueError.about(
+                "truncate_prompt_tokens",
+                "would cut a prompt with media, or an encoder's; leave it out",
             )
         # An answer has one token at least.
         most = self.model_config.max_model_len - 1 if most == -1 else most
@@ -373,10 +372,10 @@ class InputProcessor:
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             _check_ids(getattr(params, name) or (), self._vocab_size, name)
         if generated and len(generated) != params.n:
-            raise RequestValueError(
-                f"`generated_token_ids` holds tokens of {len(generated)} sequences, and "
-                f"`n` is {params.n}; give a list for each",
-                param="generated_token_ids",
+            raise RequestValueError.about(
+                "generated_token_ids",
+                f"holds tokens of {len(generated)} sequences, and `n` is {params.n}; give a list "
+                "for each",
             )
         for token_ids in generated:
             _check_ids(token_ids, self._vocab_size, "generated_token_ids")
@@ -397,8 +396,8 @@ class InputProcessor:
                     for space in ("", " ")
                 )
                 if not plain:
-                    raise RequestValueError(
-                        "`bad_words` holds a text without a token; remove it", param="bad_words"
+                    raise RequestValueError.about(
+                        "bad_words", "holds a text without a token; remove it"
                     )
                 sequences.append(plain)
                 if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
@@ -433,6 +432,4 @@ def _check_prompt(token_ids: Sequence[int], name: str, longest: int, media: Sequ
 def _check_ids(token_ids: Iterable[int], size: int, name: str) -> None:
     bad = next((i for i in token_ids if not 0 <= i < size), None)
     if bad is not None:
-        raise RequestValueError(
-            f"`{name}` holds {bad}; ids of this model lie in [0, {size})", param=name
-        )
+        raise RequestValueError.about(name, f"holds {bad}; ids of this model lie in [0, {size})")

@@ -91,7 +91,6 @@ class ProcessorPool:
         self.tokenizer = copy.deepcopy(self.first.info.get_tokenizer())
         """Used by no request, so that it can be read and copied at any time."""
         self._idle: list[BaseMultiModalProcessor[Any]] = [self.first]
-        self.num_instances = 1
 
     @contextmanager
     def borrow(self) -> Iterator[BaseMultiModalProcessor[Any]]:
@@ -125,6 +124,4 @@ class ProcessorPool:
         processor.item_hasher = self.first.item_hasher
         processor.decode_budget = self.first.decode_budget
         processor.item_store = self.first.item_store
-        with self._lock:
-            self.num_instances += 1
         return processor

@@ -40,9 +40,8 @@ class TemplateRenderer:
             answer = {"error": "it takes too much time or memory"}
         if "text" in answer:
             return answer["text"]
-        raise RequestValueError(
-            f"`chat_template` cannot be rendered: {answer['error']}; change it",
-            param="chat_template",
+        raise RequestValueError.about(
+            "chat_template", f"cannot be rendered: {answer['error']}; change it"
         )
 
     def close(self) -> None:
@@ -55,9 +54,8 @@ class RequestTemplate(ChatTemplate):
 
     def __init__(self, source: str, tokenizer: Any, renderer: TemplateRenderer) -> None:
         if len(source) > MAX_SOURCE_CHARS:
-            raise RequestValueError(
-                f"`chat_template` has more than {MAX_SOURCE_CHARS} characters; shorten it",
-                param="chat_template",
+            raise RequestValueError.about(
+                "chat_template", f"has more than {MAX_SOURCE_CHARS} characters; shorten it"
             )
         super().__init__(source, tokenizer)
         self._renderer = renderer

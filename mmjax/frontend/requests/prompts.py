@@ -66,7 +66,7 @@ def parse_prompt(prompt: object) -> ParsedPrompt:
             "a prompt needs either `prompt` or `prompt_token_ids`, and not both", param="prompt"
         )
     if text is not None and not isinstance(text, str):
-        raise RequestTypeError(f"`prompt` must be a str, not {type(text).__name__}", param="prompt")
+        raise RequestTypeError.about("prompt", f"must be a str, not {type(text).__name__}")
     mm_uuids = parse_mm_uuids(_mapping(prompt, "multi_modal_uuids"))
     return ParsedPrompt(
         text=text,
@@ -84,9 +84,8 @@ def parse_prompt(prompt: object) -> ParsedPrompt:
 def _truncation(value: Any) -> int | None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_number and (value > 0 or value == -1)):
-        raise RequestValueError(
-            "`truncate_prompt_tokens` must be a number of tokens, 1 or more, or -1",
-            param="truncate_prompt_tokens",
+        raise RequestValueError.about(
+            "truncate_prompt_tokens", "must be a number of tokens, 1 or more, or -1"
         )
     return value
 
@@ -101,7 +100,7 @@ def _token_list(token_ids: Any, name: str) -> list[int]:
     if not isinstance(token_ids, Sequence) or any(
         isinstance(i, bool) or not isinstance(i, int) for i in token_ids
     ):
-        raise RequestTypeError(f"`{name}` must be a list of integers", param=name)
+        raise RequestTypeError.about(name, "must be a list of integers")
     return list(token_ids)
 
 
@@ -110,7 +109,7 @@ def _mapping(prompt: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RequestTypeError(f"`{name}` must be a dict, not {type(value).__name__}", param=name)
+        raise RequestTypeError.about(name, f"must be a dict, not {type(value).__name__}")
     return value
 
 
@@ -122,8 +121,7 @@ def _salt(value: Any) -> str | None:
         or not 0 < len(value) <= _MAX_SALT_LENGTH
         or not value.isprintable()
     ):
-        raise RequestValueError(
-            f"`cache_salt` must be a str of 1 to {_MAX_SALT_LENGTH} printable characters",
-            param="cache_salt",
+        raise RequestValueError.about(
+            "cache_salt", f"must be a str of 1 to {_MAX_SALT_LENGTH} printable characters"
         )
     return value

@@ -86,9 +86,8 @@ class ProcessedRequest:
     """Without features until they are committed."""
     prepared: PreparedInputs
     """The items' tensors, or the data that they are processed from."""
-    num_image_tokens: int
-    num_video_tokens: int
-    num_audio_tokens: int
+    num_embeds: Counter[str]
+    """Positions of the prompt that hold embeddings, by modality."""
     continues_prompt: bool
     stream: bool
     items: list[RequestItem]
@@ -123,9 +122,7 @@ class ProcessedRequest:
             prompt_token_ids=template.prompt_token_ids,
             messages=messages,
             prepared=prepared,
-            num_image_tokens=num_embeds["image"],
-            num_video_tokens=num_embeds["video"],
-            num_audio_tokens=num_embeds["audio"],
+            num_embeds=num_embeds,
             continues_prompt=request.continues_prompt,
             stream=request.stream,
             items=items,

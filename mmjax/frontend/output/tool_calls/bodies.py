@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmjax.frontend.output.reasoning import find_overlap
-from mmjax.frontend.output.tool_calls.deltas import SPACES, CallParser
+from mmjax.frontend.output.tool_calls.deltas import SPACES, MarkedCallParser
 from mmjax.frontend.output.tool_calls.json_scanner import MAX_NAME_CHARS
-from mmjax.frontend.output.tool_calls.python_literals import LiteralReader, parse_literal
+from mmjax.frontend.output.tool_calls.python_literals import LiteralReader
 
 _MAX_BODY_CHARS = 2**18
 
@@ -22,16 +22,13 @@ Call = tuple[str, dict[str, Any]]
 """A function's name, and its arguments."""
 
 
-class BodyCallParser(CallParser):
+class BodyCallParser(MarkedCallParser):
     """Calls between `start` and `end`, of what `read` makes of the text between them."""
 
     def __init__(self, *, start: str, end: str, read: Callable[[str], Call]) -> None:
         """`read`: the text between the marks -> a call; ValueError: it is none, but text."""
-        super().__init__()
-        self._start, self._mark, self._read_body = start, end, read
-        self._read = self._read_text
-        self._opening = ""
-        """The spaces before a call and its mark."""
+        super().__init__(start)
+        self._mark, self._read_body = end, read
         self._body: list[str] = []
         self._num_chars = 0
 
@@ -41,16 +38,7 @@ class BodyCallParser(CallParser):
         elif not self._num_calls or self._held.strip(SPACES):
             self._delta.add_text(self._held)
 
-    def _read_text(self, text: str, place: int) -> int:
-        found = self._find_mark(text, place, self._start)
-        if found is None:
-            return len(text)
-        before = text[place:found]
-        self._opening = before[len(before.rstrip(SPACES)) :] + self._start
-        self._read = self._read_call
-        return found + len(self._start)
-
-    def _read_call(self, text: str, place: int) -> int:
+    def _read_marked(self, text: str, place: int) -> int:
         found = text.find(self._mark, place)
         stop = found if found >= 0 else len(text) - find_overlap(text[place:], self._mark)
         self._body.append(text[place:stop])
@@ -73,8 +61,7 @@ class BodyCallParser(CallParser):
         return found + len(self._mark)
 
     def _give_up(self, rest: str) -> None:
-        """Take as text what looked like a call."""
-        self._delta.add_text(f"{self._opening}{''.join(self._body)}{rest}")
+        self._refuse("".join(self._body) + rest)
         self._end_call()
 
     def _end_call(self) -> None:
@@ -145,7 +132,7 @@ def _load(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except ValueError:
-        value = parse_literal(text)
+        value = LiteralReader(text).literal()
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         raise ValueError("a text or a number that is no JSON")
     return value
@@ -216,18 +203,11 @@ def read_gemma_call(body: str) -> Call:
     name, bracket, rest = begun.removeprefix(_CALL).partition("{")
     if not begun.startswith(_CALL) or not bracket:
         raise ValueError("no call")
-    return _check_name(name.strip(SPACES)), GemmaReader(bracket + rest).whole()
+    return _check_name(name.strip(SPACES)), GemmaReader(bracket + rest).literal()
 
 
 class GemmaReader(LiteralReader):
     """Reads an object as Gemma 4 writes it."""
-
-    def whole(self) -> dict[str, Any]:
-        """Return the object that the text is; ValueError for anything else."""
-        found = self._dict(0)
-        if self._peek():
-            raise ValueError("text behind the arguments")
-        return found
 
     def _value(self, depth: int) -> Any:
         return self._string() if self._peek() == "<" else super()._value(depth)

@@ -1,6 +1,6 @@
 """What a parser of tool calls makes of an answer, piece by piece, and how it goes through one."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from mmjax.frontend.output.reasoning import find_overlap
@@ -93,24 +93,60 @@ class CallParser:
         self._delta.add_text(text[place:])
         return len(text)
 
-    def _find_mark(self, text: str, place: int, mark: str) -> int | None:
-        """Give out the text before a mark, without the spaces there; return the mark's place.
 
-        None: it is not there, and all is read; what may be its beginning is held.
-        """
-        found = text.find(mark, place)
+class MarkedCallParser(CallParser):
+    """Reads text up to a mark, and calls behind it."""
+
+    def __init__(self, start: str, *, beginnings: Sequence[str] = ()) -> None:
+        """`start`: the mark; `beginnings`: what an answer of calls begins with, one of them."""
+        super().__init__()
+        self._start, self._beginnings = start, beginnings
+        self._read = self._read_beginning if beginnings else self._read_text
+        self._opening = ""
+        """What was read before the first name: text, if it has none."""
+
+    def _read_beginning(self, text: str, place: int) -> int:
+        """Decide by the first characters whether the answer is of calls."""
+        begun = text[place:].lstrip(SPACES)
+        for mark in self._beginnings:
+            if begun.startswith(mark):
+                return self._open(text, place, len(text) - len(begun) + len(mark))
+            if mark.startswith(begun) and len(text) <= MAX_HELD_CHARS:
+                self._held = text[place:]
+                return len(text)
+        self._read = self._read_rest
+        return place
+
+    def _read_text(self, text: str, place: int) -> int:
+        """Give out the text before a mark; hold what may be its beginning."""
+        found = text.find(self._start, place)
         if found >= 0:
             # The line break before a call belongs to neither.
-            self._delta.add_text(text[place:found].rstrip(SPACES))
-            return found
+            shown = text[place:found].rstrip(SPACES)
+            self._delta.add_text(shown)
+            return self._open(text, place + len(shown), found + len(self._start))
         shown = text[place:]
-        kept = len(shown) - find_overlap(shown, mark)
+        kept = len(shown) - find_overlap(shown, self._start)
         kept = len(shown[:kept].rstrip(SPACES))
         if len(shown) - kept > MAX_HELD_CHARS:
             kept = len(shown)
         self._delta.add_text(shown[:kept])
         self._held = shown[kept:]
-        return None
+        return len(text)
+
+    def _open(self, text: str, place: int, behind: int) -> int:
+        """Keep a mark, with the spaces before it, and read on behind it."""
+        self._opening, self._read = text[place:behind], self._read_marked
+        return behind
+
+    def _read_marked(self, text: str, place: int) -> int:
+        """Read on behind a mark."""
+        raise NotImplementedError
+
+    def _refuse(self, raw: str) -> None:
+        """Take as text what looked like a call."""
+        self._delta.add_text(self._opening + raw)
+        self._opening, self._read = "", self._read_text
 
 
 class AllowedCallParser(CallParser):

@@ -6,7 +6,7 @@ number counts the calls of the whole conversation; the chat template shows a cal
 """
 
 from mmjax.frontend.output.reasoning import find_overlap
-from mmjax.frontend.output.tool_calls.deltas import MAX_HELD_CHARS, SPACES, CallParser
+from mmjax.frontend.output.tool_calls.deltas import MAX_HELD_CHARS, SPACES, MarkedCallParser
 from mmjax.frontend.output.tool_calls.json_scanner import MAX_NAME_CHARS
 
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -18,14 +18,11 @@ _CALL, _ARGUMENTS, _CALL_END = (
 _FUNCTIONS = "functions."
 
 
-class KimiCallParser(CallParser):
+class KimiCallParser(MarkedCallParser):
     """Calls in sections, each behind its id, which holds its function's name."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._read = self._read_text
-        self._opening = ""
-        """What was read of a section before its first call: text, if there is none."""
+        super().__init__(_SECTION)
         self._has_arguments = False
 
     def _end(self) -> None:
@@ -38,16 +35,7 @@ class KimiCallParser(CallParser):
 
     # ---- each reads on from `place`, and returns the index behind what it read ------------------
 
-    def _read_text(self, text: str, place: int) -> int:
-        found = self._find_mark(text, place, _SECTION)
-        if found is None:
-            return len(text)
-        before = text[place:found]
-        self._opening = before[len(before.rstrip(SPACES)) :] + _SECTION
-        self._read = self._read_section
-        return found + len(_SECTION)
-
-    def _read_section(self, text: str, place: int) -> int:
+    def _read_marked(self, text: str, place: int) -> int:
         """Read what stands between calls."""
         rest = text[place:]
         begun = rest.lstrip(SPACES)
@@ -94,19 +82,13 @@ class KimiCallParser(CallParser):
             return len(text)
         if not self._has_arguments:
             self._add_arguments("{}")
-        self._read = self._read_section
+        self._read = self._read_marked
         return found + len(_CALL_END)
 
     def _add_arguments(self, text: str) -> None:
         if text:
             self._has_arguments = self._has_arguments or bool(text.strip(SPACES))
             self._delta.add_call(self._num_calls - 1, arguments=text)
-
-    def _refuse(self, raw: str) -> None:
-        """Take as text what looked like a call."""
-        self._delta.add_text(self._opening + raw)
-        self._opening = ""
-        self._read = self._read_text
 
 
 def _name_of(call_id: str) -> str | None:

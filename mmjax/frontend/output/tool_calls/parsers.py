@@ -5,7 +5,7 @@ take the same way as streams. No regular expressions: a model's text may be a us
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from mmjax.frontend.output.tool_calls.deltas import (
     MAX_HELD_CHARS,
     SPACES,
     CallParser,
+    MarkedCallParser,
 )
 from mmjax.frontend.output.tool_calls.json_scanner import (
     MAX_NAME_CHARS,
@@ -28,9 +29,10 @@ from mmjax.frontend.output.tool_calls.json_scanner import (
     call_scanner,
 )
 from mmjax.frontend.output.tool_calls.kimi import KimiCallParser
-from mmjax.frontend.output.tool_calls.python_literals import parse_arguments
+from mmjax.frontend.output.tool_calls.python_literals import LiteralReader
 
 _FENCE = "```"
+_PYTHON_BEGINNINGS = (f"{_FENCE}tool_code", f"{_FENCE}python", "<|python_start|>", "[")
 _MAX_PYTHON_CHARS = 2**18
 
 
@@ -47,7 +49,7 @@ class NamedCallParser(CallParser):
         return len(text)
 
 
-class JsonCallParser(CallParser):
+class JsonCallParser(MarkedCallParser):
     """Calls as JSON objects, behind a mark or, without one, from the answer's beginning on.
 
     With `takes_names`, also as `name{...}` and `name[ARGS]{...}`.
@@ -56,21 +58,17 @@ class JsonCallParser(CallParser):
     def __init__(
         self,
         *,
-        start: str = "",
+        start: str,
         end: str = "",
-        unmarked: bool = False,
         takes_names: bool = False,
-        tool_names: Collection[str] = (),
+        tool_names: Collection[str] | None = None,
     ) -> None:
-        """`unmarked`: the answer may begin with a call without `start`, of a tool's name."""
-        super().__init__()
-        self._start, self._mark = start, end
+        """`tool_names`: the answer may begin with a call without `start`, of one of these."""
+        beginnings = () if tool_names is None else (start, f"{_FENCE}json", "[")
+        super().__init__(start, beginnings=beginnings)
+        self._mark = end
         self._takes_names = takes_names
-        self._tool_names = tool_names if unmarked else None
-        self._read = self._read_beginning if unmarked else self._read_text
-        self._opening = ""
-        """What was read of a call before its name: text, if it has none."""
-        self._is_opening = False
+        self._tool_names = tool_names
         self._call: JsonCallScanner | None = None
         self._arguments: ValueScanner | None = None
         self._is_named = False
@@ -85,41 +83,19 @@ class JsonCallParser(CallParser):
     # ---- each reads on from `place`, and returns the index behind what it read ------------------
 
     def _read_beginning(self, text: str, place: int) -> int:
-        """Decide by the first characters whether the answer is a call."""
         begun = text[place:].lstrip(SPACES)
-        for mark in (self._start, f"{_FENCE}json", "{", "["):
-            if begun.startswith(mark):
-                behind = len(text) - len(begun) + (0 if mark in ("{", "[") else len(mark))
-                self._opening, self._is_opening = text[place:behind], True
-                self._read = self._read_calls
-                return behind
-            if mark.startswith(begun) and len(text) <= MAX_HELD_CHARS:
-                self._held = text[place:]
-                return len(text)
-        self._start = ""
-        self._read = self._read_text
-        return place
+        if begun.startswith("{"):
+            return self._open(text, place, len(text) - len(begun))
+        return super()._read_beginning(text, place)
 
-    def _read_text(self, text: str, place: int) -> int:
-        if not self._start:
-            return self._read_rest(text, place)
-        found = self._find_mark(text, place, self._start)
-        if found is None:
-            return len(text)
-        before = text[place:found]
-        spaces = before[len(before.rstrip(SPACES)) :]
-        self._opening, self._is_opening = spaces + self._start, True
-        self._read = self._read_calls
-        return found + len(self._start)
-
-    def _read_calls(self, text: str, place: int) -> int:
+    def _read_marked(self, text: str, place: int) -> int:
         """Read what stands between calls: brackets, commas, the closing mark."""
         if self._mark and text.startswith(self._mark, place):
             self._read = self._read_text
             return place + len(self._mark)
         character = text[place]
         if character in SPACES + "[],;" and len(self._opening) < MAX_HELD_CHARS:
-            self._opening += character if self._is_opening else ""
+            self._opening += character if self._opening else ""
             return place + 1
         if character == "{":
             self._call, self._is_named = JsonCallScanner(), False
@@ -152,7 +128,7 @@ class JsonCallParser(CallParser):
                 self._delta.add_call(self._num_calls - 1, arguments=arguments)
         if call.is_done:
             self._call = None
-            self._read = self._read_calls
+            self._read = self._read_marked
         return end
 
     def _read_name(self, text: str, place: int) -> int:
@@ -181,43 +157,24 @@ class JsonCallParser(CallParser):
             self._read = self._read_text
         return end
 
-    def _refuse(self, raw: str) -> None:
-        """Take as text what looked like a call."""
-        self._delta.add_text(self._opening + raw)
-        self._opening, self._is_opening = "", False
-        self._read = self._read_text
-
     def _begin_call(self, name: str) -> None:
-        self._is_named, self._opening, self._is_opening = True, "", False
+        self._is_named, self._opening = True, ""
         self._delta.add_call(self._num_calls, name=name)
         self._num_calls += 1
 
 
-class PythonCallParser(CallParser):
+class PythonCallParser(MarkedCallParser):
     """The whole answer is a list of calls as Python writes them: `[f(a=1), g(b="x")]`.
 
     Also within a fence: "```tool_code". A call comes out when its closing bracket is there. With
     marks of their own such lists may stand anywhere in an answer.
     """
 
-    def __init__(
-        self,
-        *,
-        tool_names: Collection[str],
-        starts: Sequence[str] = ("```tool_code", "```python", "<|python_start|>", "["),
-        start: str = "",
-        end: str = _FENCE,
-    ) -> None:
-        """`starts`: what an answer of calls begins with, one of them; `end`: what may close them.
-
-        `start`: in place of `starts`, the mark before each list.
-        """
-        super().__init__()
+    def __init__(self, *, tool_names: Collection[str], start: str = "", end: str = _FENCE) -> None:
+        """`start`: the mark before each list, if lists have one; `end`: what may close them."""
+        super().__init__(start, beginnings=() if start else _PYTHON_BEGINNINGS)
         self._tool_names = tool_names
-        self._starts, self._start, self._mark = starts, start, end
-        self._read = self._read_text if start else self._read_beginning
-        self._opening = ""
-        """What was read before the first name."""
+        self._mark = end
         self._name = ""
         self._scanner: ValueScanner | None = None
         """Of the arguments of a call."""
@@ -227,47 +184,27 @@ class PythonCallParser(CallParser):
     def _end(self) -> None:
         if self._scanner is not None:
             self._delta.add_text(self._unread())
-        elif not self._num_calls or (self._read == self._read_text and self._held.strip(SPACES)):
+        elif not self._num_calls:
+            self._delta.add_text(self._opening + self._held)
+        elif self._read == self._read_text and self._held.strip(SPACES):
             self._delta.add_text(self._held)
 
-    def _read_text(self, text: str, place: int) -> int:
-        found = self._find_mark(text, place, self._start)
-        if found is None:
-            return len(text)
-        self._read = self._read_marked
-        return place + len(text[place:found].rstrip(SPACES))
-
     def _read_marked(self, text: str, place: int) -> int:
-        """Read on from the spaces before a mark: text, too, if no call comes of it."""
-        rest = text[place:]
-        return place + self._read_first_name(rest, rest.index(self._start) + len(self._start))
-
-    def _read_beginning(self, text: str, place: int) -> int:
-        begun = text[place:].lstrip(SPACES)
-        for mark in self._starts:
-            if begun.startswith(mark):
-                return self._read_first_name(text, len(text) - len(begun) + len(mark))
-            if mark.startswith(begun) and len(text) <= MAX_HELD_CHARS:
-                self._held = text[place:]
-                return len(text)
-        self._read = self._read_rest
-        return place
-
-    def _read_first_name(self, text: str, place: int) -> int:
         """Hold all back until the first name is there: else it is text that begins alike."""
         begun = text[place:].lstrip(SPACES + "[")
+        behind = len(text) - len(begun)
         name, bracket, _ = begun.partition("(")
-        is_open = not bracket and len(text) <= MAX_HELD_CHARS
+        is_open = not bracket and len(self._opening) + len(text) - place <= MAX_HELD_CHARS
         if is_open and self._begins_a_name(name):
-            self._held = text
+            self._held = text[place:]
             return len(text)
         if bracket and name.strip(SPACES) in self._tool_names:
             self._read = self._read_name
-            self._opening = text[: len(text) - len(begun)]
-            return len(text) - len(begun)
+            self._opening += text[place:behind]
+            return behind
+        self._refuse("")
         self._read = self._read_rest
-        self._delta.add_text(text)
-        return len(text)
+        return place
 
     def _begins_a_name(self, text: str) -> bool:
         """Whether a tool's name, also a whole one, may begin with a text: its bracket may follow.
@@ -310,9 +247,8 @@ class PythonCallParser(CallParser):
 
     def _end_call(self) -> None:
         try:
-            arguments = json.dumps(
-                parse_arguments("".join(self._arguments)[:-1]), ensure_ascii=False, allow_nan=False
-            )
+            found = LiteralReader("".join(self._arguments)[:-1]).arguments()
+            arguments = json.dumps(found, ensure_ascii=False, allow_nan=False)
         except ValueError:
             self._give_up()
             return
@@ -322,7 +258,7 @@ class PythonCallParser(CallParser):
 
     def _give_up(self) -> None:
         self._delta.add_text(self._unread())
-        self._read, self._scanner, self._arguments = self._read_rest, None, []
+        self._read, self._scanner, self._opening = self._read_rest, None, ""
 
     def _unread(self) -> str:
         """Return the text of a call that is none."""
@@ -379,7 +315,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     ),
     "llama3_json": ToolCallFormat(
         make=lambda functions: JsonCallParser(
-            start="<|python_tag|>", end=_FENCE, unmarked=True, tool_names=functions.keys()
+            start="<|python_tag|>", end=_FENCE, tool_names=functions.keys()
         ),
         keeps_special_tokens=True,
     ),

@@ -4,10 +4,13 @@ By hand: `ast` may exhaust the stack of the process over what a model wrote.
 """
 
 import sys
+from collections.abc import Callable
 from string import hexdigits
-from typing import Any
+from typing import Any, TypeVar
 
 from mmjax.frontend.output.tool_calls.deltas import SPACES
+
+T = TypeVar("T")
 
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _ESCAPES = {
@@ -22,18 +25,8 @@ _MAX_DEPTH = 32
 _MAX_NUMBER_CHARS = 40
 
 
-def parse_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments by name; ValueError for anything but names with literals."""
-    return LiteralReader(text).arguments()
-
-
-def parse_literal(text: str) -> Any:
-    """Return what one literal stands for; ValueError for anything else."""
-    return LiteralReader(text).literal()
-
-
 class LiteralReader:
-    """Reads literals from a text's beginning on."""
+    """Reads one literal, or a call's arguments; ValueError for anything else."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -66,11 +59,11 @@ class LiteralReader:
             case "'" | '"':
                 return self._string()
             case "[":
-                return self._list("[", "]", depth)
+                return self._members("[]", lambda: self._value(depth + 1))
             case "(":
-                return self._list("(", ")", depth)
+                return self._members("()", lambda: self._value(depth + 1))
             case "{":
-                return self._dict(depth)
+                return dict(self._members("{}", lambda: self._pair(depth + 1)))
             case character if character and character in "+-.0123456789":
                 return self._number()
             case _:
@@ -79,27 +72,22 @@ class LiteralReader:
                     raise ValueError("a name where a value should be")
                 return _WORDS[word]
 
-    def _list(self, opening: str, closing: str, depth: int) -> list[Any]:
+    def _members(self, brackets: str, read: Callable[[], T]) -> list[T]:
+        """Return what `read` finds between two brackets, with commas between."""
+        opening, closing = brackets
         self._expect(opening)
-        found: list[Any] = []
+        found: list[T] = []
         while self._peek() != closing:
-            found.append(self._value(depth + 1))
+            found.append(read())
             if self._peek() != closing:
                 self._expect(",")
         self._expect(closing)
         return found
 
-    def _dict(self, depth: int) -> dict[str, Any]:
-        self._expect("{")
-        found: dict[str, Any] = {}
-        while self._peek() != "}":
-            key = self._key()
-            self._expect(":")
-            found[key] = self._value(depth + 1)
-            if self._peek() != "}":
-                self._expect(",")
-        self._expect("}")
-        return found
+    def _pair(self, depth: int) -> tuple[str, Any]:
+        key = self._key()
+        self._expect(":")
+        return key, self._value(depth)
 
     def _key(self) -> str:
         return self._string()
