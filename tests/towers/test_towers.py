@@ -40,7 +40,11 @@ from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOc
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.host_inputs import find_places
-from mmjax.models.internvl.model import count_blocks, read_vision, rename_tower
+from mmjax.models.internvl.model import (
+    InternVLForConditionalGeneration,
+    count_blocks,
+    rename_tower,
+)
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.models.lfm2_vl.model import Lfm2VlForConditionalGeneration
 from mmjax.models.llama4.model import read_vision as read_llama4
@@ -78,7 +82,12 @@ NUM_PADDING = 7
 
 def read_internvit(vision_config: Any) -> ViTConfig:
     """Return the tower's configuration, of a model that reads its last state."""
-    return read_vision(SimpleNamespace(vision_config=vision_config, vision_feature_layer=-1))
+    config = SimpleNamespace(
+        vision_config=vision_config,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+    )
+    return InternVLForConditionalGeneration.read_tower(config)
 
 
 def make_llama4(config: Any) -> Any:

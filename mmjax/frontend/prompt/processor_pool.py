@@ -107,16 +107,12 @@ class ProcessorPool:
                 self._idle.append(processor)
 
     def fill(self, num_instances: int) -> None:
-        """Make processors until there are `num_instances`.
+        """Make processors, before any is borrowed, until there are `num_instances`.
 
-        To copy a large tokenizer stops all threads for a quarter of a second, so that it is better
-        done before there are requests.
+        To copy a large tokenizer stops all threads for a quarter of a second, requests' too.
         """
-        while self.num_instances < num_instances:
-            processor = self._make()
-            with self._lock:
-                # Behind the first, which requests one after the other share with its caches.
-                self._idle.insert(0, processor)
+        # Behind the first, which requests one after the other share with its caches.
+        self._idle[:0] = [self._make() for _ in range(num_instances - len(self._idle))]
 
     def _make(self) -> BaseMultiModalProcessor[Any]:
         tokenizer = copy.deepcopy(self.tokenizer)

@@ -266,7 +266,7 @@ def _as_is(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _lay_out(size: ImageSize, tiles: tuple[int, int], side: int, most_patches: int) -> Layout:
     cells = side**2 + number_cells(tiles, side)
     kept = cells[find_kept(size, *cells.shape)]
-    rows, columns = count_lines(len(kept), kept.shape[1], most_patches)
+    rows, columns = count_lines(kept.shape[0], kept.shape[1], most_patches)
     of_lines = _as_is(kept) if (rows, columns) == kept.shape else resample(kept, rows, columns)
     parts = zip(_as_is(np.arange(side**2)), of_lines, strict=True)
     taps, weights = (np.concatenate(pair) for pair in parts)
