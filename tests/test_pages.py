@@ -333,7 +333,7 @@ def test_the_messages_that_are_quoted_are_printed() -> None:
     assert len(quotes) > 20
     unknown: list[str] = []
     for quote in quotes:
-        parts = [part.strip() for part in quote.split("...") if part.strip()]
+        parts = [part.strip().removeprefix("` ") for part in quote.split("...") if part.strip()]
         assert max(map(len, parts)) > 10, f"{quote}: says too little to be found"
         unknown += [part for part in parts if not any(part in text for text in texts)]
     assert not unknown, f"nothing prints {unknown}"

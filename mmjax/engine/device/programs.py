@@ -165,10 +165,8 @@ class Programs:
         self.num_state_slots, self.states_per_seq = num_state_slots, states_per_seq
         self.max_encoder_len = max_encoder_len
         self.step_sizes = StepSizes(
-            max_blocks,
-            cdiv(max_encoder_len, block_size),
-            host_inputs.attends_to_items,
-            states_per_seq,
+            *(max_blocks, cdiv(max_encoder_len, block_size)),
+            *(host_inputs.attends_to_items, states_per_seq),
         )
         self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
         self.num_token_ids, self.dtype = shape.num_token_ids, shape.dtype
