@@ -113,8 +113,11 @@ class ListQuery(PageQuery):
     """Of files alone."""
 
 
+FilesAtOnce = Annotated[int, Field(ge=1, le=10_000)]
+"""As OpenAI has it, of files alone."""
+
+
 class FilesQuery(ListQuery):
     """The query of the list of files, of which more come at a time."""
 
-    limit: Annotated[int, Field(ge=1, le=10_000)] = 20
-    """As OpenAI has it."""
+    limit: FilesAtOnce = 20
