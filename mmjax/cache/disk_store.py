@@ -125,14 +125,15 @@ class DiskStore:
 
     # ---- reading -------------------------------------------------------------------------------
 
-    def get(self, key: bytes) -> memoryview | None:
-        """Return what was put, in memory of its own; None if it is not there, or is not right.
+    def get(self, key: bytes, memory: memoryview | None = None) -> memoryview | None:
+        """Return what was put, read-only; None if it is not there, or is not right.
 
-        The memory is read-only, and begins at a multiple of 16 bytes.
+        `memory`: bytes into which it is read, which are as long as it; None: it gets memory of its
+        own, which begins at a multiple of 16 bytes.
         """
         name = self._name(key)
         try:
-            content = self._check(key, self._read(name))
+            content = self._check(key, *self._read(name, _header_size(key), memory))
         except FileNotFoundError:
             self._count(misses=1)
             return None
@@ -143,31 +144,37 @@ class DiskStore:
         self._count(hits=1, bytes_read=len(content))
         return content
 
-    def _read(self, name: str) -> memoryview:
-        """Return a file's bytes, and mark it as used."""
+    def _read(
+        self, name: str, header_size: int, memory: memoryview | None
+    ) -> tuple[bytearray, memoryview]:
+        """Return a file's header and what is behind it, and mark it as used."""
         fd = os.open(name, _READ, dir_fd=self._fd)
         try:
             status = os.fstat(fd)
             if not _is_own_file(status):
                 raise PermissionError(f"it is no file of user {os.geteuid()}")
-            if status.st_size > self.max_bytes:
+            num_bytes = status.st_size - header_size
+            is_as_long = num_bytes >= 0 if memory is None else num_bytes == len(memory)
+            if status.st_size > self.max_bytes or not is_as_long:
                 raise _DamagedError(f"it has {status.st_size} bytes")
-            data = np.empty(status.st_size, np.uint8).data
+            header = bytearray(header_size)
+            content = np.empty(num_bytes, np.uint8).data if memory is None else memory
             done = 0
-            while number := os.readv(fd, [data[done:]]) if done < len(data) else 0:
+            while done < status.st_size:
+                views = [memoryview(header)[done:], content[max(0, done - header_size) :]]
+                if not (number := os.readv(fd, views)):
+                    raise _DamagedError(f"it ends after {done} bytes")
                 done += number
             # The directory may be read-only.
             with suppress(OSError):
                 os.utime(fd)
-            return data[:done].toreadonly()
+            return header, content.toreadonly()
         finally:
             os.close(fd)
 
-    def _check(self, key: bytes, data: memoryview) -> memoryview:
+    def _check(self, key: bytes, header: bytearray, content: memoryview) -> memoryview:
         """Return the content of a file, each byte of which must be right."""
-        start = _header_size(key)
-        content = data[start:]
-        if data[:start] != self._header(key, len(content), [content]):
+        if header != self._header(key, len(content), [content]):
             raise _DamagedError("it is not what was written")
         return content
 

@@ -70,6 +70,19 @@ def test_a_later_store_finds_what_was_put(tmp_path: Path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
 
 
+def test_a_content_may_be_read_into_memory_that_is_there(tmp_path: Path):
+    memory = memoryview(bytearray(b"." * 9))
+    with opened(tmp_path) as store:
+        put(store, b"key", b"content")
+        found = store.get(b"key", memory[1:8])
+        assert found == b"content"
+        assert found.readonly
+        assert memory == b".content."
+        assert store.get(b"key", memory[:0]) is None
+        assert not list(tmp_path.iterdir())  # it is not what its reader has written
+        assert (store.stats.hits, store.stats.damaged) == (1, 1)
+
+
 def test_a_file_is_written_once(tmp_path: Path):
     with opened(tmp_path) as store:
         put(store, b"key", b"content")
@@ -167,10 +180,11 @@ def test_a_truncated_or_longer_file_is_a_miss(tmp_path: Path):
         path = only_file(tmp_path)
         whole = path.read_bytes()
         wrong = [whole[:size] for size in range(len(whole))]
-        for content in [*wrong, whole + b"\0", bytes(LIMIT + 1)]:
-            path.write_bytes(content)
-            assert store.get(b"key") is None
-            assert not path.exists()
+        for memory in (None, memoryview(bytearray(200))):
+            for content in [*wrong, whole + b"\0", bytes(LIMIT + 1)]:
+                path.write_bytes(content)
+                assert store.get(b"key", memory) is None
+                assert not path.exists()
 
 
 def test_a_file_of_another_key_or_namespace_is_a_miss(tmp_path: Path):

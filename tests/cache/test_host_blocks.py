@@ -111,7 +111,9 @@ def test_what_is_restored_stays_in_its_slot_for_the_step() -> None:
 
 def test_what_is_read_for_a_request_is_copied_from_there_and_gets_no_slot() -> None:
     files = {name: memoryview(name) for name in HASHES[:3]}
-    reader = BlockReader(files.get, block_bytes=1, max_blocks=2, max_requests=1)
+    reader = BlockReader(
+        lambda name, memory: files.get(name), block_bytes=1, max_blocks=2, max_requests=1
+    )
     manager = make_manager(8, reader)
     fill(manager, "a", HASHES[:1])
     while not manager.is_read("b", HASHES[:4], 16):

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+
 from mmjax.cache.kv.block_hash import BlockHash
 
 _MAX_BYTES_AT_ONCE = 2**20
@@ -14,13 +16,13 @@ class BlockReader:
 
     def __init__(
         self,
-        get: Callable[[BlockHash], memoryview | None],
+        get: Callable[[BlockHash, memoryview], memoryview | None],
         *,
         block_bytes: int,
         max_blocks: int,
         max_requests: int,
     ) -> None:
-        """`get` reads a block of `block_bytes`; None: it is not there, or not right.
+        """`get` reads a block into `block_bytes` bytes; None: it is not there, or not right.
 
         `max_blocks`: of one request; `max_requests`: whose blocks are read at a time.
         """
@@ -83,9 +85,13 @@ class BlockReader:
 
     def _read(self, block_hashes: Sequence[BlockHash]) -> dict[BlockHash, memoryview]:
         read: dict[BlockHash, memoryview] = {}
-        for block_hash in block_hashes:
-            content = self._get(block_hash)
-            if content is None or len(content) != self._block_bytes:
+        # In one piece: NumPy has large ones in pages of 2 MiB, which takes less than to have the
+        # system give as much in pages of 4 KiB. What is not read takes no memory.
+        memory = np.empty(len(block_hashes) * self._block_bytes, np.uint8).data
+        for number, block_hash in enumerate(block_hashes):
+            start = number * self._block_bytes
+            content = self._get(block_hash, memory[start : start + self._block_bytes])
+            if content is None:
                 break
             read[block_hash] = content
         return read
