@@ -5,9 +5,11 @@ behind it: the host takes what has arrived with a later step, and waits only for
 for, or where more is on its way than was planned.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -18,12 +20,17 @@ from mmjax.cache.kv.block_hash import BlockHash
 from mmjax.cache.kv.kv_cache_manager import BlockCopy, BlockSource
 from mmjax.engine.device.programs import Programs
 from mmjax.layers.attention.kv_cache import KVCache
+from mmjax.rounding import round_up
 
 _T = TypeVar("_T")
 _CALL_SIZES = (1, 4, 16)
 """Blocks of a call. What is moved is divided into such calls."""
 _MAX_PADDING_BYTES = 2**20
 """Of a call: to move as much takes as long as another call."""
+_ALIGNMENT = 64
+"""Of an array's address: XLA copies others before a program of the CPU reads them."""
+_MAX_FREE_STAGES = 2
+"""Of each size of calls: one is filled while another is read."""
 
 
 class _Copy(NamedTuple):
@@ -33,6 +40,16 @@ class _Copy(NamedTuple):
     hashes: Sequence[BlockHash]
     arrays: Sequence[Any]
     """Of each of a block's arrays, those of all slots, and then padding, on the device."""
+
+
+class _Restore(NamedTuple):
+    """Blocks on their way to the device."""
+
+    size: int
+    """Of the call, in blocks."""
+    stage: Sequence[np.ndarray]
+    """Of each of a block's arrays, those of all blocks; read until `written` is ready."""
+    written: Any
 
 
 class HostPool:
@@ -59,19 +76,30 @@ class HostPool:
         self.bytes_per_block = programs.bytes_per_host_block
         self._max_staged = max(max_staged, _CALL_SIZES[-1])
         self._copies: deque[_Copy] = deque()
-        self._restores: deque[tuple[int, Any]] = deque()
-        """Blocks, and what is ready when they are written."""
+        self._restores: deque[_Restore] = deque()
+        self._free_stages: dict[int, list[Sequence[np.ndarray]]] = {
+            size: [] for size in _CALL_SIZES
+        }
+        """By the size of a call. Memory that was never written takes longer to write than to read
+        what is written there."""
         self.copied_bytes = self.restored_bytes = 0
         self.copied_s = self.restored_s = 0.0
         """Seconds of the host."""
 
     def warm_up(self, kv_cache: KVCache) -> KVCache:
-        """Compile all programs, over blocks whose content stays."""
+        """Compile all programs, over a block whose content stays, and write to stages once.
+
+        The block is restored as if it were read from a directory.
+        """
         for size in _CALL_SIZES:
             ids = self._programs.placement.give(np.zeros(size, np.int32))
             blocks = self._programs.gather_blocks(kv_cache, ids)
-            rows = self._programs.put_blocks([np.asarray(one) for one in blocks])
-            kv_cache, _ = self._programs.scatter_blocks(kv_cache, ids, rows)
+            content = memoryview(b"".join(np.asarray(one[0]).tobytes() for one in blocks))
+            stages = [self._stack([content] * size) for _ in range(_MAX_FREE_STAGES)]
+            rows = self._programs.put_blocks(stages[0])
+            kv_cache, written = self._programs.scatter_blocks(kv_cache, ids, rows)
+            jax.block_until_ready(written)
+            self._free_stages[size] = stages
         return kv_cache
 
     def move(
@@ -139,20 +167,30 @@ class HostPool:
         for part, size in self._divide(restored):
             sources, block_ids = zip(*part, strict=True)
             while self._restores and self._count_restores() + size > self._max_staged:
-                jax.block_until_ready(self._restores.popleft()[1])
-            rows = self._programs.put_blocks(self._stack(_pad(sources, size)))
+                jax.block_until_ready(self._restores[0].written)
+                self._end_restore()
+            stage = self._stack(_pad(sources, size))
+            rows = self._programs.put_blocks(stage)
             ids = self._programs.placement.give(np.array(_pad(block_ids, size), np.int32))
             kv_cache, written = self._programs.scatter_blocks(kv_cache, ids, rows)
-            self._restores.append((size, written))
+            self._restores.append(_Restore(size, stage, written))
             self.restored_bytes += len(sources) * self.bytes_per_block
         return kv_cache
 
-    def _stack(self, sources: Sequence[BlockSource]) -> list[np.ndarray]:
+    def _end_restore(self) -> None:
+        """Take the memory of blocks that are written, for others."""
+        done = self._restores.popleft()
+        free = self._free_stages[done.size]
+        if len(free) < _MAX_FREE_STAGES:
+            free.append(done.stage)
+
+    def _stack(self, sources: Sequence[BlockSource]) -> Sequence[np.ndarray]:
         """Copy blocks, so that what is on its way does not change with its slot."""
-        stacked = [np.empty((len(sources), *one.shape[1:]), one.dtype) for one in self._arrays]
+        free = self._free_stages[len(sources)]
+        stage = free.pop() if free else self._make_stage(len(sources))
         for place, source in enumerate(sources):
             start = 0
-            for array, slots in zip(stacked, self._arrays, strict=True):
+            for array, slots in zip(stage, self._arrays, strict=True):
                 row = array[place]
                 stop = start + row.nbytes
                 if isinstance(source, int):
@@ -160,7 +198,21 @@ class HostPool:
                 else:
                     row[...] = np.frombuffer(source[start:stop], row.dtype).reshape(row.shape)
                 start = stop
-        return stacked
+        return stage
+
+    def _make_stage(self, size: int) -> Sequence[np.ndarray]:
+        """Return memory for the blocks of a call."""
+        shapes = [(size, *one.shape[1:]) for one in self._arrays]
+        lengths = [
+            round_up(math.prod(shape) * one.itemsize, _ALIGNMENT)
+            for shape, one in zip(shapes, self._arrays, strict=True)
+        ]
+        memory = np.empty(sum(lengths) + _ALIGNMENT, np.uint8)
+        starts = accumulate(lengths, initial=-memory.ctypes.data % _ALIGNMENT)
+        return [
+            np.ndarray(shape, one.dtype, memory, start)
+            for shape, one, start in zip(shapes, self._arrays, starts, strict=False)
+        ]
 
     def _divide(self, blocks: Sequence[_T]) -> Iterator[tuple[Sequence[_T], int]]:
         """Yield blocks in parts, each with the blocks of its call: the fewest calls."""
@@ -176,11 +228,11 @@ class HostPool:
         return sum(one.arrays[0].shape[0] for one in self._copies)
 
     def _count_restores(self) -> int:
-        return sum(number for number, _ in self._restores)
+        return sum(one.size for one in self._restores)
 
     def _take_arrived(self) -> None:
-        while self._restores and self._restores[0][1].is_ready():
-            self._restores.popleft()
+        while self._restores and self._restores[0].written.is_ready():
+            self._end_restore()
         while self._copies and all(array.is_ready() for array in self._copies[0].arrays):
             self._take(self._copies.popleft())
 
