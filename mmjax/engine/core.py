@@ -316,9 +316,10 @@ class EngineCore:
 
     def _run_ahead(self) -> bool:
         can_run = not self.is_sleeping and not self._weights.num_missing
-        if not can_run or self._runner.run_ahead():
+        num_used = self._scheduler.kv_cache.num_ever_used
+        if not can_run or self._runner.run_ahead(num_used):
             return can_run
-        return self._draft is not None and self._draft.runner.run_ahead()
+        return self._draft is not None and self._draft.runner.run_ahead(num_used)
 
     def _wait(self) -> None:
         """Wait a little for what lets a request start, or go on."""
@@ -718,7 +719,8 @@ class EngineCore:
     def _measure_memory(self) -> dict[str, int]:
         cache, pool, kv = self._receiver_cache, self._runner.host_pool, self._scheduler.kv_cache
         items = 0 if cache is None else cache.currsize
-        known = {**self._host_bytes(kv.num_ever_used), "processed_items": items}
+        num_blocks = max(kv.num_ever_used, self._runner.num_taken)
+        known = {**self._host_bytes(num_blocks), "processed_items": items}
         if kv.host is not None and pool is not None:
             known["kv_offload"] = kv.host.num_used * pool.bytes_per_block
         return resident_by_cause(known)

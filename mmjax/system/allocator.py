@@ -1,6 +1,7 @@
 """What is not used is returned to the system: freed memory, pages of files, pages of zeros.
 
-What is read again and again may lie in large pages. Without effect on other systems than Linux with
+What will be written soon can be taken before, and what is read again and again may lie in large
+pages. Without effect on other systems than Linux with
 glibc.
 """
 
@@ -15,6 +16,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _MMAP_THRESHOLD_BYTES = 2**20
 _MADV_DONTNEED = 4  # mman.h of Linux
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # from Linux 5.14 on
 _MADV_COLLAPSE = 25  # from Linux 6.1 on; older ones do it in the background
 _LARGE_PAGE_BYTES = 2**21
 
@@ -68,6 +70,19 @@ def return_pages_of_zeros(address: int, num_bytes: int) -> None:
     size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if libc is not None and size > 0:
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
+
+
+def take_pages(address: int, num_bytes: int) -> None:
+    """Have the system give memory that will be written; what is in it stays.
+
+    Else it gives each page when it is first written, for which the processor waits: on a virtual
+    machine about 2 us for 4 KiB. Where the system refuses, nothing changes.
+    """
+    libc = _glibc()
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    size = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE - start
+    if libc is not None and num_bytes > 0:
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
 
 def use_large_pages(address: int, num_bytes: int) -> None:

@@ -349,6 +349,32 @@ def test_a_block_takes_memory_when_it_is_first_written() -> None:
     cache = arrays.state.kv_cache
     assert sum(one.nbytes for one in jax.tree.leaves(cache)) > 2**28 - 2**20
     assert not any(np.asarray(one).any() for one in jax.tree.leaves(cache))
+    # Or before it is written, when nothing runs.
+    num_taken = num_blocks // 2
+    programs.take_blocks(cache, 0, num_taken)
+    taken = resident_by_cause({})["rest"] - before
+    assert 0.9 < taken / (num_taken * programs.bytes_per_block) < 1.5
+
+
+def test_an_idle_engine_has_memory_for_the_next_blocks() -> None:
+    core = tiny_engine(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=64)
+    runner = core._runner
+    prompt = [2 + n for n in range(40)]
+    expected = answer_all(core, [message("a", [prompt], max_tokens=2)])
+    runner._num_ahead = 5
+    core.step()
+    num_used = core._scheduler.kv_cache.num_ever_used
+    assert runner.num_taken == num_used + 5 < 64
+    taken_bytes = runner.num_taken * runner._programs.bytes_per_block
+    assert core.stats().memory_bytes["kv_cache"] == taken_bytes
+    # What is in the blocks stays, and is found.
+    assert answer_all(core, [message("b", [prompt], max_tokens=2)]) == expected
+    runner._num_ahead = 100
+    core.step()
+    assert runner.num_taken == 64
+    core.sleep()
+    core.wake_up()
+    assert runner.num_taken == 0
 
 
 def test_only_blocks_that_were_used_count_as_memory() -> None:

@@ -300,7 +300,7 @@ def gather_blocks(kv_cache: KVCache, ids: Int[Array, " n"]) -> list[Shaped[Array
 
     A call costs the host time for each array that it moves.
     """
-    arrays = jax.tree.leaves(_find_paged(kv_cache))
+    arrays = jax.tree.leaves(find_paged(kv_cache))
     return [jnp.stack([arrays[place][ids] for place in alike], axis=1) for alike in _group(arrays)]
 
 
@@ -311,7 +311,7 @@ def scatter_blocks(
 
     Returns the cache, and an array that is ready when it is, and is never donated.
     """
-    paged = _find_paged(kv_cache)
+    paged = find_paged(kv_cache)
     arrays, structure = jax.tree.flatten(paged)
     for alike, rows in zip(_group(arrays), blocks, strict=True):
         for number, place in enumerate(alike):
@@ -327,7 +327,7 @@ def _group(arrays: Sequence[Array]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _find_paged(kv_cache: KVCache) -> KVCache:
+def find_paged(kv_cache: KVCache) -> KVCache:
     """Return the caches of layers with blocks, which stand before those of recurrent ones."""
     return tuple(one for one in kv_cache if not isinstance(one, StateCache))
 

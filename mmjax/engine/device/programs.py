@@ -36,6 +36,7 @@ from mmjax.engine.device.functions import (
     copy_states,
     encode,
     encode_prompts,
+    find_paged,
     gather_blocks,
     join_states,
     keep_states,
@@ -53,6 +54,7 @@ from mmjax.engine.device.sampler import SampleTables, empty_tables
 from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, SampleBucket, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
 from mmjax.layers.attention.kv_cache import (
+    KVCache,
     KVCacheSpec,
     LayerCache,
     StateCache,
@@ -66,7 +68,7 @@ from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
 from mmjax.layers.quantization import PackedLinear
 from mmjax.models.host_inputs import HostInputs
 from mmjax.rounding import cdiv
-from mmjax.system.allocator import return_pages_of_zeros
+from mmjax.system.allocator import return_pages_of_zeros, take_pages
 from mmjax.weights.sharding import param_sharding
 
 # ---- the jitted functions ----------------------------------------------------------------------
@@ -349,7 +351,7 @@ class Programs:
     def make_arrays(self, num_blocks: int) -> DeviceArrays:
         """Allocate everything but the caches that are lent, zeroed.
 
-        On the CPU a block takes memory when it is first written, and not before.
+        On the CPU a block takes memory when it is first written, or by `take_blocks`.
         """
         return jax.tree.map(self._make_zeros, self._drop_lent(self.describe_arrays(num_blocks)))
 
@@ -359,6 +361,16 @@ class Programs:
             for shard in jax.block_until_ready(zeros).addressable_shards:
                 return_pages_of_zeros(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
         return zeros
+
+    def take_blocks(self, kv_cache: KVCache, first: int, stop: int) -> None:
+        """Have the system give the memory of some blocks of the CPU before they are written."""
+        if self.placement.platform != "cpu":
+            return
+        for array in jax.tree.leaves(find_paged(kv_cache)):
+            for shard in array.addressable_shards:
+                block_bytes = shard.data.nbytes // len(shard.data)
+                address = shard.data.unsafe_buffer_pointer() + first * block_bytes
+                take_pages(address, (stop - first) * block_bytes)
 
     def describe_arrays(self, num_blocks: int) -> DeviceArrays:
         """Return shapes, dtypes and shardings of all arrays."""

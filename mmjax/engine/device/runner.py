@@ -45,6 +45,8 @@ from mmjax.weights.adapter import fill_slot
 
 logger = get_logger(__name__)
 
+_AHEAD_BYTES = 2**24
+"""Of KV blocks whose memory is taken while nothing runs: a few milliseconds."""
 _KINDS = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
 """Of a sample with each of `SampleTables`, in their order."""
 
@@ -157,6 +159,7 @@ class ModelRunner:
         """Ready once the last encoder call has run."""
         self._is_leading = False
         """Whether every call is broadcast to following processes."""
+        self._num_ahead = _AHEAD_BYTES // max(programs.bytes_per_block, 1)
         self._has_tower_adapters = programs.adapted is not None and programs.adapted.has_towers
         self.make_arrays()
 
@@ -211,6 +214,8 @@ class ModelRunner:
 
     def make_arrays(self) -> None:
         """Allocate all caches."""
+        self.num_taken = 0
+        """Of the first KV blocks, those whose memory was taken before they are written."""
         self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
         self.write_extra()
         self._adapters = self._programs.make_adapters()
@@ -637,12 +642,17 @@ class ModelRunner:
             jax.block_until_ready((self._state, self._pool))
         jax.device_get(self._previous)
 
-    def run_ahead(self) -> bool:
+    def run_ahead(self, num_used: int) -> bool:
         """Run one program for the first time, on padding; False: none is left that is worth it.
 
         So no request waits for what a first run prepares: products of XLA's library on the CPU, one
-        to three milliseconds each, kernels and graphs on a GPU. Nothing may be in flight.
+        to three milliseconds each, kernels and graphs on a GPU. Nor does it for the memory of the
+        first blocks behind those `num_used` ones that were ever written. Nothing may be in flight.
         """
+        num_taken = min(num_used + self._num_ahead, self._num_blocks)
+        if self.num_taken < num_taken:
+            self._programs.take_blocks(self._state.kv_cache, self.num_taken, num_taken)
+            self.num_taken = num_taken
         return not self._placement.is_shared and self._compiled.run_ahead(self._run_first)
 
     def _run_first(self, key: ProgramKey) -> None:
