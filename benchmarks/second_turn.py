@@ -29,12 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from mmjax import LLM, SamplingParams
+from mmjax.engine.core import EngineCore
 from tests.families.directories import edit_json
 from tests.families.qwen3_vl import QWEN3_5, write_files
 from tests.kit import IMAGE_START, draw, tiny_gemma3_checkpoint
 
 QUESTIONS = (16, 48, 96, 160)
 """Tokens of the second question."""
+_REST_S = 0.5
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 SETTINGS: dict[str, Any] = {
     "max_model_len": 2048,
@@ -187,9 +189,7 @@ def measure_levels(model: str | None, repeats: int) -> dict[str, list[tuple[floa
         for number in range(repeats + 1):
             with LLM(model, **settings) as llm:
                 asker, core, earlier = Asker(llm, IMAGE_START, 640), llm.engine, turns
-                core.step()
-                while core.is_warming:  # as a server's loop does when it is idle
-                    core.step()
+                rest(core)
                 # What the next engine is asked, and finds in the directories: about one picture
                 # for its first hit, with what a program's first run costs, and about another.
                 turns = []
@@ -198,25 +198,41 @@ def measure_levels(model: str | None, repeats: int) -> dict[str, list[tuple[floa
                     said = asker.first_turn(first, 8) + asker.question(48 if model else 40)
                     turns.append({**first, "prompt_token_ids": said})
                     asker.first_token(turns[-1])
-                core.step()
                 if not earlier:
+                    rest(core)
                     continue
                 times = {}
                 for name, last in zip(("directory, first", "directory"), earlier, strict=True):
+                    rest(core)
                     times[name] = asker.first_token(last)
                     (item,), stages = asker.output.items, asker.output.times
                     assert (item.processing, item.encoding) == ("disk", "prefix_cache")
                     assert stages.decode == stages.encode == 0.0
                 last = earlier[-1]
+                rest(core)
                 times["device"] = asker.first_token(last)
                 core._scheduler.reset_prefix_cache(keeps_host=True)
+                rest(core)
                 times["host memory"] = asker.first_token(last)
                 core._scheduler.kv_cache.leave_directory()
                 core.reset_prefix_cache()
+                rest(core)
                 times["nowhere"] = asker.first_token(last)
                 for name, found in times.items():
                     rows.setdefault(name, []).append(found)
     return rows
+
+
+def rest(core: EngineCore) -> None:
+    """Do what a server's engine does between requests, and wait.
+
+    So what comes next meets what every request on a quiet server does: files are written, and
+    processors have slept.
+    """
+    core.step()
+    while core.is_warming:
+        core.step()
+    time.sleep(_REST_S)
 
 
 def print_levels(model: str | None, repeats: int) -> None:
