@@ -26,7 +26,6 @@ class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Complete: with a seed, unless it is greedy."""
     eos_token_ids: list[int] = []
     """Tokens that end the text unless `ignore_eos`; the first is the tokenizer's EOS."""
-    arrival_time: float = 0.0
     deadline: float | None = None
     """By when it must be finished, in `time.monotonic()` seconds; None: no limit."""
     priority: int = 0

@@ -273,7 +273,6 @@ def contradictory(request_id: str, rng: random.Random) -> EngineCoreRequest:
         "lora_name": "",
         "encoder_prompt_token_ids": [],
         "priority": -(2**60),
-        "arrival_time": float("nan"),
         "deadline": rng.choice((float("nan"), float("inf"), 1e300)),
     }
     kept = {name: value for name, value in changes.items() if rng.random() < 0.2}

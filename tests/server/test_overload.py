@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,17 @@ from tests.server.test_wire import CHAT, MESSAGES, PROMPTLY_S, Wire
 def full(tiny_gemma3: Path) -> Iterator[Wire]:
     """A server of two requests, which has them, and will not be done with them."""
     wire = Wire(str(tiny_gemma3), "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
-    body = json.dumps({"prompt": [5, STUCK_TOKEN]}).encode()
-    held = [wire.send("/v1/completions", body) for _ in range(2)]
-    deadline = time.monotonic() + PROMPTLY_S * 10
-    # Two threads may write it into one line.
-    while "".join(wire.served.lines).count("stuck") < 2:
-        assert time.monotonic() < deadline, wire.served.output
-        time.sleep(0.02)
-    yield wire
-    for connection in held:
-        connection.close()
-    wire.served.end()
+    with ExitStack() as stack:
+        stack.callback(wire.served.end)
+        body = json.dumps({"prompt": [5, STUCK_TOKEN]}).encode()
+        for _ in range(2):
+            stack.enter_context(wire.send("/v1/completions", body))
+        deadline = time.monotonic() + PROMPTLY_S * 10
+        # Two threads may write it into one line.
+        while "".join(wire.served.lines).count("stuck") < 2:
+            assert time.monotonic() < deadline, wire.served.output
+            time.sleep(0.02)
+        yield wire
 
 
 def test_a_request_without_room_is_refused_before_its_body_is_read(full: Wire) -> None:

@@ -7,7 +7,6 @@ Knows nothing of HTTP, of chat or of the engine.
 """
 
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -231,7 +230,6 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             sampling_params=self._complete(params, num_prompt_tokens=len(token_ids)),
             eos_token_ids=self._eos_token_ids(),
-            arrival_time=time.time(),
             deadline=request.deadline,
             priority=request.priority,
             cache_salt=parts.cache_salt,
