@@ -45,8 +45,8 @@ from mmjax.weights.adapter import fill_slot
 
 logger = get_logger(__name__)
 
-_AHEAD_BYTES = 2**24
-"""Of KV blocks whose memory is taken while nothing runs: a few milliseconds."""
+_AHEAD_TOKENS, _AHEAD_BYTES = 1024, 2**24
+"""Of KV blocks whose memory is taken while nothing runs, at most: a few milliseconds."""
 _KINDS = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
 """Of a sample with each of `SampleTables`, in their order."""
 
@@ -159,7 +159,9 @@ class ModelRunner:
         """Ready once the last encoder call has run."""
         self._is_leading = False
         """Whether every call is broadcast to following processes."""
-        self._num_ahead = _AHEAD_BYTES // max(programs.bytes_per_block, 1)
+        self._num_ahead = min(
+            _AHEAD_TOKENS // programs.block_size, _AHEAD_BYTES // max(programs.bytes_per_block, 1)
+        )
         self._has_tower_adapters = programs.adapted is not None and programs.adapted.has_towers
         self.make_arrays()
 
