@@ -660,6 +660,11 @@ class EngineCore:
         """Drop the hashes of all blocks; running requests keep their blocks."""
         self._scheduler.reset_prefix_cache()
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        return len(self._scheduler.waiting)
+
     def stats(self) -> Heartbeat:
         """Return the current statistics. Thread-safe."""
         scheduler = self._scheduler
@@ -668,7 +673,7 @@ class EngineCore:
         disk = self._runner.disk_stats
         return Heartbeat(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=self.num_waiting,
             kv_cache_usage=scheduler.kv_cache.usage,
             num_compilations=self.compilations,
             num_programs_left=self.num_programs_left,

@@ -707,9 +707,8 @@ class LLM(PoolingMethods):
             processing.popleft().result()
         if processing and not self._committed and not self.engine.has_unfinished():
             processing.popleft().result()
-        while (
-            self._committed and self.engine.stats().num_waiting < self.config.scheduler.max_num_seqs
-        ):
+        max_waiting = self.config.scheduler.max_num_seqs
+        while self._committed and self.engine.num_waiting < max_waiting:
             committed = self._committed.popleft()
             if committed.request.request_id not in added:
                 added.add(committed.request.request_id)
