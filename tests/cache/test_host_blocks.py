@@ -2,7 +2,11 @@
 
 import random
 from concurrent.futures import wait
+from unittest.mock import patch
 
+import pytest
+
+from mmjax.cache.kv import block_reader
 from mmjax.cache.kv.block_reader import BlockReader
 from mmjax.cache.kv.host_blocks import HostBlocks
 from mmjax.cache.kv.kv_cache_manager import BlockCopy, KVCacheManager
@@ -109,13 +113,20 @@ def test_what_is_restored_stays_in_its_slot_for_the_step() -> None:
     assert [manager.host.find(name) for name in HASHES[:2]] == [slot for slot, _ in restored]
 
 
-def test_what_is_read_for_a_request_is_copied_from_there_and_gets_no_slot() -> None:
+@pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.parametrize("idle_s", [block_reader._MAX_IDLE_S, -1.0])
+def test_what_is_read_for_a_request_is_copied_from_there_and_gets_no_slot(
+    is_idle: bool, idle_s: float
+) -> None:
     files = {name: memoryview(name) for name in HASHES[:3]}
     reader = BlockReader(
         lambda name, memory: files.get(name), block_bytes=1, max_blocks=2, max_requests=1
     )
     manager = make_manager(8, reader)
     fill(manager, "a", HASHES[:1])
+    with patch.object(block_reader, "_MAX_IDLE_S", idle_s):
+        is_read = manager.is_read("b", HASHES[:4], 16, is_idle=is_idle)
+    assert is_read or not is_idle or idle_s < 0
     while not manager.is_read("b", HASHES[:4], 16):
         wait(manager.pending, 1.0)
     assert manager.count_cached_tokens("b", HASHES[:4], 16) == 12

@@ -1,14 +1,15 @@
 """Reads KV blocks from a directory for requests that wait, in a thread. Hashes and bytes only."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash
 
-_MAX_BYTES_AT_ONCE = 2**23
-"""Of blocks that are read in the caller's thread: 3 ms."""
+_MAX_IDLE_S = 0.005
+"""Seconds for which blocks are read in the caller's thread."""
 
 
 class BlockReader:
@@ -42,18 +43,19 @@ class BlockReader:
     ) -> None:
         """Begin to read a prefix, up to the first block that is not there, if there is room.
 
-        `is_idle`: nobody else waits for this thread, so that a little is read in it: to hand it to
-        another one takes longer than to read a few blocks.
+        `is_idle`: nobody else waits for this thread, so that it reads what it can in a moment: to
+        hand a few blocks to another one takes longer than to read them.
         """
         if len(self.pending) >= self._max_requests:
             return
-        asked = list(block_hashes[: self._max_blocks])
-        if is_idle and len(asked) * self._block_bytes <= _MAX_BYTES_AT_ONCE:
+        blocks = self._read(list(block_hashes[: self._max_blocks]))
+        read: dict[BlockHash, memoryview] = {}
+        if is_idle and _take_briefly(blocks, read):
             done: Future[dict[BlockHash, memoryview]] = Future()
-            done.set_result(self._read(asked))
+            done.set_result(read)
             self._jobs[request_id] = done
         else:
-            self._jobs[request_id] = self._pool.submit(self._read, asked)
+            self._jobs[request_id] = self._pool.submit(lambda: read | dict(blocks))
 
     def is_done(self, request_id: str) -> bool:
         """Whether a request's blocks are read."""
@@ -83,8 +85,8 @@ class BlockReader:
         """What is being read."""
         return [job for job in self._jobs.values() if job is not None and not job.done()]
 
-    def _read(self, block_hashes: Sequence[BlockHash]) -> dict[BlockHash, memoryview]:
-        read: dict[BlockHash, memoryview] = {}
+    def _read(self, block_hashes: Sequence[BlockHash]) -> Iterator[tuple[BlockHash, memoryview]]:
+        """Yield blocks up to the first that is not there, as they are read."""
         # In one piece: NumPy has large ones in pages of 2 MiB, which takes less than to have the
         # system give as much in pages of 4 KiB. What is not read takes no memory.
         memory = np.empty(len(block_hashes) * self._block_bytes, np.uint8).data
@@ -92,6 +94,17 @@ class BlockReader:
             start = number * self._block_bytes
             content = self._get(block_hash, memory[start : start + self._block_bytes])
             if content is None:
-                break
-            read[block_hash] = content
-        return read
+                return
+            yield block_hash, content
+
+
+def _take_briefly(
+    blocks: Iterable[tuple[BlockHash, memoryview]], read: dict[BlockHash, memoryview]
+) -> bool:
+    """Add blocks to what was read, for a moment; return whether these are all."""
+    deadline = time.perf_counter() + _MAX_IDLE_S
+    for block_hash, content in blocks:
+        read[block_hash] = content
+        if time.perf_counter() > deadline:
+            return False
+    return True
