@@ -76,7 +76,7 @@ def take_pages(address: int, num_bytes: int) -> None:
     """Have the system give memory that will be written; what is in it stays.
 
     Else it gives each page when it is first written, for which the processor waits: on a virtual
-    machine about 2 us for 4 KiB. Where the system refuses, nothing changes.
+    machine 2 to 3 us for 4 KiB. Where the system refuses, nothing changes.
     """
     libc = _glibc()
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
