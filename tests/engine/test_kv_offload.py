@@ -293,6 +293,21 @@ def test_little_room_for_what_is_on_its_way() -> None:
     assert core.stats().kv_offload_hits > 0
 
 
+def test_memory_that_a_device_still_reads_is_not_written_again() -> None:
+    core = tiny_engine(**SIZES, kv_offload_gb=ROOMY_GB)
+    pool, cache = core._runner.host_pool, core._runner._state.kv_cache
+    assert pool is not None
+    for _ in range(4):  # more than are kept
+        cache = pool._restore(cache, [(0, 0)])
+    stages = [one.stage for one in pool._restores]
+    addresses = [array.ctypes.data for stage in stages for array in stage]
+    assert len(set(addresses)) == 4 * len(stages[0])
+    assert not any(address % 64 for address in addresses)
+    jax.block_until_ready(cache)
+    cache = pool.move(cache, [], [(0, 0)])
+    assert any(pool._restores[-1].stage is stage for stage in stages)
+
+
 def test_what_has_not_arrived_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     core = tiny_engine(**SIZES, kv_offload_gb=ROOMY_GB)
     monkeypatch.setattr(core._runner.host_pool, "_take_arrived", lambda: None)
