@@ -131,9 +131,12 @@ class DecodeWorkers:
 
 
 def _checked_header(reply: Mapping[str, Any], limits: MediaLimits) -> ImageHeader:
-    width, height, has_transparency = _integers(reply["header"], 3)
+    *sizes, has_transparency, is_turned = reply["header"]
+    width, height = _integers(sizes, 2)
+    if has_transparency not in (True, False) or is_turned not in (True, False, None):
+        raise ValueError("a worker process gave a wrong reply")
     check_image_size((width, height), limits)
-    return ImageHeader(width, height, bool(has_transparency))
+    return ImageHeader(width, height, has_transparency, is_turned)
 
 
 def _checked_video_header(reply: Mapping[str, Any], limits: MediaLimits) -> VideoHeader:

@@ -24,6 +24,10 @@ BYTES_PER_PIXEL = 4
 """What a decoded pixel takes: Pillow pads RGB to four bytes."""
 
 _WHITE = (255, 255, 255)
+_SIDEWAYS = (5, 6, 7, 8)
+"""Orientations whose upright image has its sides swapped."""
+_PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+"""Chunks of a PNG that may have an orientation."""
 _TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
 
 
@@ -33,6 +37,15 @@ class ImageHeader(NamedTuple):
     width: int
     height: int
     has_transparency: bool
+    is_turned: bool | None
+    """Whether the upright image has its sides swapped; None where its pixels are needed to tell."""
+
+    @property
+    def upright_size(self) -> tuple[int, int] | None:
+        """The width and height of the upright image; None where the pixels tell."""
+        if self.is_turned is None:
+            return None
+        return (self.height, self.width) if self.is_turned else (self.width, self.height)
 
     @property
     def num_decoded_bytes(self) -> int:
@@ -84,7 +97,19 @@ def _open_image(
     if tags is not None:  # TIFF decodes tile by tile, and one may be larger than the image
         tile = (tags.get(_TIFF_TILE_WIDTH, 1), tags.get(_TIFF_TILE_LENGTH, 1))
         check_image_size(tile, limits, param=param)
-    return image, ImageHeader(*image.size, _has_transparency(image))
+    return image, ImageHeader(*image.size, _has_transparency(image), _is_turned(image, data))
+
+
+def _is_turned(image: Image.Image, data: bytes) -> bool | None:
+    # Pillow turns some TIFFs while it decodes, and decodes a PNG to find EXIF behind its pixels.
+    if image.format == "TIFF":
+        return None
+    if image.format == "PNG":
+        return None if any(name in data for name in _PNG_EXIF) else False
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1) in _SIDEWAYS
+    except Exception:  # as `_turn_upright`
+        return False
 
 
 def _read_size(data: bytes) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.host_inputs import EncoderSpec, HostInputs
 from mmjax.models.registry import ProcessorFactories
+from mmjax.processing.answers import END_OF_REASONING, AnswerForm, AskedImage, KnownImages
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.image_processors.image import check_pixel_size
@@ -94,8 +95,8 @@ class FamilyInfo(BaseProcessingInfo):
     adds_special_tokens: ClassVar[bool] = True
     """Whether the tokenizer adds its own to a text, where a request does not say; else the chat
     template writes BOS."""
-    max_answer_images: ClassVar[float] = 0
-    """Answers about so many images, at most, are read by `read_answer`."""
+    answer_form: ClassVar[AnswerForm | None] = None
+    """How its answers write boxes or points; None: it was trained on none."""
 
     # ---- what most rows say: an item is so many units of one size --------------------------------
 
@@ -305,15 +306,16 @@ class FamilyInfo(BaseProcessingInfo):
         return most
 
     def parse_answer(
-        self, token_ids: Sequence[int], *, image_sizes: Sequence[ImageSize]
+        self, token_ids: Sequence[int], *, images: Sequence[AskedImage]
     ) -> Mapping[str, Any]:
-        """Return an answer's boxes or points; `image_sizes`: of the prompt's images, as sent."""
+        """Return an answer's boxes or points, of what follows its reasoning."""
+        assert self.answer_form is not None
         text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
-        return self.read_answer(text, image_sizes)
+        return self.answer_form.read(text.rpartition(END_OF_REASONING)[2], images)
 
-    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
-        """Return the same of an answer's text, special tokens included."""
-        raise NotImplementedError(f"{type(self).__name__} reads no answers")
+    def find_seen_size(self, size: ImageSize, mm_kwargs: Mapping[str, object]) -> ImageSize:
+        """Return what an image of this size is resized to, of a form that counts its pixels."""
+        raise NotImplementedError(f"{type(self).__name__} says no sizes")
 
     def choose_items(
         self, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, object]
@@ -513,6 +515,11 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
     called for the items' tensors alone.
     """
 
+    @cached_property
+    def known_images(self) -> KnownImages:
+        """The sizes of images that were seen lately."""
+        return KnownImages()
+
     def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
@@ -531,13 +538,24 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
         return list(self.info.get_tokenizer().encode(self.info.frame_text(prompt), **kwargs))
 
     def _get_answer_parser(
-        self, prompt: str | list[int], mm_items: MultiModalDataItems
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
+        names: Mapping[str, Sequence[str]],
     ) -> AnswerParser | None:
         """Return the row's, for answers about images whose sizes are all known."""
-        sizes = self.find_image_sizes(mm_items) if self.info.max_answer_images else None
-        if sizes is None or len(sizes) > self.info.max_answer_images:
+        form = self.info.answer_form
+        if form is None or not 1 <= len(names.get("image", ())) <= form.max_images:
             return None
-        return partial(self.info.parse_answer, image_sizes=sizes)
+        found = self.find_image_sizes(mm_items, names)
+        if found is None:
+            return None
+        find = self.info.find_seen_size
+        images = [
+            one._replace(seen=find(one.seen, mm_kwargs)) if form.in_pixels else one for one in found
+        ]
+        return partial(self.info.parse_answer, images=images)
 
     def _call_hf_processor(
         self,
@@ -552,24 +570,36 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
             check_pixel_size(outputs["pixel_values"], size.height, size.width)
         return outputs
 
-    def find_image_sizes(self, mm_items: MultiModalDataItems) -> list[ImageSize] | None:
-        """Return the sizes of a prompt's images as they were sent, in pixels.
+    def find_image_sizes(
+        self, mm_items: MultiModalDataItems, names: Mapping[str, Sequence[str]]
+    ) -> list[AskedImage] | None:
+        """Return the sizes of a prompt's images, of which few must be decoded for it.
 
-        None where there is no image, and where one came as its embeddings or as its id alone.
+        None where there is no image, and where one came as its embeddings, or as an id alone that
+        was not seen lately.
         """
-        number = mm_items.get_count("image", strict=False)
-        images = mm_items["image"] if number else None
+        images = mm_items.get("image")
         if not isinstance(images, ImageProcessorItems):
             return None
-        if any(images.get_item_for_hash(index) is None for index in range(number)):
-            return None
-        sizes = []
-        for index in range(number):
-            # Nothing of an image that the processor's cache has was decoded so far.
-            num_bytes = images.count_bytes_to_decode(index)
-            cancellation = mm_items.cancellation
-            with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
-                sizes.append(images.get_image_size(index))
+        found = []
+        for index, name in enumerate(names["image"]):
+            size = self.known_images.get(name)
+            if size is None:
+                if images.get_item_for_hash(index) is None:
+                    return None
+                sizes = images.find_sizes(index) or self._decode_sizes(images, index, mm_items)
+                size = self.known_images[name] = AskedImage(*sizes)
+            found.append(size)
+        return found or None
+
+    def _decode_sizes(
+        self, images: ImageProcessorItems, index: int, mm_items: MultiModalDataItems
+    ) -> tuple[ImageSize, ImageSize]:
+        num_bytes, cancellation = images.count_bytes_to_decode(index), mm_items.cancellation
+        with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
+            images.get(index)
+        sizes = images.find_sizes(index)
+        assert sizes is not None, "it is decoded"
         return sizes
 
     def _get_mm_fields_config(

@@ -215,6 +215,10 @@ class GridInfo(FamilyInfo):
         timed = MultiModalDataItems({**mm_items, "video": videos.with_speeds(each)})
         return timed.with_cancellation(mm_items.cancellation)
 
+    def find_seen_size(self, size: ImageSize, mm_kwargs: Mapping[str, object]) -> ImageSize:
+        patcher: ImagePatcher = self.get_image_processor()
+        return patcher.find_resized(size, self.scope_kwargs(mm_kwargs))
+
     def find_largest_image(self) -> tuple[ImageSize, int]:
         patcher: ImagePatcher = self.get_image_processor()
         cells = patcher.find_largest_frame(self.scope_kwargs(self.get_planned_mm_kwargs()))

@@ -132,10 +132,6 @@ class BaseProcessingInfo(ABC):
     `{...}` in a text stands for the words of whoever asks.
     """
 
-    box_unit: ClassVar[Literal["pixels", "thousandths"] | None] = None
-    """What the model's answers count the corners of boxes in (`bbox_2d`): pixels of the image as it
-    was resized, or thousandths of its sides; None: it was trained on no such answers."""
-
     data_parser: type[MultiModalDataParser] = MultiModalDataParser
     """What `get_data_parser` makes."""
 

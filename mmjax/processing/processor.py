@@ -282,9 +282,16 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         return prompt, None
 
     def _get_answer_parser(
-        self, prompt: str | list[int], mm_items: MultiModalDataItems
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
+        names: MultiModalUUIDDict,
     ) -> AnswerParser | None:
-        """Return what parses the answer to a prompt, as it came; None: it is text alone."""
+        """Return what parses the answer to a prompt, as it came; None: it is text alone.
+
+        `names`: what caches know the items by.
+        """
         return None
 
     # ---- one request -----------------------------------------------------------------------------
@@ -363,7 +370,8 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             lambda kwargs: self._process_prompt(*arguments, kwargs), mm_kwargs
         )
         self.item_hasher.bind(hashed)
-        prepared = replace(prepared, parse_answer=self._get_answer_parser(prompt, mm_items))
+        parse = self._get_answer_parser(prompt, mm_items, mm_kwargs, hashed.by_modality)
+        prepared = replace(prepared, parse_answer=parse)
         mm_items.drop_decoded()
         if decoders is None:
             return prepared

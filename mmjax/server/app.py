@@ -459,6 +459,5 @@ def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:
             "limit_mm_per_prompt": limits,
             "chat_template_content_format": chat.template.content_format,
             "tasks": dict(client.input_processor.info.get_tasks()),
-            "box_unit": client.input_processor.info.box_unit,
         },
     )

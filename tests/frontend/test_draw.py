@@ -50,6 +50,12 @@ def test_the_last_point_of_a_polygon_is_joined_to_the_first() -> None:
     assert not pixels[38, 12:20].any()
 
 
+def test_a_point_is_a_dot() -> None:
+    pixels = drawn({"points": {"points": [[40.0, 30.0]], "labels": [""], "images": [1]}})
+    assert pixels[28:33, 38:43].all()
+    assert pixels.sum() < 100
+
+
 def test_labels_have_a_color_each() -> None:
     boxes = [[5, 30, 20, 55], [30, 30, 50, 55], [60, 30, 80, 55]]
     image = Image.new("RGB", (90, 60))

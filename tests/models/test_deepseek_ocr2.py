@@ -18,12 +18,10 @@ from mmjax.errors import CheckpointError, RequestError
 from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.models import original_config
 from mmjax.models.deepseek_ocr2.model import DeepseekOcr2ForConditionalGeneration as Model
-from mmjax.models.deepseek_ocr2.processor import parse_boxes
 from mmjax.models.model_source import load_generation_defaults, load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import run_reference
-from mmjax.processing.items.items import ImageSize
 from mmjax.weights.files.safetensors import StoredTensor
 from mmjax.weights.load import match_tensors
 from tests.families.deepseek_ocr2 import DEEPSEEK_OCR2, ENCODER, SAM, TEXT, TINY, tiny_config
@@ -187,21 +185,6 @@ def test_a_tiny_checkpoint_in_deepseeks_layout_says_what_hf_says(
         assert_close(ours.run(sample), run_reference(model.reference, inputs, model.rules))
 
 
-def test_boxes_are_in_pixels_of_the_picture():
-    text = (
-        "<|ref|>title<|/ref|><|det|>[[0, 999, 499, 500]]<|/det|>\n# A\n"
-        "<|ref|>two\nlines<|/ref|><|det|>[[1,2,3,4], [ 10 , 20, 30, 40 ]]<|/det|>"
-        "<|ref|>none<|/ref|><|det|>[[1, 2, 3]]<|/det|><|ref|>cut<|/ref|><|det|>[[1, 2, 3, 4]]"
-    )
-    assert parse_boxes(text, ImageSize(width=1998, height=999)) == {
-        "boxes": {
-            "bboxes": [[0, 999, 998, 500], [2, 2, 6, 4], [20, 20, 60, 40]],
-            "labels": ["title", "two\nlines", "two\nlines"],
-        }
-    }
-    assert parse_boxes("plain text", ImageSize(width=10, height=10)) == {}
-
-
 def test_an_answers_boxes_are_parsed_of_one_picture_alone():
     processor = create_processor(str(DEEPSEEK_OCR2.path()))
     tokenizer = processor.info.get_tokenizer()
@@ -211,8 +194,8 @@ def test_an_answers_boxes_are_parsed_of_one_picture_alone():
         (1, {"boxes": {"bboxes": [[0, 0, 90, 70]], "labels": ["a"]}}),
         (2, {}),
     ):
-        mm_items = processor.info.get_data_parser().parse_mm_data({"image": [image] * number})
-        parse = processor._get_answer_parser("<image>", mm_items)
+        prepared = processor.prepare("<image>" * number, {"image": [image] * number})
+        parse = prepared.parse_answer
         assert (parse(answer) if parse is not None else {}) == expected
 
 

@@ -18,12 +18,10 @@ from mmjax.errors import CheckpointError, RequestError
 from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.models import original_config
 from mmjax.models.deepseek_ocr2 import model as ours
-from mmjax.models.deepseek_ocr2.processor import parse_regions
 from mmjax.models.model_source import load_generation_defaults, load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.parity.reference import run_reference
-from mmjax.processing.items.items import ImageSize
 from mmjax.weights.files.safetensors import StoredTensor
 from mmjax.weights.load import match_tensors
 from tests.engine.tiny import answer_all
@@ -174,20 +172,6 @@ def test_a_tiny_checkpoint_in_its_authors_layout_says_what_hf_says(
     sample = model.draw_sample((Media(1), Words(1, 7)))
     inputs = TINY.torch_inputs(model.reference, sample)
     assert_close(paged.run(sample), run_reference(model.reference, inputs, model.rules))
-
-
-def test_regions_are_in_pixels_of_the_picture():
-    text = (
-        "<PAGE><|det|>title [0, 999, 499, 500]<|/det|># A\n<|det|>text [1, 2, 3, 4]<|/det|>words "
-        "<|det|>cut [1, 2, 3]<|/det|><|det|>table [10, 20, 30, 40]"
-    )
-    assert parse_regions(text, ImageSize(width=1998, height=999)) == {
-        "boxes": {
-            "bboxes": [[0, 999, 998, 500], [2, 2, 6, 4]],
-            "labels": ["title", "text"],
-        }
-    }
-    assert parse_regions("plain text", ImageSize(width=10, height=10)) == {}
 
 
 @pytest.mark.parametrize(

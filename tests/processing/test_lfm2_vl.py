@@ -63,7 +63,10 @@ def test_bos_is_the_chat_templates_to_write(tmp_path: Path) -> None:
     [
         ({"max_tiles": 0}, "`max_tiles` is 0 .*it must be a number of tiles"),
         ({"min_tiles": 4, "max_tiles": 3}, "`min_tiles` is 4 .*it must be at most"),
-        ({"max_image_tokens": 3}, "`max_image_tokens` is 3 .* from `min_image_tokens`, which is 4"),
+        (
+            {"max_image_tokens": 3},
+            "`min_image_tokens` is 4 .* at most `max_image_tokens`, which is 3",
+        ),
         ({"max_image_tokens": 5000}, "`max_image_tokens` is 5000 .* to 4096"),
         ({"min_image_tokens": 1.5}, "`min_image_tokens` is 1.5 .* a number of embeddings"),
         ({"use_thumbnail": "no"}, "`use_thumbnail` is 'no' .* true or false"),

@@ -16,9 +16,7 @@ from mmjax.models.molmo2.image_processor import (
     pool_grid,
     resize_bilinear,
 )
-from mmjax.models.molmo2.processor import parse_points
 from mmjax.models.registry import create_processor
-from mmjax.processing.items.items import ImageSize
 from tests.families.directories import edit_json
 from tests.families.family import call_with_videos
 from tests.families.hf_videos import take_functions
@@ -35,7 +33,6 @@ from tests.families.molmo2 import (
 from tests.kit import draw, draw_video
 
 SIZES = [(37, 211), (90, 70), (300, 40), (14, 14), (500, 500), (84, 126), (3, 400)]
-ONE = [ImageSize(width=200, height=100)]
 
 
 @pytest.fixture(scope="module")
@@ -89,37 +86,6 @@ def test_the_largest_published_image():
     size, most = Molmo2ImageProcessor().find_largest({})
     (rows,) = Molmo2ImageProcessor()([draw(*size)])["image_rows"]
     assert most == len(rows)
-
-
-@pytest.mark.parametrize(
-    ("text", "points", "labels", "ids"),
-    [
-        (
-            'See <points coords="1 1 500 250 2 010 1000">two boats</points>.',
-            [[100.0, 25.0], [2.0, 100.0]],
-            ["two boats"] * 2,
-            [1, 2],
-        ),
-        ('<points alt="a cat" coords="1 3 250 500"/>', [[50.0, 50.0]], ["a cat"], [3]),
-        ('<tracks coords="1 7 000 000">it</tracks>', [[0.0, 0.0]], ["it"], [7]),
-        ('<points coords="1 1 500 500', [], [], []),
-        ('<points coords="2 1 500 500">of no image</points>', [], [], []),
-        ('<points coords="1 1 1001 500">beyond</points>', [], [], []),
-        ("no points", [], [], []),
-    ],
-)
-def test_points_are_pixels(text: str, points: Any, labels: list[str], ids: list[int]):
-    found = parse_points(text, ONE)
-    expected = {"points": points, "labels": labels, "ids": ids, "images": [1] * len(ids)}
-    assert found == ({"points": expected} if points else {})
-
-
-def test_points_of_several_images_are_each_ones_pixels():
-    sizes = [*ONE, ImageSize(width=1000, height=10)]
-    text = '<points coords="1 1 500 500\t2 2 500 500 3 100 900">x</points>'
-    found = parse_points(text, sizes)["points"]
-    assert found["points"] == [[100.0, 50.0], [500.0, 5.0], [100.0, 9.0]]
-    assert (found["images"], found["ids"]) == ([1, 2, 2], [1, 2, 3])
 
 
 def test_an_answer_is_parsed_by_the_image_as_it_was_sent(processor: Any):

@@ -4,15 +4,10 @@ from typing import Any
 
 import pytest
 
-from mmjax.models.paligemma.processor import parse_objects
-from mmjax.processing.items.items import ImageSize
 from tests.families.paligemma import PALIGEMMA, call_hf
 from tests.kit import draw
 
-SIZE = ImageSize(width=2048, height=1024)
 BOX = "<loc0256><loc0000><loc0512><loc1023>"
-CODES = list(range(16))
-MASK = "".join(f"<seg{code:03}>" for code in CODES)
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +30,6 @@ def test_a_whole_prompt_is_one_already(processor: Any):
         whole = tokenizer.encode(text, add_special_tokens=False)
         framed = processor.info.frame_prompt(whole, {"image": len(images)}, {})
         assert framed == whole
-
-
-@pytest.mark.parametrize(
-    ("text", "boxes", "labels", "codes"),
-    [
-        (f"{BOX} car", [[0, 256, 2046, 512]], ["car"], None),
-        (f"{BOX} a car ; {BOX} cat<eos>", [[0, 256, 2046, 512]] * 2, ["a car", "cat"], None),
-        (f"{BOX} {MASK} car", [[0, 256, 2046, 512]], ["car"], [CODES]),
-        (f"{BOX}{MASK} ; {BOX} cat", [[0, 256, 2046, 512]] * 2, ["", "cat"], [CODES, []]),
-        ("<loc0001><loc0002><loc0003> car", [], [], None),
-        ("no car", [], [], None),
-    ],
-)
-def test_objects_are_in_pixels(text: str, boxes: Any, labels: list[str], codes: Any):
-    found = {"bboxes": boxes, "labels": labels, **({} if codes is None else {"codes": codes})}
-    assert parse_objects(text, SIZE) == ({"objects": found} if boxes else {})
 
 
 def test_an_answer_is_parsed_by_the_image_as_it_was_sent(processor: Any):

@@ -21,12 +21,13 @@ _PIXELS_PER_LINE = 300
 
 
 def draw_boxes(image: Image.Image, parsed: Mapping[str, Any] | None) -> Image.Image:
-    """Return a copy of the image with the boxes, polygons and labels of an answer.
+    """Return a copy of the image with the boxes, polygons, points and labels of an answer.
 
     Args:
         image: The one that the prompt was about, in its original size.
         parsed: `CompletionOutput.parsed`, or `parsed` of a HTTP answer: `{task: answer}`, where an
-            answer has `bboxes`, `quad_boxes` or `polygons`, in pixels. For text nothing is drawn.
+            answer has `bboxes`, `quad_boxes`, `polygons` or `points`, in pixels. For text nothing
+            is drawn.
     """
     canvas = image.convert("RGB")
     if canvas is image:
@@ -37,6 +38,8 @@ def draw_boxes(image: Image.Image, parsed: Mapping[str, Any] | None) -> Image.Im
     for label, outlines in _find_outlines(parsed or {}):
         color = colors.setdefault(label, _COLORS[len(colors) % len(_COLORS)])
         for points in outlines:
+            if len(points) == 2:
+                draw.circle(tuple(points), 2 * width, fill=color)
             draw.line([*points, *points[:2]], fill=color, width=width)
         if label and outlines:
             x, y = outlines[0][:2]
@@ -47,21 +50,22 @@ def draw_boxes(image: Image.Image, parsed: Mapping[str, Any] | None) -> Image.Im
 
 
 def _find_outlines(parsed: Mapping[str, Any]) -> Iterator[tuple[str, list[Sequence[int]]]]:
-    """Yield each object's label, and its outlines: x, y, x, y, ..., of two points at least."""
+    """Yield each object's label, and its outlines: x, y, x, y, ...; of a point, the place alone."""
     for answer in parsed.values():
         if not isinstance(answer, Mapping):
             continue
         labels = answer.get("labels")
-        for name in ("bboxes", "quad_boxes", "polygons"):
+        for name in ("bboxes", "quad_boxes", "polygons", "points"):
             own_labels = answer.get(f"{name}_labels") if labels is None else labels
             for label, found in zip(own_labels or (), answer.get(name, ()), strict=False):
-                yield label, [points for points in _as_outlines(name, found) if len(points) >= 4]
+                outlines = _as_outlines(name, found)
+                yield label, [one for one in outlines if len(one) >= 4 or name == "points"]
 
 
 def _as_outlines(name: str, found: Any) -> list[Sequence[int]]:
     if name == "polygons":
         return found
-    if name == "quad_boxes":
+    if name in ("quad_boxes", "points"):
         return [found]
     left, top, right, bottom = found
     return [[left, top, right, top, right, bottom, left, bottom]]

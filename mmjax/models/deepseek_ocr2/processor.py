@@ -3,15 +3,10 @@ r"""The prompt side of DeepSeek's OCR models: `<image>` becomes an id for each e
 Before: `<image>\nFree OCR.`. After: `<image>*n \nFree OCR.`. Of DeepSeek-OCR 2, n is 144 a tile,
 256, and the separator; of the others, what states and newlines there are (`count_tokens`).
 
-Boxes, of `<|ref|>title<|/ref|><|det|>[[81, 77, 916, 109]]<|/det|>` or, Unlimited-OCR's, of
-`<|det|>title [81, 77, 916, 109]<|/det|>`, in pixels. The four numbers of a box are its left, upper,
-right and lower edge in parts of 999 of a side.
-
 Images -> a view of the whole and tiles, by HF's DeepSeek-OCR 2 image processor for Pillow. What HF
 has for Unlimited-OCR does the same by torchvision.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -30,6 +25,7 @@ from mmjax.models.deepseek_ocr2.host_inputs import (
     ViewHostInputs,
 )
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
+from mmjax.processing.answers import DEEPSEEK_OCR
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.image import check_bool, sliver_error
@@ -109,39 +105,6 @@ class ViewAndTiles:
         return limits if check_bool(_SWITCH, is_cut) else (0, 0)
 
 
-_FOUND = re.compile(r"<\|ref\|>(.*?)<\|/ref\|>\s*<\|det\|>(.*?)<\|/det\|>", re.DOTALL)
-_BOX = re.compile(r"\[\s*(\d{1,3})\s*,\s*(\d{1,3})\s*,\s*(\d{1,3})\s*,\s*(\d{1,3})\s*\]")
-_REGION = re.compile(r"<\|det\|>(\S+) \[(\d{1,3}), (\d{1,3}), (\d{1,3}), (\d{1,3})\]<\|/det\|>")
-_PARTS = 999
-
-
-def parse_boxes(text: str, image_size: ImageSize) -> dict[str, Any]:
-    """Return `{"boxes": {"bboxes", "labels"}}`, of equal length; nothing where there are none.
-
-    `bboxes`: edges in whole pixels of the image; `labels`: what `<|ref|>` says of each.
-    """
-    found = [
-        (label.strip(), box)
-        for label, places in _FOUND.findall(text)
-        for box in _BOX.findall(places)
-    ]
-    return _in_pixels(found, image_size)
-
-
-def parse_regions(text: str, image_size: ImageSize) -> dict[str, Any]:
-    """Return the same of Unlimited-OCR's regions, whose kinds are the labels."""
-    return _in_pixels([(kind, box) for kind, *box in _REGION.findall(text)], image_size)
-
-
-def _in_pixels(found: Sequence[tuple[str, Sequence[str]]], image_size: ImageSize) -> dict[str, Any]:
-    sides = (image_size.width, image_size.height) * 2
-    boxes = [
-        [int(part / _PARTS * side) for part, side in zip(map(int, box), sides, strict=True)]
-        for _, box in found
-    ]
-    return {"boxes": {"bboxes": boxes, "labels": [label for label, _ in found]}} if boxes else {}
-
-
 IMAGE = "<image>"
 CHAT_TEMPLATE = write_turns(start="''", content="message.content | trim", answer="''")
 """The published format `plain`: messages follow each other without any mark."""
@@ -162,7 +125,7 @@ class ViewInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     tasks: ClassVar = TASKS
     placeholders: ClassVar = {"image": IMAGE}
-    max_answer_images = 1
+    answer_form = DEEPSEEK_OCR
     host_tensors: ClassVar[Sequence[str]]
     """What only the host reads of an image."""
     rows_hint: ClassVar[str]
@@ -245,9 +208,6 @@ class ViewInfo(FamilyInfo):
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
         return len(self.own_inputs.embed_rows(tensors))
 
-    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
-        return parse_boxes(text, image_sizes[0])
-
 
 class DeepseekOcr2ProcessingInfo(ViewInfo):
     host_inputs = DeepseekOcr2HostInputs
@@ -299,9 +259,6 @@ class UnlimitedOcrProcessingInfo(DeepseekOcrProcessingInfo):
     )
     tasks: ClassVar = {"Page": "document parsing.", "Pages": "Multi page parsing."}
     host_inputs = UnlimitedOcrHostInputs
-
-    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
-        return parse_regions(text, image_sizes[0])
 
 
 FACTORIES = make_factories(DeepseekOcr2ProcessingInfo)

@@ -25,6 +25,7 @@ from mmjax.models.deepseek_vl2.host_inputs import (
 )
 from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.tiles import FewCutProcessor
+from mmjax.processing.answers import DEEPSEEK
 from mmjax.processing.chat_turns import write_turns
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.affine import make_affine
@@ -149,6 +150,7 @@ colon at once: the published code makes ids of each message by itself, and none 
 class DeepseekVLV2ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = DeepseekVLV2HostInputs
+    answer_form = DEEPSEEK
     placeholders: ClassVar = {"image": "<image>"}
 
     def __init__(self, ctx: InputProcessingContext) -> None:

@@ -294,13 +294,17 @@ class Florence2MultiModalProcessor(
         return list(self.info.answer_start)
 
     def _get_answer_parser(
-        self, prompt: str | list[int], mm_items: MultiModalDataItems
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
+        names: Mapping[str, Sequence[str]],
     ) -> AnswerParser | None:
         """Return the task's parser; None without a task, and where the image's size is unknown."""
         task = self.info.find_task(prompt)
-        if task is None or (sizes := self.find_image_sizes(mm_items)) is None:
+        if task is None or (images := self.find_image_sizes(mm_items, names)) is None:
             return None
-        return partial(self._parse_answer, task=task, image_size=sizes[0])
+        return partial(self._parse_answer, task=task, image_size=images[0].sent)
 
     def _parse_answer(
         self, token_ids: Sequence[int], *, task: str, image_size: ImageSize

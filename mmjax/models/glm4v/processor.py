@@ -20,6 +20,7 @@ from mmjax.models.family import make_factories
 from mmjax.models.glm4v.host_inputs import Glm4vHostInputs
 from mmjax.models.grid_family import StampedGridInfo
 from mmjax.models.grid_inputs import GridHostInputs
+from mmjax.processing.answers import GLM
 from mmjax.processing.chat_turns import write_parts, write_turns
 from mmjax.processing.image_processors.frames import FrameSampling, Timing
 from mmjax.processing.image_processors.patches import ImagePatcher
@@ -136,7 +137,7 @@ CHAT_TEMPLATE = write_turns(
 class Glm4vProcessingInfo(StampedGridInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = Glm4vHostInputs
-    box_unit = "thousandths"
+    answer_form = GLM
     image_processors: ClassVar = {"Glm4v": "glm4v"}
     image_patcher = GlmImagePatcher
     video_defaults: ClassVar = {
@@ -182,7 +183,7 @@ class GlmGroundingProcessingInfo(Glm4vProcessingInfo):
 
 class GlmOcrProcessingInfo(Glm4vProcessingInfo):
     host_inputs = GridHostInputs
-    box_unit = None
+    answer_form = None
     tasks: ClassVar = {
         "Read text": "Text Recognition:",
         "Table": "Table Recognition:",

@@ -25,6 +25,7 @@ from mmjax.models.family import FamilyProcessor, item_fields, make_factories
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs
 from mmjax.models.internvl.tokenizer import load_tokenizer
 from mmjax.models.tiles import TiledInfo
+from mmjax.processing.answers import REF_AND_BOX
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import (
@@ -142,6 +143,7 @@ class BaseInternVLProcessingInfo(TiledInfo):
     chat_template = _FORMATS[None].to_jinja()
     data_parser = InternVLDataParser
     host_inputs = InternVLHostInputs
+    answer_form = REF_AND_BOX
     limits: ClassVar = {"image": None, "video": None}
     embed_token = CONTEXT
     item_bounds = (START, END)

@@ -26,7 +26,7 @@ from mmjax.models.family import FamilyInfo, item_fields, make_factories
 from mmjax.models.lfm2_vl.host_inputs import Lfm2VLHostInputs
 from mmjax.processing.chat_turns import write_chatml, write_parts
 from mmjax.processing.image_processors.affine import read_affine
-from mmjax.processing.image_processors.image import bad_kwarg, check_bool, patchify, to_pixels
+from mmjax.processing.image_processors.image import check_bool, fit_pixels, patchify, to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
 from mmjax.processing.image_processors.tiling import (
     check_limits,
@@ -77,17 +77,11 @@ class Budget:
     @staticmethod
     def of(given: Mapping[str, Any]) -> "Budget":
         """Return the budget of settings by name; `RequestValueError` for what none can be."""
-        check_limits(given["min_tiles"], given["max_tiles"], ("min_tiles", "max_tiles"))
         for name in ("do_image_splitting", "use_thumbnail"):
             check_bool(name, given[name])
-        for name in ("min_image_tokens", "max_image_tokens"):
-            value = given[name]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise bad_kwarg(name, value, "a number of embeddings from 1 on")
-        least, most = given["min_image_tokens"], given["max_image_tokens"]
-        if not least <= most <= MAX_TOKENS:
-            expected = f"from `min_image_tokens`, which is {least}, to {MAX_TOKENS}"
-            raise bad_kwarg("max_image_tokens", most, expected)
+        check_limits(given["min_tiles"], given["max_tiles"], ("min_tiles", "max_tiles"))
+        names = ("min_image_tokens", "max_image_tokens")
+        check_limits(given[names[0]], given[names[1]], names, MAX_TOKENS, "embeddings")
         return Budget(**given)
 
     @property
@@ -127,22 +121,16 @@ class Budget:
 
     def _fit(self, given: ImageSize) -> ImageSize:
         """Return whole units close to a picture's shape, within the budget (`smart_resize`)."""
-        unit, area = self.unit, given.width * given.height
-        least, most = (n * unit**2 for n in (self.min_image_tokens, self.max_image_tokens))
-        width, height = (max(unit, round(side / unit) * unit) for side in given)
-        if width * height > most:
-            shrunk = math.sqrt(area / most)
-            width, height = (max(unit, math.floor(x / shrunk / unit) * unit) for x in given)
-        elif width * height < least:
-            grown = math.sqrt(least / area)
-            width, height = (math.ceil(side * grown / unit) * unit for side in given)
-        if width * height > self.most_tokens * unit**2:
+        unit, limits = self.unit, (self.min_image_tokens, self.max_image_tokens)
+        rounded = ImageSize(*(max(unit, round(side / unit) * unit) for side in given))
+        size = fit_pixels(given, rounded, unit, *(limit * unit**2 for limit in limits))
+        if (count := math.prod(size) // unit**2) > self.most_tokens:
             raise RequestValueError(
-                f"image is {given.width}x{given.height} pixels; scaled, it would have "
-                f"{width * height // unit**2} embeddings, and may have {self.most_tokens}: crop it",
+                f"image is {given.width}x{given.height} pixels; scaled, it would have {count} "
+                f"embeddings, and may have {self.most_tokens}: crop it",
                 param="multi_modal_data",
             )
-        return ImageSize(width=width, height=height)
+        return size
 
 
 @lru_cache(maxsize=64)

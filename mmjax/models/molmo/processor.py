@@ -31,6 +31,7 @@ from mmjax.models.molmo.host_inputs import (
     new_token_id,
 )
 from mmjax.models.tiles import CropsInfo
+from mmjax.processing.answers import MOLMO
 from mmjax.processing.image_processors.crops import Grid, OverlappingCrops
 from mmjax.processing.image_processors.image import bad_kwarg
 from mmjax.processing.image_processors.parts import ProcessorOfParts, load_image_settings
@@ -204,6 +205,7 @@ class MolmoProcessingInfo(CropsInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = MolmoHostInputs
+    answer_form = MOLMO
     limits: ClassVar = {"image": 1}
     """The published processor places the tokens of a second image wrongly."""
     inserts_items = True

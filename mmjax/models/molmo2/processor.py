@@ -5,17 +5,10 @@ Before: `<|image|>what is it`. After: `<bos> <low_res_im_start> (<im_patch>*14 <
 embeddings of the image, too: they see it, and are seen, in both directions. A video's `<|video|>`
 becomes `0.0 <frame_start> <im_patch>*81 <frame_end> 0.5 <frame_start> ...`: seconds as text before
 each frame.
-
-Molmo 2's points, of `<points coords="1 1 483 442 2 700 061">boats</points>`, in pixels.
-
-`coords` has, for each picture (by its number from 1) or second of a video, points of three numbers:
-which object it is, and its place from the left and from above in thousandths of a side. Pictures
-are divided by tabs or one of `,;:`. `<tracks ...>` is written alike.
 """
 
 import math
-import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -36,6 +29,7 @@ from mmjax.models.molmo2.image_processor import (
     Molmo2VideoProcessor,
 )
 from mmjax.models.tiles import CropsInfo
+from mmjax.processing.answers import MOLMO_2
 from mmjax.processing.chat_turns import write_chatml
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
@@ -46,45 +40,6 @@ from mmjax.processing.items.items import ImageSize
 from mmjax.processing.items.parse import PixelsOnlyDataParser
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
-
-_ELEMENT = re.compile(r'<(points|tracks)\b([^<>]*?) coords="([0-9\t:;, .]+)"\s*(/?)>')
-_GROUP = re.compile(r"(?:^|[\t:,;])([0-9.]+) ([0-9. ]+)")
-_POINT = re.compile(r"([0-9]+) ([0-9]{3,4}) ([0-9]{3,4})")
-_ALT = re.compile(r'\balt="([^"]*)"')
-_PARTS = 1000
-
-
-def parse_points(text: str, image_sizes: Sequence[ImageSize]) -> dict[str, Any]:
-    """Return `{"points": {...}}`, lists of one length; nothing where an answer has no points.
-
-    `points`: x and y, in pixels of the picture; `labels`: the phrase; `ids`: the object's number;
-    `images`: the picture's number, from 1. Points beyond their picture are left out, and those of
-    pictures that there are not.
-    """
-    found = list[tuple[list[float], str, int, int]]()
-    for label, number, object_id, x, y in _find_points(text):
-        is_known = number.isdecimal() and 1 <= int(number) <= len(image_sizes)
-        if is_known and max(x, y) <= _PARTS:
-            size = image_sizes[int(number) - 1]
-            place = [x / _PARTS * size.width, y / _PARTS * size.height]
-            found.append((place, label, object_id, int(number)))
-    names = ("points", "labels", "ids", "images")
-    columns = map(list, zip(*found, strict=True))
-    return {"points": dict(zip(names, columns, strict=True))} if found else {}
-
-
-def _find_points(text: str) -> Iterator[tuple[str, str, int, int, int]]:
-    """Yield each point's phrase, its picture as it is written, its object and its place."""
-    for element in _ELEMENT.finditer(text):
-        name, attributes, coords, is_closed = element.groups()
-        alt = _ALT.search(attributes)
-        end = -1 if is_closed else text.find(f"</{name}>", element.end())
-        label = alt.group(1) if alt else text[element.end() : end] if end >= 0 else ""
-        for group in _GROUP.finditer(coords):
-            for point in _POINT.finditer(group.group(2)):
-                object_id, x, y = map(int, point.groups())
-                yield label.strip(), group.group(1), object_id, x, y
-
 
 _MEDIA = r"""
 {%- set parts = messages | sum(attribute='content', start=[]) -%}
@@ -123,7 +78,7 @@ class Molmo2ProcessingInfo(CropsInfo):
     host_inputs = Molmo2HostInputs
     limits: ClassVar = {"image": None, "video": 1}
     placeholders: ClassVar = {"image": "<|image|>", "video": "<|video|>"}
-    max_answer_images = math.inf
+    answer_form = MOLMO_2
 
     @cached_property
     def vocab_size(self) -> int:
@@ -239,9 +194,6 @@ class Molmo2ProcessingInfo(CropsInfo):
         times = (f"{' ' * (number > 0)}{second:.1f} " for number, second in enumerate(seconds))
         frame = tokens[: len(tokens) // len(seconds)]
         return [one for time in times for one in (*as_ids(time, self.get_tokenizer()), *frame)]
-
-    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
-        return parse_points(text, image_sizes)
 
 
 FACTORIES = make_factories(Molmo2ProcessingInfo)

@@ -2,15 +2,8 @@ r"""PaliGemma's processor: the images, BOS, the text and a newline are a prompt.
 
 Before: `<image>detect car`. After: `<image>*256 <bos> detect car \n`; the first 256 take
 embeddings.
-
-PaliGemma's objects, of `<loc0123><loc0456><loc0789><loc1011> car ; ...`, in pixels.
-
-An object is a box, its sides from above, left, below and right in 1024ths of a side; behind it, if
-it was segmented, 16 codes of its mask (`<seg000>` to `<seg127>`); then its name (big_vision's
-`paligemma/segmentation`).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,33 +13,9 @@ from mmjax.errors import check_settings
 from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.models.retrieval.prompts import RetrievalInfo, RetrievalProcessor, write_chat_template
+from mmjax.processing.answers import PALIGEMMA
 from mmjax.processing.chat_turns import write_parts
-from mmjax.processing.items.items import ImageSize
 from mmjax.processing.prompt_updates.updates import as_ids
-
-_NUM_BINS, _NUM_CODES = 1024, 16
-_OBJECT = re.compile(rf"((?:<loc\d{{4}}>){{4}})\s*((?:<seg\d{{3}}>){{{_NUM_CODES}}})?([^<>;]*)")
-_NUMBER = re.compile(r"\d+")
-
-
-def parse_objects(text: str, image_size: ImageSize) -> dict[str, Any]:
-    """Return `{"objects": {...}}`, lists of one length; nothing where an answer has no box.
-
-    `bboxes`: left, top, right and bottom in pixels of the picture; `labels`: the names; where any
-    object was segmented, `codes`: its 16 codes, none of the others.
-    """
-    found: dict[str, list[Any]] = {"bboxes": [], "labels": [], "codes": []}
-    width, height = image_size
-    for places, codes, label in _OBJECT.findall(text):
-        top, left, bottom, right = (int(number) / _NUM_BINS for number in _NUMBER.findall(places))
-        box = (left * width, top * height, right * width, bottom * height)
-        found["bboxes"].append([round(side) for side in box])
-        found["labels"].append(label.strip())
-        found["codes"].append([int(number) for number in _NUMBER.findall(codes)])
-    if not any(found["codes"]):
-        del found["codes"]
-    return {"objects": found} if found["bboxes"] else {}
-
 
 IMAGE_TOKEN = "<image>"
 CHAT_TEMPLATE = (
@@ -72,7 +41,7 @@ class PaliGemmaProcessingInfo(FamilyInfo):
     image_processors: ClassVar = {"Siglip": "siglip"}
     placeholders: ClassVar = {"image": IMAGE_TOKEN}
     adds_special_tokens = False
-    max_answer_images = 1
+    answer_form = PALIGEMMA
 
     def load_hf_processor(self) -> Any:
         processor = super().load_hf_processor()
@@ -112,9 +81,6 @@ class PaliGemmaProcessingInfo(FamilyInfo):
         own = end if end.strip("\n") == "" else ""
         text = token_ids[max(first, start) : len(token_ids) - bool(own)]
         return [*token_ids[first:start], bos, *text, *as_ids(f"{own}\n", tokenizer)]
-
-    def read_answer(self, text: str, image_sizes: Sequence[ImageSize]) -> Mapping[str, Any]:
-        return parse_objects(text.removesuffix(self.get_tokenizer().eos_token), image_sizes[0])
 
     def reference_inputs(
         self, token_ids: Sequence[int], tensors: Mapping[str, Any]

@@ -16,6 +16,7 @@ from mmjax.errors import RequestTypeError, check_settings
 from mmjax.models.family import WindowedClipsInfo, item_fields, make_factories
 from mmjax.models.grid_family import SECONDS_OF_STEPS, GridInfo, TimedDataParser
 from mmjax.models.qwen2_5_omni.host_inputs import Qwen3OmniHostInputs, Qwen25OmniHostInputs
+from mmjax.processing.answers import JSON_IN_PIXELS, JSON_IN_THOUSANDTHS
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml, write_parts
 from mmjax.processing.image_processors.frames import read_speed, split_pairs
 from mmjax.processing.image_processors.parts import ProcessorOfParts
@@ -189,7 +190,7 @@ class OmniDataParser(TimedDataParser):
 class Qwen25OmniProcessingInfo(GridInfo):
     chat_template = write_chatml(write_parts(**PLACEHOLDERS), QWEN_SYSTEM)
     host_inputs = Qwen25OmniHostInputs
-    box_unit = "pixels"
+    answer_form = JSON_IN_PIXELS
     data_parser = OmniDataParser
     video_patcher = OmniVideoPatcher
     placeholders: ClassVar = PLACEHOLDERS
@@ -328,7 +329,7 @@ class Qwen25OmniProcessingInfo(GridInfo):
 class Qwen3OmniProcessingInfo(WindowedClipsInfo, Qwen25OmniProcessingInfo):
     chat_template = write_chatml(write_parts(**QWEN3_PLACEHOLDERS))
     host_inputs = Qwen3OmniHostInputs
-    box_unit = "thousandths"
+    answer_form = JSON_IN_THOUSANDTHS
     video_patcher = Qwen3OmniVideoPatcher
     placeholders: ClassVar = QWEN3_PLACEHOLDERS
     features = Qwen3OmniFeatures

@@ -14,6 +14,7 @@ from mmjax.models.retrieval.prompts import (
     RetrievalProcessor,
     write_chat_template,
 )
+from mmjax.processing.answers import JSON_IN_PIXELS, QWEN2_VL
 from mmjax.processing.chat_turns import QWEN_SYSTEM
 from mmjax.processing.image_processors.patches import TimedVideoPatcher
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -21,6 +22,7 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 class Qwen2VLProcessingInfo(GridInfo):
     chat_template = QWEN_SYSTEM + CHATML_TURNS
+    answer_form = QWEN2_VL
 
 
 class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
@@ -35,7 +37,7 @@ class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
         "Page to HTML": "QwenVL HTML",
     }
     host_inputs = Qwen25VLHostInputs
-    box_unit = "pixels"
+    answer_form = JSON_IN_PIXELS
     data_parser = TimedDataParser
     video_patcher = TimedVideoPatcher
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 from mmjax.models.family import make_factories
 from mmjax.models.grid_family import CHATML_TURNS, StampedGridInfo
 from mmjax.models.qwen3_vl.host_inputs import Qwen3VLHostInputs
+from mmjax.processing.answers import JSON_IN_THOUSANDTHS
 
 
 class Qwen3VLProcessingInfo(StampedGridInfo):
@@ -26,7 +27,7 @@ class Qwen3VLProcessingInfo(StampedGridInfo):
         "Page to Markdown": "qwenvl markdown",
     }
     host_inputs = Qwen3VLHostInputs
-    box_unit = "thousandths"
+    answer_form = JSON_IN_THOUSANDTHS
 
 
 class Qwen35ProcessingInfo(Qwen3VLProcessingInfo):

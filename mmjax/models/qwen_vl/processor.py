@@ -18,6 +18,7 @@ from PIL import Image
 from mmjax.errors import CheckpointError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factories
 from mmjax.models.qwen_vl.host_inputs import QwenVLHostInputs
+from mmjax.processing.answers import REF_AND_BOX
 from mmjax.processing.chat_turns import QWEN_SYSTEM, write_chatml
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import to_pixels
@@ -108,6 +109,7 @@ class QwenVLProcessingInfo(FamilyInfo):
         "Caption with boxes": "Generate the caption in English with grounding:",
     }
     host_inputs = QwenVLHostInputs
+    answer_form = REF_AND_BOX
     embed_token = IMG_PAD
     reserves_embed_token = True
     placeholders: ClassVar = {"image": f"Picture {{i}}: {IMG_START}{IMG_END}"}

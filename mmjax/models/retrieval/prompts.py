@@ -27,7 +27,7 @@ class RetrievalInfo(FamilyInfo):
 
     limits: ClassVar = {"image": 1}
     tasks: ClassVar[Mapping[str, str]] = {}
-    max_answer_images = 0
+    answer_form = None
     is_chat_template_fixed = True
     query_prefix: ClassVar[str]
     """Of a checkpoint whose processor_config.json does not say it."""

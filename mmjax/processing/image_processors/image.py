@@ -3,6 +3,7 @@
 For families whose HF class needs torch, and checks that several families share.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,21 @@ def fit_within(size: ImageSize, limit: ImageSize) -> ImageSize:
         return size
     scale = min(limit.height / size.height, limit.width / size.width)
     return ImageSize(width=int(size.width * scale), height=int(size.height * scale))
+
+
+def fit_pixels(size: ImageSize, rounded: ImageSize, unit: int, least: int, most: int) -> ImageSize:
+    """Return whole units close to a size's shape, of `least` to `most` pixels (`smart_resize`).
+
+    `rounded`: the size in whole units, which is returned where it has as many.
+    """
+    width, height = size
+    if math.prod(rounded) > most:
+        shrink = math.sqrt(width * height / most)
+        return ImageSize(*(max(unit, math.floor(side / shrink / unit) * unit) for side in size))
+    if math.prod(rounded) < least:
+        grow = math.sqrt(least / (width * height))
+        return ImageSize(*(math.ceil(side * grow / unit) * unit for side in size))
+    return rounded
 
 
 def patchify(

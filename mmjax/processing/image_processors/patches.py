@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmjax.errors import RequestValueError
 from mmjax.processing.image_processors.frames import read_speed, read_timing, split_pairs
-from mmjax.processing.image_processors.image import bad_kwarg
+from mmjax.processing.image_processors.image import bad_kwarg, fit_pixels
 from mmjax.processing.items.items import ImageSize
 from mmjax.rounding import cdiv
 
@@ -134,6 +134,14 @@ class ImagePatcher:
     def get_frame_pixels(self, kwargs: Mapping[str, Any]) -> int:
         """Return the largest number of pixels of an image, or of a frame."""
         return self.get_pixel_limits(kwargs)[1]
+
+    def find_resized(self, size: ImageSize, kwargs: Mapping[str, Any]) -> ImageSize:
+        """Return what an image of this size is resized to: HF's `smart_resize`."""
+        does_resize = kwargs.get("do_resize")
+        if not (self.hf.do_resize if does_resize is None else does_resize):
+            return size
+        rounded = ImageSize(*(round(side / self.unit) * self.unit for side in size))
+        return fit_pixels(size, rounded, self.unit, *self.get_pixel_limits(kwargs))
 
     def find_largest_frame(self, kwargs: Mapping[str, Any]) -> ImageSize:
         """Return a size, in units, that gives the most embeddings of a frame.

@@ -109,11 +109,15 @@ def find_largest_picture(cutter: TileCutter, kwargs: Mapping[str, Any]) -> tuple
 
 
 def check_limits(
-    fewest: Any, most: Any, names: tuple[str, str], max_tiles: int = MAX_TILES
+    fewest: Any,
+    most: Any,
+    names: tuple[str, str],
+    limit: int = MAX_TILES,
+    noun: str = "tiles",
 ) -> tuple[int, int]:
-    """Return two numbers of tiles; `RequestValueError` for others than 1 to `max_tiles`."""
+    """Return two numbers of tiles, say; `RequestValueError` for others than 1 to `limit`."""
     for value, name in zip((fewest, most), names, strict=True):
-        check_count(name, value, max_tiles, "tiles")
+        check_count(name, value, limit, noun)
     if fewest > most:
         raise bad_kwarg(names[0], fewest, f"at most `{names[1]}`, which is {most}")
     return fewest, most

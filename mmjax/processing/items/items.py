@@ -134,6 +134,20 @@ class ImageProcessorItems(ProcessorBatchItems):
         height, width = shape[:2] if shape[-1] in (1, 3, 4) else shape[1:3]
         return ImageSize(width, height)
 
+    def find_sizes(self, index: int) -> tuple[ImageSize, ImageSize] | None:
+        """Return the size of an image as it was sent, and as its `detail` has it scaled.
+
+        None where it must be decoded before.
+        """
+        item = self.data[index]
+        if not isinstance(item, EncodedImage):
+            size = self.get_image_size(index)
+            return size, size
+        if (size := item.find_upright_size()) is None:
+            return None
+        scaled = size if item.pixel_range is None else item.pixel_range.fit_size(*size)
+        return ImageSize(*size), ImageSize(*scaled)
+
 
 class VideoProcessorItems(ProcessorBatchItems):
     """Videos as frames; an item is `(frames, metadata)` where the model needs the metadata.

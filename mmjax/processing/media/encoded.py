@@ -65,16 +65,19 @@ class PixelRange(NamedTuple):
     least: int = 0
     most: int | None = None
 
-    def fit(self, image: Image.Image) -> Image.Image:
-        """Return the image within the range."""
-        width, height = image.size
+    def fit_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of an image within the range."""
         wanted = max(width * height, self.least)
         wanted = wanted if self.most is None else min(wanted, self.most)
         if wanted == width * height:
-            return image
+            return width, height
         scale = math.sqrt(wanted / (width * height))
-        size = (max(1, math.floor(width * scale)), max(1, math.floor(height * scale)))
-        return image.resize(size, Image.Resampling.BICUBIC)
+        return max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
+
+    def fit(self, image: Image.Image) -> Image.Image:
+        """Return the image within the range."""
+        size = self.fit_size(*image.size)
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 
 class EncodedMedia(Generic[HeaderT]):
@@ -153,13 +156,14 @@ class EncodedMedia(Generic[HeaderT]):
 class EncodedImage(EncodedMedia[ImageHeader]):
     """One image as a file's bytes."""
 
-    __slots__ = ("_give_back", "_media", "pixel_range")
+    __slots__ = ("_give_back", "_media", "_upright_size", "pixel_range")
     modality = "image"
 
     def __init__(self, *args: Any, pixel_range: PixelRange | None = None, **kwargs: Any) -> None:
         """`pixel_range`: what it is scaled to when it is decoded; None: nothing."""
         super().__init__(*args, **kwargs)
         self.pixel_range = pixel_range
+        self._upright_size: tuple[int, int] | None = None
         self._media: MediaWithBytes | None = None
         self._give_back: Callable[[], None] | None = None
         """Frees what `decode_early` took of a budget."""
@@ -182,6 +186,10 @@ class EncodedImage(EncodedMedia[ImageHeader]):
     def io_config(self) -> Mapping[str, Any] | None:
         """Return how decoding alters the pixels; see `MediaWithBytes`."""
         return self._with_range(self.read_header().io_config)
+
+    def find_upright_size(self) -> tuple[int, int] | None:
+        """Return the width and height of the image as it was sent; None: it must be decoded."""
+        return self._upright_size or self.read_header().upright_size
 
     def _with_range(self, altered: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         if self.pixel_range is None:
@@ -230,6 +238,7 @@ class EncodedImage(EncodedMedia[ImageHeader]):
 
     def _load(self) -> MediaWithBytes:
         image, header = self._ask(decode_image, "decode_image")
+        self._upright_size = image.size
         media = MediaWithBytes(image, bytes(self.original_bytes), header.io_config)
         if self.pixel_range is None:
             return media

@@ -13,7 +13,7 @@ from tests.families.directories import edit_golden
 from tests.processing.test_video_file import write_video
 from tests.server.page.conftest import PHONE, WIDE, MakePlayground, Playground, answers
 from tests.server.page.test_accessibility import find_faults
-from tests.server.page.test_answers import find_boxes
+from tests.server.page.test_answers import find_boxes, writing_boxes
 
 FINGER_PIXELS = 44
 
@@ -186,19 +186,10 @@ def test_what_opens_is_scrolled_into_view(playground: Playground) -> None:
 def test_points_are_found_and_drawn(playground: Playground) -> None:
     page = playground.page
     parsed = {"points": {"points": [[40, 50], [1, 1]], "labels": ["cat", "dog"], "images": [2, 1]}}
-    assert find_boxes(page, "", parsed=parsed, number=2) == [("cat", [0.1, 0.25, 0.1, 0.25])]
-    for text, expected in {
-        '<point x="10.5" y="20" alt="a cat">cat</point>': [("cat", [0.105, 0.2, 0.105, 0.2])],
-        '<points x1="10" y1="20" x2="30" y2="100" alt="dogs"/>': [
-            ("dogs", [0.1, 0.2, 0.1, 0.2]),
-            ("dogs", [0.3, 1.0, 0.3, 1.0]),
-        ],
-        '<point x="101" y="20">far</point>': [],
-        '[{"point_2d": [40, 50], "label": "cat"}]': [("cat", [0.1, 0.25, 0.1, 0.25])],
-    }.items():
-        assert find_boxes(page, text) == expected, text
-    playground.add("red")
-    playground.ask('{"point_2d": [64, 48], "label": "cat"}')
+    assert find_boxes(page, parsed, number=2) == [("cat", [0.1, 0.25, 0.1, 0.25])]
+    with writing_boxes(playground):
+        playground.add("red")
+        playground.ask('{"point_2d": [200, 200], "label": "cat"}')
     figure = page.get_by_role("figure")
     expect(figure.locator("circle")).to_have_attribute("cx", "64")
     expect(figure).to_contain_text("1 point found")

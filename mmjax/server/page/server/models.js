@@ -40,7 +40,7 @@ export const chosenModel = () => card()?.id;
 
 const card = () => cards.find(({ id }) => id === byId("model").value) ?? cards[0];
 
-/** Return what the model can do: `tasks`, `box_unit`, `limit_mm_per_prompt`. */
+/** Return what the model can do: `tasks`, `limit_mm_per_prompt`. */
 export const capabilities = () => card()?.capabilities ?? {};
 
 /** Return how many items of a kind one prompt may hold; undefined where that is not known. */

@@ -90,10 +90,8 @@ function drawError({ message, status, param, code, requestId }) {
 function boxesOf(message, thread) {
   const pictures = thread.pictures();
   const picture = pictures.at(-1);
-  if (!picture || !message.text) return null;
-  const item = (message.metrics?.items ?? []).at(-1);
-  const facts = { picture, item, unit: thread.boxUnit(), number: pictures.length };
-  const boxes = findBoxes({ ...message, ...facts });
+  if (!picture) return null;
+  const boxes = findBoxes({ parsed: message.parsed, picture, number: pictures.length });
   return boxes.length ? drawBoxes(thread.addressOf(picture.id), picture, boxes) : null;
 }
 

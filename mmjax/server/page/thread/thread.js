@@ -4,7 +4,7 @@ import { isRunning, LIMITS, promptOf } from "../answers.js";
 import { pictureOf } from "../conversation/kept.js";
 import { askedWith, pathTo, shownPath, versionsOf } from "../conversation/tree.js";
 import { byId, el } from "../dom.js";
-import { capabilities, modelIds } from "../server/models.js";
+import { modelIds } from "../server/models.js";
 import { drawAnswer, fillAnswer } from "./answer.js";
 import { drawPair } from "./compare.js";
 import { drawQuestion } from "./question.js";
@@ -85,7 +85,6 @@ function drawOne(message, isCompared = false) {
     show: page.show,
     pictures: () => asked().flatMap((one) => one.pictures ?? []).filter(({ kind }) => !kind),
     prompt: () => promptOf(conversation, message),
-    boxUnit: () => capabilities().box_unit,
     edit: (text, kept) => page.edit(message, text, kept),
     again: () => page.again(message),
     goOn: () => page.goOn(message),
