@@ -6,6 +6,7 @@
 import asyncio
 import gc
 import inspect
+import itertools
 import os
 import platform
 import stat
@@ -117,12 +118,19 @@ start, are to fit into 12 GB."""
 MAX_MAPPINGS = 2**15
 """The same of its memory mappings, of which a program has some: with 65,530 of them XLA ends the
 process (Linux's `vm.max_map_count`)."""
+TESTS_BETWEEN_LOOKS = 32
+"""A file of laws has hundreds of slow rows, with some hundred mappings each."""
+_num_tests = itertools.count(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_programs() -> Iterator[None]:
-    """Keep a worker from growing with every program that its tests ever compiled."""
+def _forget_after_module() -> Iterator[None]:
     yield
+    forget_if_large()
+
+
+def forget_if_large() -> None:
+    """Keep a worker from growing with every program that its tests ever compiled."""
     memory = Path("/proc/self")
     if not memory.exists():  # not Linux
         return
@@ -195,6 +203,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     shared_programs.is_paused = not fixtures.isdisjoint({"monkeypatch", "own_programs"})
     shared_programs.optimize(is_whole=_is_as_served(item))
     shared_programs.has_all_sizes = is_slow_run() or "all_sizes" in fixtures
+    if next(_num_tests) % TESTS_BETWEEN_LOOKS == 0:
+        forget_if_large()
 
 
 @pytest.hookimpl(tryfirst=True)
