@@ -1,5 +1,6 @@
 """Every family from a directory: the parity command, and four devices that decode as one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.families.directories import save_weights
 from tests.families.family import Family
 from tests.families.florence2 import fill as fill_florence2
 from tests.kit import draw
+from tests.oracle import fill_with_unit_norms
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 CASES = [pytest.param(family, id=name) for name, family in FAMILIES.items()]
@@ -47,6 +49,9 @@ def test_the_parity_command_finds_no_difference(
         # 2e-4 to 1e-3 from its float64.
         save_weights(path, fill_florence2)
         arguments[-1] = "64"
+    elif family.name == "glm4v_moe":
+        # Likewise: with AVX-512 torch's float32 is 7e-5 from its float64, and ours 4e-5.
+        save_weights(path, partial(fill_with_unit_norms, seed=1))
     elif family.name == "deepseek_ocr2":  # whose two pictures are 2,200 tokens
         arguments[-1] = "2304"
     code = main([str(path), *arguments, "--max-tokens", "4"])

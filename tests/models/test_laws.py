@@ -426,8 +426,10 @@ def test_what_a_trusted_request_may_ask_for_is_planned_for(family: Family):
     dummy = trusting.dummy_inputs.get_dummy_mm_data(4096, {"image": 1})
     inputs = trusting.apply(family.placeholder, dummy, hf_processor_mm_kwargs=largest)
     assert inputs.mm_placeholders["image"][0].get_num_embeds() == plan(trusting)
+    if (more := _more(largest)) == largest:  # of switches there is no more
+        return
     with pytest.raises(RequestError, match="is planned for; lower it") as caught:
-        trusting.apply(family.placeholder, dummy, hf_processor_mm_kwargs=_more(largest))
+        trusting.apply(family.placeholder, dummy, hf_processor_mm_kwargs=more)
     assert str(caught.value.param).startswith("mm_processor_kwargs.")
 
 

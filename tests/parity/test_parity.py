@@ -51,7 +51,8 @@ def parity(checkpoint: Path) -> Parity:
 
 
 WITH_HFS_PARTS = {
-    *("blip2", "chameleon", "florence2", "gemma3", "llava", "llava siglip", "paligemma"),
+    *("blip2", "blip2_t5", "chameleon", "florence2", "gemma3", "llava", "llava siglip"),
+    "paligemma",
 }
 """Others have an image processor of mmjax's own, or no file that says how HF's is made."""
 

@@ -451,10 +451,10 @@ def test_a_process_that_cannot_be_started_again_costs_no_request(
     try:
         with monkeypatch.context() as patch:
             patch.setattr("mmjax.decoders.worker_pool.subprocess.Popen", refuse)
-            assert read() == [16, 12, False]
+            assert read() == [16, 12, False, False]
             with pytest.raises(worker_pool.WorkerError, match="start"):
                 read()
-        assert read() == [16, 12, False]
+        assert read() == [16, 12, False, False]
     finally:
         pool.close()
 
