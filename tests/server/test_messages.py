@@ -177,6 +177,11 @@ CASES = [
         },
         lambda m: "a red circle" in text_of(m),
     ),
+    Case(
+        "nothing",
+        {"messages": [{"role": "user", "content": []}]},
+        lambda m: text_of(m) == "user\n\nmodel\n",
+    ),
     Case("a limit", {"messages": "a", "max_tokens": 2}, lambda m: m["stop_reason"] == "max_tokens"),
     Case(
         "a stop",

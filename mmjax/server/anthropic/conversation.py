@@ -95,7 +95,7 @@ def _read_user(read: PlacedMessages, blocks: Sequence[Any], place: str) -> None:
             content = [_read_part(*one) for one in _read_blocks(content, f"{at}.content")]
         call_id = text_of(block, "tool_use_id", at)
         read.add({"role": "tool", "tool_call_id": call_id, "content": content or ""}, at)
-    if parts:
+    if parts or not blocks:
         read.add({"role": "user", "content": parts}, place)
 
 
