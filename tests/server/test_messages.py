@@ -306,6 +306,25 @@ def test_a_message(module_servers: dict[str, Server], case: Case) -> None:
     server.will_say(None)
 
 
+@pytest.mark.parametrize(
+    ("says", "arguments"),
+    [('{"city": "\\ud800"}', {"city": "\ufffd"}), ('{"city": ' + "[" * 2048, {})],
+    ids=["half of a surrogate pair", "lists within lists"],
+)
+def test_arguments_that_json_cannot_hold(
+    module_servers: dict[str, Server], says: str, arguments: dict[str, Any]
+) -> None:
+    server = module_servers["tools"]
+    server.will_say(says)
+    asked = {"type": "tool", "name": "get_weather"}
+    fields = {"messages": "a", "tools": [WEATHER], "tool_choice": asked, "max_tokens": 1024}
+    response = server.http.post("/v1/messages", json=body(fields))
+    assert response.status_code == 200, response.text
+    assert response.json()["content"][0]["input"] == arguments
+    assert stream(server, fields)[-1] == {"type": "message_stop"}
+    server.will_say(None)
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("no limit", {"max_tokens": None}, "max_tokens"),
     ("a role", {"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),

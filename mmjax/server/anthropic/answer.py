@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from mmjax.frontend.output.outputs import CompletionOutput
+from mmjax.frontend.output.tool_calls.deltas import as_unicode
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.responses import AnswerBuilder, Event, UsageCounter
 from mmjax.server.openai.tool_use import AnswerPiece, AnswerReader, CallPiece
@@ -164,8 +165,10 @@ def _stop_reason(output: CompletionOutput, piece: AnswerPiece, blocks: list[Bloc
 
 
 def _read_arguments(text: str) -> Any:
-    """Return a call's arguments; {} of those that were broken off."""
+    """Return a call's arguments; {} of those that were broken off, or are nested too deep."""
     try:
-        return json.loads(text or "{}")
-    except ValueError:
+        given = json.dumps(json.loads(text or "{}"), ensure_ascii=False)
+        # Behind the escapes there may be half of a surrogate pair, which no answer can hold.
+        return json.loads(as_unicode(given))
+    except (ValueError, RecursionError):
         return {}

@@ -43,7 +43,7 @@ class AnswerDelta:
         arguments: str = "",
     ) -> None:
         """Append to call `index`; deltas of one call in a row become one."""
-        name, arguments = name and _as_unicode(name), _as_unicode(arguments)
+        name, arguments = name and as_unicode(name), as_unicode(arguments)
         if self.calls and name is None and self.calls[-1].index == index:
             self.calls[-1].arguments += arguments
         else:
@@ -52,7 +52,7 @@ class AnswerDelta:
             )
 
 
-def _as_unicode(text: str) -> str:
+def as_unicode(text: str) -> str:
     r"""Return a text with the surrogates that a model wrote as `\ud83d` made characters."""
     if text.isascii():
         return text
