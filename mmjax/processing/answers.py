@@ -121,7 +121,14 @@ def find_json(text: str) -> Places:
         for key, count in (("bbox_2d", 4), ("point_2d", 2)):
             numbers = found.get(key)
             if isinstance(numbers, list) and len(numbers) == count and _are_numbers(numbers):
-                yield str(found.get("label", found.get("text_content", ""))), numbers
+                yield _read_json_label(found), numbers
+
+
+def _read_json_label(found: dict[str, Any]) -> str:
+    names = (found.get(key) for key in ("label", "text_content"))
+    text = str(next((name for name in names if name is not None), ""))
+    # Escapes may hold half of a surrogate pair, which is no text.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:

@@ -68,6 +68,21 @@ def test_boxes_without_labels():
     assert answers.GLM.read("<|begin_of_box|>12<|end_of_box|> of [1,2,3,4]", [IMAGE]) == {}
 
 
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        ('"label": "\\ud83d\\ude00"', "\U0001f600"),
+        ('"label": "cut \\ud83d"', "cut \ufffd"),
+        ('"label": null, "text_content": "a"', "a"),
+        ('"label": null', ""),
+        ('"label": 7', "7"),
+    ],
+)
+def test_labels_in_json_are_texts(names: str, label: str):
+    found = answers.JSON_IN_THOUSANDTHS.read(f'{{"bbox_2d": [1, 2, 3, 4], {names}}}', [IMAGE])
+    assert found["boxes"]["labels"] == [label]
+
+
 def test_boxes_and_points_of_one_answer():
     text = (
         '[{"bbox_2d": [0, 0, 560, 280]}, {"point_2d": [280.0, 70], "label": "an {eye}"},'
