@@ -179,8 +179,9 @@ def _read_label(before: str, marks: tuple[str, str] | None) -> str:
 
 
 def _find_glm(text: str) -> Places:
-    yield from find_marked(text, Marks(None, ("<|begin_of_box|>", "<|end_of_box|>")))
-    yield from find_json(text)
+    # JSON may stand between the marks, too.
+    marks = Marks(None, ("<|begin_of_box|>", "<|end_of_box|>"))
+    yield from list(find_json(text)) or find_marked(text, marks)
 
 
 def _form(marks: Marks, **options: Any) -> Callable[..., dict[str, Any]]:

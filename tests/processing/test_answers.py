@@ -25,6 +25,10 @@ CAT = {"boxes": {"bboxes": [[200, 100, 1000, 500]], "labels": ["cat"]}}
         (answers.JSON_IN_PIXELS, '```json\n[{"bbox_2d": [56, 28, 280, 140], "label": "cat"}]\n```'),
         (answers.JSON_IN_THOUSANDTHS, '{"bbox_2d": [100, 100, 500, 500], "text_content": "cat"}'),
         (answers.GLM, '<answer>{"bbox_2d": [100, 100, 500, 500], "label": "cat"}</answer>'),
+        (
+            answers.GLM,
+            '<|begin_of_box|>[{"bbox_2d": [100, 100, 500, 500], "label": "cat"}]<|end_of_box|>',
+        ),
         (answers.REF_AND_BOX, "<ref> cat</ref><box>(100,100),(500,500)</box>"),
         (answers.REF_AND_BOX, "the <ref>cat</ref> <box>[[100, 100, 500, 500]]</box>."),
         (
