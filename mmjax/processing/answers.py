@@ -208,8 +208,8 @@ def find_molmo_points(text: str) -> Places:
 # ---- Molmo 2's points ----------------------------------------------------------------------------
 
 _ELEMENT = re.compile(r'<(points|tracks)\b([^<>]*?) coords="([0-9\t:;, .]+)"\s*(/?)>')
-_GROUP = re.compile(r"(?:^|[\t:,;])([0-9.]+) ([0-9. ]+)")
-_POINT = re.compile(r"([0-9]+) ([0-9]{3,4}) ([0-9]{3,4})")
+_GROUP = re.compile(r"(?:^|[\t:,;])([0-9.]{1,16}) ([0-9. ]+)")
+_POINT = re.compile(r"\b([0-9]{1,16}) ([0-9]{3,4}) ([0-9]{3,4})")
 _PARTS = 1000
 
 

@@ -158,6 +158,8 @@ ONE = [AskedImage(ImageSize(width=200, height=100), ImageSize(1, 1))]
         ('<points coords="1 1 500 500', [], [], []),
         ('<points coords="2 1 500 500">of no image</points>', [], [], []),
         ('<points coords="1 1 1001 500">beyond</points>', [], [], []),
+        (f'<points coords="{"1" * 5000} 1 500 500">of none</points>', [], [], []),
+        (f'<points coords="1 {"1" * 5000} 500 500">of none</points>', [], [], []),
         ("no points", [], [], []),
     ],
 )
