@@ -17,7 +17,7 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.host_inputs import EncoderSpec, HostInputs
 from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.answers import END_OF_REASONING, AnswerForm, AskedImage, KnownImages
+from mmjax.processing.answers import REASONING_MARKS, AnswerForm, AskedImage, KnownImages
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.image_processors.image import check_pixel_size
@@ -311,7 +311,10 @@ class FamilyInfo(BaseProcessingInfo):
         """Return an answer's boxes or points, of what follows its reasoning."""
         assert self.answer_form is not None
         text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
-        return self.answer_form.read(text.rpartition(END_OF_REASONING)[2], images)
+        start, end = REASONING_MARKS
+        _, mark, answer = text.rpartition(end)
+        is_cut_off = not mark and text.lstrip().startswith(start)
+        return {} if is_cut_off else self.answer_form.read(answer, images)
 
     def find_seen_size(self, size: ImageSize, mm_kwargs: Mapping[str, object]) -> ImageSize:
         """Return what an image of this size is resized to, of a form that counts its pixels."""

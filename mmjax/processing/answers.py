@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mmjax.processing.items.items import ImageSize
 
-END_OF_REASONING = "</think>"
+REASONING_MARKS = ("<think>", "</think>")
 """Of Qwen's and GLM's models that think before they answer."""
 Places = Iterator[tuple[str, Sequence[float]]]
 """Labels, each with left, top, right and bottom of a box, or with x and y of a point."""

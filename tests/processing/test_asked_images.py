@@ -83,6 +83,10 @@ def test_boxes_are_pixels_of_the_picture_as_it_was_sent():
     assert prepared.parse_answer(token_ids) == {
         "boxes": {"bboxes": [[66, 50, 133, 100]], "labels": ["it"]}
     }
+    cut_off = processor.info.get_tokenizer().encode(
+        "\n" + TEXT.partition("</think>")[0], add_special_tokens=False
+    )
+    assert prepared.parse_answer(cut_off) == {}
     assert processor.prepare("find", {}).parse_answer is None
 
 
