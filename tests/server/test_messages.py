@@ -361,6 +361,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("a server's tool", {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
     ("a tool without a name", {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ("a tool's name", {"tools": [WEATHER, {**WEATHER, "name": "a b"}]}, "tools[1].name"),
+    ("a tool's schema", {"tools": [{**WEATHER, "input_schema": 3}]}, "tools[0].input_schema"),
+    (
+        "a schema",
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "colour"}}}},
+        "output_config.format.schema",
+    ),
     ("an unknown field", {"mcp_servers": [{}]}, "mcp_servers"),
     ("a heat", {"temperature": "hot"}, "temperature"),
     ("a stop", {"stop_sequences": [""]}, "stop_sequences"),

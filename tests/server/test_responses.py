@@ -287,6 +287,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "a", "temperature": -1}, "temperature"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    (
+        {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"type": "colour"}}}},
+        "text.format.schema",
+    ),
+    ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ({"input": "a", "text": {"format": {"type": "colour"}}}, "text.format.type"),
     ({"input": "a", "conversation": "conv_1"}, "conversation"),
     ({"input": "a", "metadata": {"k": "v" * 513}}, "metadata.k"),
     ({"input": "a", "extra_body": {"colour": 1}}, "colour"),

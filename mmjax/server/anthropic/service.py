@@ -18,7 +18,12 @@ from mmjax.server.openai.responses import Event
 from mmjax.server.openai.streaming import MESSAGE_EVENTS, Outputs, begin, collect, media_headers
 from mmjax.server.openai.structure import renamed
 
-_FIELD_OF_CHAT_FIELD = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_FIELD_OF_CHAT_FIELD = {
+    "stop": "stop_sequences",
+    r"response_format\.json_schema|response_format": "output_config.format",
+    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+}
 _THINKING_OPTIONS = ("enable_thinking", "thinking")
 """What chat templates call the option that says whether the model reasons."""
 

@@ -1,5 +1,6 @@
 """`structured_outputs` and `response_format` of a body, as what its answer must match."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -63,15 +64,20 @@ def errors_of_format(
 
 @contextmanager
 def renamed(new_names: Mapping[str, str], *, is_whole: bool = False) -> Iterator[None]:
-    """Name, in errors about fields, those that the client gave; `is_whole`: without their parts."""
+    """Name, in errors about fields, those that the client gave; `is_whole`: without their parts.
+
+    `new_names`: by patterns, of which the first that a field begins with holds.
+    """
     try:
         yield
     except RequestError as error:
         old = error.param or ""
         for name, new_name in new_names.items():
-            if old == name or old.startswith(f"{name}."):
-                error.param = new_name if is_whole else new_name + old.removeprefix(name)
+            found = re.match(rf"(?:{name})(?=\.|$)", old)
+            if found is not None:
+                error.param = found.expand(new_name) + ("" if is_whole else old[found.end() :])
                 error.message = error.message.replace(f"`{old}`", f"`{error.param}`")
+                break
         raise
 
 

@@ -150,7 +150,8 @@ _OWN_FIELDS = frozenset({"stream_options"})
 
 _FIELD_OF_CHAT_FIELD: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
+    r"response_format\.json_schema|response_format": "text.format",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
 }
 
 
