@@ -70,10 +70,7 @@ def read_messages(body: CountTokensRequest, *, keeps_thoughts: bool) -> PlacedMe
         elif message.role == "user":
             _read_user(read, content, place)
         elif message.role == "assistant":
-            message = _read_assistant(content, place)
-            if not keeps_thoughts:
-                message.pop("reasoning", None)
-            read.add(message, place)
+            _read_assistant(read, content, place, keeps_thoughts=keeps_thoughts)
         else:
             texts = _read_texts(content, f"{place}.content")
             read.add({"role": "system", "content": texts}, place)
@@ -82,25 +79,27 @@ def read_messages(body: CountTokensRequest, *, keeps_thoughts: bool) -> PlacedMe
 
 def _read_user(read: PlacedMessages, blocks: Sequence[Any], place: str) -> None:
     """Add a user's blocks; the results of tools are messages of their own, at their places."""
-    parts: list[_Part] = []
+    parts: dict[str, _Part] = {}
     for block, at in _read_blocks(blocks, f"{place}.content"):
         if block["type"] != "tool_result":
-            parts.append(_read_part(block, at))
+            parts[at] = _read_part(block, at)
             continue
         if parts:
-            read.add({"role": "user", "content": parts}, place)
-        parts = []
+            read.add({"role": "user", "content": [*parts.values()]}, place, [*parts])
+        parts = {}
         content = block.get("content")
         if isinstance(content, list):
             content = [_read_part(*one) for one in _read_blocks(content, f"{at}.content")]
         call_id = text_of(block, "tool_use_id", at)
         read.add({"role": "tool", "tool_call_id": call_id, "content": content or ""}, at)
     if parts or not blocks:
-        read.add({"role": "user", "content": parts}, place)
+        read.add({"role": "user", "content": [*parts.values()]}, place, [*parts])
 
 
-def _read_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
-    parts: list[_Part] = []
+def _read_assistant(
+    read: PlacedMessages, blocks: Sequence[Any], place: str, *, keeps_thoughts: bool
+) -> None:
+    parts: dict[str, _Part] = {}
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for block, at in _read_blocks(blocks, f"{place}.content"):
@@ -116,13 +115,13 @@ def _read_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
             case "redacted_thinking":
                 pass  # nothing that this model has thought
             case _:
-                parts.append(_read_part(block, at))
-    message: dict[str, Any] = {"role": "assistant", "content": parts or None}
+                parts[at] = _read_part(block, at)
+    message: dict[str, Any] = {"role": "assistant", "content": [*parts.values()] or None}
     if calls:
         message["tool_calls"] = calls
-    if thoughts:
+    if thoughts and keeps_thoughts:
         message["reasoning"] = "".join(thoughts)
-    return message
+    read.add(message, place, [*parts])
 
 
 def _read_blocks(blocks: Sequence[Any], place: str) -> Iterator[tuple[Mapping[str, Any], str]]:

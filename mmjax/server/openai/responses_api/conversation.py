@@ -29,15 +29,16 @@ class PlacedMessages:
     def __init__(self, messages: Iterable[tuple[Message, str]] = (), *, whole: str) -> None:
         """`whole`: the field that all of them come from."""
         self.messages: list[Message] = []
-        self._places: list[str] = []
+        self._places: list[tuple[str, Sequence[str]]] = []
+        """Of each message and, where these do not follow from it, of its parts."""
         self._whole = whole
         for message, place in messages:
             self.add(message, place)
 
-    def add(self, message: Message, place: str) -> None:
-        """Append a message that comes from `place`."""
+    def add(self, message: Message, place: str, part_places: Sequence[str] = ()) -> None:
+        """Append a message that comes from `place`, and its parts from others than these."""
         self.messages.append(message)
-        self._places.append(place)
+        self._places.append((place, part_places))
 
     @contextmanager
     def naming_items(self) -> Iterator[None]:
@@ -46,11 +47,14 @@ class PlacedMessages:
             with errors_of_messages():
                 yield
         except RequestError as error:
-            found = re.fullmatch(r"(messages\[(\d+)\])(.*)", error.param or "")
+            pattern = r"(messages\[(\d+)\])((?:\.content\[(\d+)\])?)(.*)"
+            found = re.fullmatch(pattern, error.param or "")
             if found is not None and int(found[2]) < len(self._places):
-                place = self._places[int(found[2])]
-                error.message = error.message.replace(found[1], place)
-                error.param = place + found[3]
+                place, part_places = self._places[int(found[2])]
+                is_own = found[4] is not None and int(found[4]) < len(part_places)
+                place = part_places[int(found[4])] if is_own else place + found[3]
+                error.message = error.message.replace(found[1] + found[3], place)
+                error.param = place + found[5]
             elif error.param == "messages":
                 error.param = self._whole
             raise
@@ -66,7 +70,7 @@ class Conversation(PlacedMessages):
         """Return the messages behind those of `instructions`, which no follow-up inherits."""
         if text is None:
             return self.messages
-        self._places.insert(0, "instructions")
+        self._places.insert(0, ("instructions", ()))
         return [{"role": "system", "content": text}, *self.messages]
 
     def add_input(self, given: str | Sequence[Mapping[str, Any]]) -> None:
