@@ -41,8 +41,10 @@ def test_a_conversation_is_what_chat_makes_of_it(server: Server) -> None:
     assert plain["count"] < answer["count"]
 
 
-def test_tools_are_part_of_a_conversation(make_server: MakeServer) -> None:
-    server = make_server(**TOOLS)
+@pytest.mark.parametrize("reads_calls", [True, False])
+def test_tools_are_part_of_a_conversation(make_server: MakeServer, reads_calls: bool) -> None:
+    """Also where the server could not read the model's calls."""
+    server = make_server(**{**TOOLS, "enable_auto_tool_choice": reads_calls})
     messages = [{"role": "user", "content": "a"}]
     bare = tokenize(server, messages=messages).json()["count"]
     assert tokenize(server, messages=messages, tools=[WEATHER]).json()["count"] > bare + 50

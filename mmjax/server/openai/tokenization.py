@@ -86,6 +86,8 @@ class TokenizationService:
             token_ids = await self._tokenize_text(request, body)
         else:
             fields = body.model_dump(exclude_none=True, exclude={"return_token_strs", "prompt"})
+            # No call is read here, so the server need not know how the model writes one.
+            fields |= {"tool_choice": "none"} if body.tools else {}
             chat = await asyncio.to_thread(validated, ChatCompletionRequest, fields)
             explained = await self._chats.explain_chat(request, chat, is_bounded=False)
             token_ids = explained.prompt_token_ids
