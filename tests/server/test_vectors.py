@@ -154,6 +154,33 @@ def test_scores_are_asked_for_by_any_of_vllms_names(
     assert [one["score"] for one in response.json()["data"]] == expected
 
 
+LONG = "red " * 400
+BROKEN = {"content": [{"type": "image_url", "image_url": {"url": "ftp://x"}}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/rerank", {"query": LONG, "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["a", LONG]}, "documents[1]"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["a", BROKEN]},
+            "documents[1].content[0].image_url.url",
+        ),
+        ("/score", {"text_1": "a", "text_2": LONG}, "text_2"),
+        ("/score", {"queries": ["a", LONG], "items": ["a", "b"]}, "queries[1]"),
+        ("/score", {"data_1": ["a", "b"], "data_2": ["a", "b", "c"]}, "data_1"),
+    ],
+)
+def test_what_is_refused_is_named(
+    of_vectors: Server, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = of_vectors.http.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_documents_are_ranked_under_each_path_of_vllms(of_vectors: Server, path: str) -> None:
     body = {"query": "a circle", "documents": ["a circle"]}

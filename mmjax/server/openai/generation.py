@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -33,6 +33,9 @@ from mmjax.server.openai.streaming import (
     media_headers,
     while_connected,
 )
+from mmjax.server.openai.structure import renamed
+
+T = TypeVar("T")
 
 _MAX_LISTED = 8
 """Adapters that an error lists."""
@@ -130,10 +133,12 @@ class GenerationService:
         params: SamplingParams,
         *,
         continues_prompt: bool = False,
+        names: Sequence[str] = (),
     ) -> list[RequestStream]:
         """Add one request for each prompt; if one is refused, abort all.
 
-        Also if the client disconnects meanwhile: RequestCancelledError.
+        Also if the client disconnects meanwhile: RequestCancelledError. `names`: of the fields that
+        hold the prompts, for errors, if they have others than chats and completions.
         """
         self._client.capacity.check_size(len(prompts), params.n)
         id_domain, lora_name = self.id_domain(request), self.check_model(body.model)
@@ -155,6 +160,8 @@ class GenerationService:
             )
             for number, prompt in enumerate(prompts)
         ]
+        if names:
+            adding = [_naming(one, name) for one, name in zip(adding, names, strict=True)]
         added = await while_connected(request, _add_all(adding))
         streams = [item for item in added if isinstance(item, RequestStream)]
         failures = [item for item in added if isinstance(item, BaseException)]
@@ -309,6 +316,12 @@ def _generated_token_ids(number: int, params: SamplingParams) -> list[list[int]]
     if continuation is None or params.prompt_logprobs is not None:
         return []
     return continuation.generated_token_ids(number, params.n)
+
+
+async def _naming(adding: Coroutine[Any, Any, T], name: str) -> T:
+    """Await `adding`; name, in errors about its prompt, the field that holds it."""
+    with renamed({r"prompt|messages\[0\]": name}):
+        return await adding
 
 
 async def _add_all(

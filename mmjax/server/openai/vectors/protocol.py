@@ -162,13 +162,13 @@ class ScoreRequest(VectorRequest):
     encoding_format: Literal["float"] | None = None
     """No effect: a score is a number."""
 
-    def sides(self) -> tuple[Any, Any]:
-        """Return both of the pair that is given; RequestValueError for another number of fields."""
+    def pair(self) -> tuple[str, str]:
+        """Return which of the pairs is given; RequestValueError for another number of fields."""
         names = {name for pair in _PAIRS for name in pair}
         given = {name for name in names if getattr(self, name) is not None}
         for first, second in _PAIRS:
             if given == {first, second}:
-                return getattr(self, first), getattr(self, second)
+                return first, second
         raise RequestValueError.about(
             "text_1",
             "and `text_2` are what is compared, or one of "

@@ -74,7 +74,9 @@ class VectorService:
     async def rerank(self, request: Request, body: RerankRequest) -> Response:
         """Serve POST /rerank."""
         given = [body.query, *body.documents]
-        (query, *documents), answer = await self._run(request, body, "rerank", given)
+        names = ["query", *_name_all("documents", body.documents)]
+        vectors, answer = await self._run(request, body, "rerank", given, names=names)
+        query, *documents = vectors
         scores = [score_vectors(query, document) for document in documents]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = [
@@ -89,25 +91,38 @@ class VectorService:
 
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         """Serve POST /score."""
-        sides = body.sides()
+        pair = body.pair()
+        sides = [getattr(body, name) for name in pair]
+        names = [one for side in zip(pair, sides, strict=True) for one in _name_all(*side)]
         first, second = (list(side) if isinstance(side, list) else [side] for side in sides)
         if len(first) not in (1, len(second)):
-            raise RequestValueError(
-                f"{len(first)} are compared with {len(second)}; give one, or as many"
+            raise RequestValueError.about(
+                pair[0],
+                f"has {len(first)} prompts and `{pair[1]}` {len(second)}; give one, or as many",
             )
-        vectors, answer = await self._run(request, body, "score", [*first, *second])
+        given = [*first, *second]
+        vectors, answer = await self._run(request, body, "score", given, names=names)
         queries, documents = vectors[: len(first)], vectors[len(first) :]
         pairs = zip(queries * (len(documents) // len(queries)), documents, strict=True)
         data = [
-            {"object": "score", "index": index, "score": score_vectors(*pair)}
-            for index, pair in enumerate(pairs)
+            {"object": "score", "index": index, "score": score_vectors(*both)}
+            for index, both in enumerate(pairs)
         ]
         return answer(data=data)
 
     async def _run(
-        self, request: Request, body: VectorRequest, prefix: str, given: Sequence[Any]
+        self,
+        request: Request,
+        body: VectorRequest,
+        prefix: str,
+        given: Sequence[Any],
+        *,
+        names: Sequence[str] = (),
     ) -> tuple[list[np.ndarray], Callable[..., Response]]:
-        """Return the vectors of each prompt, and what makes the answer of its own fields."""
+        """Return the vectors of each prompt, and what makes the answer of its own fields.
+
+        `names`: as those of `GenerationService.submit`.
+        """
         check_runner(self._model_config, pools=True)
         generation = body.to_generation()
         self._generation.check(request, generation)
@@ -127,6 +142,7 @@ class VectorService:
                 f"{request_id}-{start}" if start else request_id,
                 sources[start : start + self._at_once],
                 params,
+                names=names[start : start + self._at_once],
             )
             found: dict[int, RequestOutput] = {}
             await collect(request, added, found.__setitem__)
@@ -158,6 +174,11 @@ class VectorService:
         else:
             made = {"prompt_token_ids": given}
         return with_extras(made, generation)
+
+
+def _name_all(name: str, given: Any) -> list[str]:
+    """Return what the prompts of a field are called in errors."""
+    return [f"{name}[{index}]" for index in range(len(given))] if type(given) is list else [name]
 
 
 def _errors_of(body: EmbeddingRequest) -> AbstractContextManager[None]:
