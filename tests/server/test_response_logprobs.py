@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import TOOLS, MakeServer, Server
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,27 @@ def test_of_tokens_whose_text_comes_later(
     assert [one.token for one in done.logprobs] == expected
     assert last.response.output[0].content[0].logprobs == logprobs
     assert last.response.output_text == whole.output_text
+
+
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        ("<think>hm</think>ok", ["o", "k", "<eos>"]),
+        ('ok<tool_call>{"name": "f", "arguments": {}}</tool_call>', ["o", "k"]),
+    ],
+)
+def test_of_thoughts_and_calls_are_no_messages(
+    make_server: MakeServer, says: str, expected: list[str], stream: bool
+) -> None:
+    server = make_server(**TOOLS, reasoning_parser="qwen3")
+    server.will_say(says)
+    fields = {"model": "tiny", "input": "a", "tools": [FUNCTION], "top_logprobs": 1}
+    create: Any = server.openai().responses.create
+    answer = create(**fields, stream=stream)
+    response = [*answer][-1].response if stream else answer
+    logprobs = response.output[0].content[0].logprobs
+    assert [one.token for one in logprobs] == expected

@@ -58,6 +58,11 @@ class ReasoningReader:
         self._state = "label" if is_open else "beginning"
         self._held = ""
 
+    @property
+    def is_within(self) -> bool:
+        """Whether the answer so far ends within reasoning."""
+        return self._state in ("label", "reasoning")
+
     def push(self, text: str) -> AnswerPart:
         """Return what `text` adds."""
         text, self._held = self._held + text, ""
@@ -72,8 +77,7 @@ class ReasoningReader:
     def finish(self) -> AnswerPart:
         """Return what was held back, at the end of the answer."""
         held, self._held = self._held, ""
-        is_reasoning = self._state in ("label", "reasoning")
-        return AnswerPart(reasoning=held) if is_reasoning else AnswerPart(text=held)
+        return AnswerPart(reasoning=held) if self.is_within else AnswerPart(text=held)
 
     # ---- each returns what is left for the next state, or holds it back --------------------------
 

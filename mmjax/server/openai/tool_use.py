@@ -327,6 +327,8 @@ class AnswerPiece:
     text: str
     reasoning: str = ""
     """What the model thought before it, where that is told apart."""
+    is_thought: bool = False
+    """Whether nothing but reasoning and its marks came, shown or not."""
     calls: list[CallPiece] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -353,27 +355,33 @@ class AnswerReader:
 
     def read(self, output: CompletionOutput) -> AnswerPiece:
         """Return what `output` adds; each text must come once."""
-        reasoning, text = self._tell_apart(output)
+        reasoning, text, is_thought = self._tell_apart(output)
         piece = self._parse(output, text)
-        piece.reasoning = reasoning
+        piece.reasoning, piece.is_thought = reasoning, is_thought
         if output.index not in self._begun:
             self._begun.add(output.index)
             piece.text = self._echo + piece.text
         return piece
 
-    def _tell_apart(self, output: CompletionOutput) -> tuple[str, str]:
-        """Return what `output` adds to the reasoning that is shown, and to the text behind it."""
+    def _tell_apart(self, output: CompletionOutput) -> tuple[str, str, bool]:
+        """Return what `output` adds to the reasoning that is shown, and to the text behind it.
+
+        Then `AnswerPiece.is_thought`.
+        """
         use, index = self._reasoning, output.index
         if use is None:
-            return "", output.text
+            return "", output.text, False
         if index not in self._thoughts:
             self._thoughts[index] = ReasoningReader(use.format, is_open=use.is_open)
         reader = self._thoughts[index]
+        was_within = reader.is_within
         parts = [reader.push(output.text)]
+        is_within = was_within or reader.is_within
         if output.finish_reason is not None:
             parts.append(reader.finish())
         thought = "".join(part.reasoning for part in parts) if use.is_shown else ""
-        return thought, "".join(part.text for part in parts)
+        text = "".join(part.text for part in parts)
+        return thought, text, is_within and not text
 
     def _parse(self, output: CompletionOutput, text: str) -> AnswerPiece:
         tools, index = self._tools, output.index

@@ -171,6 +171,9 @@ class ResponseBuilder(AnswerBuilder):
     def add(self, output: CompletionOutput, piece: AnswerPiece) -> Iterator[Event]:
         logprobs = chat_logprobs(output.logprobs, self._options)
         self._logprobs += [] if logprobs is None else logprobs.content
+        if piece.is_thought:
+            # No response shows it.
+            self._logprobs = []
         if piece.text or (output.finish_reason is not None and self._has_last_logprobs(piece)):
             yield from self._add_text(piece.text)
         for call in piece.calls:

@@ -308,6 +308,8 @@ def _to_chat(body: ResponsesRequest, conversation: Conversation) -> ChatCompleti
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": body.wants_logprobs,
+        # Token by token, of which each is then told to be a message's, a call's or a thought's.
+        "stream": body.stream or body.wants_logprobs,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "tools": to_chat_tools(body.tools),
         "tool_choice": to_chat_tool_choice(body.tool_choice),
