@@ -294,6 +294,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     ({"input": "a", "text": {"format": {"type": "colour"}}}, "text.format.type"),
+    ({"input": "a", "text": {"format": {"type": "text", "colour": 1}}}, "text.format.colour"),
     ({"input": "a", "conversation": "conv_1"}, "conversation"),
     ({"input": "a", "metadata": {"k": "v" * 513}}, "metadata.k"),
     ({"input": "a", "extra_body": {"colour": 1}}, "colour"),

@@ -185,7 +185,7 @@ def to_chat_tool_choice(choice: Any) -> Any:
 
 def to_chat_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return `text.format` as chat's `response_format`."""
-    if form is None or form.get("type") == "text":
+    if form is None:
         return None
     if form.get("type") != "json_schema":
         return dict(form)
