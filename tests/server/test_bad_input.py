@@ -148,6 +148,13 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
     ({"structured_outputs": {"regex": "((("}}, "structured_outputs.regex"),
     ({"structured_outputs": {"json": {"type": "colour"}}}, "structured_outputs.json"),
+    (
+        {
+            "response_format": {"type": "text"},
+            "structured_outputs": {"json": {"type": "colour"}},
+        },
+        "structured_outputs.json",
+    ),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": "a", "regex": None, "x": 1}}, "structured_outputs.x"),

@@ -141,7 +141,7 @@ class ChatService:
         params, form = self._sampling(body, tools)
         prompt = await self.prompt_source(request, body)
         is_enforced = tools is not None and tools.format is None
-        with errors_of_format(body.response_format is not None, has_calls=is_enforced):
+        with errors_of_format(body.has_schema, has_calls=is_enforced):
             streams = await self._generation.submit(request, body, request_id, [prompt], params)
         processor, (first, *_) = self._client.input_processor, streams
         reasoning = plan_reasoning(

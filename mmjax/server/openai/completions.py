@@ -46,7 +46,7 @@ class CompletionService:
         request_id, answer_id = new_ids("cmpl", body)
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
         echo = await self._prompt_echo(request, body)
-        with errors_of_format(body.response_format is not None):
+        with errors_of_format(body.has_schema):
             streams = await self._generation.submit(
                 request, body, request_id, prompts, params, continues_prompt=True
             )

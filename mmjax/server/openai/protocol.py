@@ -295,6 +295,11 @@ class GenerationRequest(PromptRequest):
                 "prompt_logprobs", "are not streamed; leave them or `stream` out"
             )
 
+    @property
+    def has_schema(self) -> bool:
+        """Whether it is `response_format` that has the schema of the answer."""
+        return self.response_format is not None and self.response_format.type == "json_schema"
+
     def to_sampling_params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
