@@ -164,20 +164,24 @@ def test_logprobs(input_processor: InputProcessor) -> None:
     assert whole(input_processor, "red").cumulative_logprob is None
 
 
+@pytest.mark.parametrize("found", [["ids"], []])
 def test_an_answer_is_parsed_up_to_a_character_that_is_cut_off(
-    input_processor: InputProcessor,
+    input_processor: InputProcessor, found: list[str]
 ) -> None:
+    """One in which nothing is found is text alone."""
     ids = input_processor.tokenizer.encode("a 🎈", add_special_tokens=False)
     request = input_processor.process(
         GenerateRequest("r", {"prompt_token_ids": ids}, SamplingParams(max_tokens=4))
     )
-    prepared = replace(request.prepared, parse_answer=lambda token_ids: {"ids": list(token_ids)})
+    prepared = replace(
+        request.prepared, parse_answer=lambda token_ids: {key: list(token_ids) for key in found}
+    )
     processor = OutputProcessor(input_processor.tokenizer)
     processor.add_request(replace(request, prepared=prepared))
     delta = RequestOutputDelta(request_id="r", new_token_ids=ids[:-1], finish_reason="length")
     (output,) = process(processor, delta).request_outputs
     assert output.outputs[0].text == "a "
-    assert output.outputs[0].parsed == {"ids": ids[:-4]}
+    assert output.outputs[0].parsed == ({"ids": ids[:-4]} if found else None)
 
 
 @pytest.mark.parametrize("is_structured", [True, False])

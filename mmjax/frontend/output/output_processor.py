@@ -226,7 +226,7 @@ class OutputProcessor:
         parse = sequence.request.prepared.parse_answer
         if parse is not None and sequence.finish_reason is not None:
             whole, _ = split_unfinished(self._tokenizer, sequence.token_ids)
-            sequence.parsed = parse(whole)
+            sequence.parsed = parse(whole) or None
         return new_text, taken
 
     def _logprobs(self, delta: RequestOutputDelta, count: int) -> SampleLogprobs | None:
