@@ -288,11 +288,13 @@ def _load_draft(model: ModelConfig, scheduler: SchedulerConfig) -> ModelConfig |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """The checkpoint's defaults of sampling and its EOS tokens."""
+    """The checkpoint's defaults of sampling, its EOS tokens, and what it never answers."""
 
     sampling: Mapping[str, Any]
     """Fields of SamplingParams that the generation config sets."""
     eos_token_ids: tuple[int, ...]
+    suppressed_token_ids: tuple[int, ...] = ()
+    """Tokens that no answer has (`suppress_tokens`), as the ends of media of Gemma 4's 12B."""
 
 
 def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
@@ -312,7 +314,13 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
         getattr(text_config, "eos_token_id", None),
     ):
         found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
-    return GenerationDefaults(sampling=sampling, eos_token_ids=tuple(dict.fromkeys(found)))
+    # Those beyond the vocabulary have no logit: HF's processor passes them over, too.
+    suppressed = {*(raw.get("suppress_tokens") or ())} & {*range(text_config.vocab_size)}
+    return GenerationDefaults(
+        sampling=sampling,
+        eos_token_ids=tuple(dict.fromkeys(found)),
+        suppressed_token_ids=tuple(sorted(suppressed)),
+    )
 
 
 def _chosen_generation_config(

@@ -135,7 +135,9 @@ def test_penalties_count_the_token_in_flight(core: EngineCore) -> None:
     assert answer(core, request) == token_ids[first:]
 
 
-def test_bad_words_are_not_completed(core: EngineCore) -> None:
+# None are a request's own where the checkpoint's files suppress tokens.
+@pytest.mark.parametrize("own", [["a", "b", "c"], []], ids=["a request's", "the files'"])
+def test_bad_words_are_not_completed(core: EngineCore, own: list[str]) -> None:
     """Also where the token before is in flight; words of the answer alone, as vLLM's."""
     free = dense_greedy(message("free", [prompt(7)], max_tokens=20))
     words = [free[2:3], free[8:10], free[13:16]]
@@ -149,7 +151,7 @@ def test_bad_words_are_not_completed(core: EngineCore) -> None:
             if not before or expected[-len(before) :] == before:
                 logits[last] = -np.inf
         expected.append(int(logits.argmax()))
-    request = message("a", [token_ids], max_tokens=20, bad_words=["a", "b", "c"])
+    request = message("a", [token_ids], max_tokens=20, bad_words=own)
     banned = msgspec.structs.replace(request, bad_words_token_ids=words)
     assert answer(core, banned) == expected != free
 

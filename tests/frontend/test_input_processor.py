@@ -18,7 +18,7 @@ from mmjax.frontend.prompt import processor_pool
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_model_config
-from mmjax.params.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams, TranscriptRules
 from mmjax.processing.items import parse
 from tests.families.directories import GOLDEN, edit_golden, edit_json
 from tests.families.idefics3 import IDEFICS3
@@ -116,6 +116,19 @@ def test_the_tokenizers_own_end_is_one_beside_those_of_the_files(tmp_path: Path)
     ids = process(processor, "red").messages[0].eos_token_ids
     assert ids[0] == own
     assert {7, 8} < {*ids}
+
+
+def test_suppressed_tokens_of_the_files_come_in_no_answer(tmp_path: Path) -> None:
+    """As the ends of media in Gemma 4's 12B, which its tied head finds probable."""
+    files: Any = {"generation_config": {"suppress_tokens": [7, 8]}}
+    processor = InputProcessor(load_model_config(str(edit_golden("gemma3", tmp_path, **files))))
+    params = SamplingParams(bad_words=["red"])
+    banned = process(processor, "red", params).messages[0].bad_words_token_ids
+    assert banned[-2:] == [[7], [8]]
+    assert len(banned) > 2
+    # A transcript's rules say it themselves.
+    transcript = SamplingParams(transcript=TranscriptRules())
+    assert process(processor, "red", transcript).messages[0].bad_words_token_ids == []
 
 
 def test_the_end_of_a_turn_ends_idefics3s_answers(tmp_path: Path) -> None:

@@ -365,7 +365,9 @@ class LogitRules:
         """int32[words]: a bit for each token that may be the next; None: any may."""
         return self._listed_bits if self.grammar is None else self.grammar.allowed_bits
 
-    def find_bans(self, output: Sequence[int], *, is_last_known: bool) -> list[tuple[int, int]]:
+    def find_bans(
+        self, output: Sequence[int] | np.ndarray, *, is_last_known: bool
+    ) -> list[tuple[int, int]]:
         """Return which tokens would complete bad words: (token before or -1, banned token).
 
         If the last token is in flight, and so not in `output`, it is to be compared with the first

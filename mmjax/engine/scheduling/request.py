@@ -294,7 +294,8 @@ class Request:
         self.items_end = max((item.end for item in self.items), default=0)
         """Position after the last item."""
         ending_from = self.num_prompt_tokens + sampling_params.min_tokens
-        self.plain_from = ending_from if sampling_params.is_plain else 2**63
+        is_plain = sampling_params.is_plain and not self.logit_rules.has_edits
+        self.plain_from = ending_from if is_plain else 2**63
         """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """Those of the prompt's tokens that are known; the first token has none."""
@@ -447,7 +448,7 @@ class Request:
     def find_bans(self, place: int, *, is_last_known: bool) -> list[tuple[int, int]]:
         """Return the tokens that are banned at a position, as `LogitRules.find_bans`."""
         before = self.token_ids[self.num_prompt_tokens : place if is_last_known else place - 1]
-        bans = self.logit_rules.find_bans(before.tolist(), is_last_known=is_last_known)
+        bans = self.logit_rules.find_bans(before, is_last_known=is_last_known)
         if self.needs_min_tokens(place):
             bans += [(-1, token_id) for token_id in self.held_back_token_ids[NUM_MASKED:]]
         return bans

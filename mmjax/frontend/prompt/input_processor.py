@@ -213,7 +213,9 @@ class InputProcessor:
         parts = parse_prompt(request.prompt)
         self._check_text_length(parts)
         self._check_token_ids(request)
-        bad_words = self._tokenize_bad_words(params.bad_words)
+        banned = self._tokenize_bad_words(params.bad_words)
+        if params.transcript is None:  # whose rules have them, and allow others first
+            banned += [[one] for one in self.generation_defaults.suppressed_token_ids]
         grammar = None
         if params.structured_outputs is not None:
             grammar = self.grammars.read(params.structured_outputs)
@@ -235,7 +237,7 @@ class InputProcessor:
             cache_salt=parts.cache_salt,
             lora_name=request.lora_name,
             encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
-            bad_words_token_ids=bad_words,
+            bad_words_token_ids=banned,
             grammar=grammar,
         )
         return ProcessedRequest.create(request, template, prepared, current_times())
