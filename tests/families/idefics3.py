@@ -218,6 +218,7 @@ _SHARED: dict[str, Any] = {
 }
 IDEFICS3 = Family(
     **written(TINY, write_files),
+    contradictions=(("preprocessor_config", {"do_resize": False}, "`do_resize` of the image"),),
     **_SHARED,
 )
 SMOLVLM = Family(

@@ -210,6 +210,7 @@ MISTRAL3 = Family(
     lowering_kwargs={"size": {"longest_edge": 60}},
     extra_kwargs=({}, {"size": {"longest_edge": 84}}),
     operator_kwargs=({"size": {"longest_edge": 160}},),
+    contradictions=(("preprocessor_config", {"do_resize": False}, "`do_resize` of the image"),),
     tensors={"pixel_values": 1e-6},
     takes_size=lambda width, height: max(width, height) < 60 * min(width, height),
     words=(*Family.words, *("<s>", "</s>", "<pad>")),

@@ -49,7 +49,8 @@ class TileCutter:
 
     def __init__(self, hf: Any, side: int) -> None:
         """`hf`: an `Idefics3ImageProcessorPil` whose pixels stay bytes; `side`: of a tile."""
-        self.hf = hf
+        self.hf, resized = hf, {"do_resize": True}
+        check_settings(hf, resized, where="the image processor", source="mmjax takes")
         source = "`vision_config.image_size` of config.json is"
         found, wanted = dict(hf.max_image_size), {"longest_edge": side}
         check_settings(found, wanted, where="`max_image_size`", source=source)

@@ -79,6 +79,8 @@ class PixtralImageScaler:
     """HF's image processor: images scaled to whole units, and not padded to each other."""
 
     def __init__(self, hf_processor: Any, unit: int) -> None:
+        wanted = {"do_resize": True}
+        check_settings(hf_processor, wanted, where="the image processor", source="mmjax takes")
         self.hf = hf_processor
         self.unit = unit
         """The side of the square of pixels that one embedding stands for."""
