@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError, check_settings
-from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.affine import make_affine, read_affine
 from mmjax.processing.image_processors.crops import MAX_TILES, list_tilings
 from mmjax.processing.image_processors.frames import split_pairs
 from mmjax.processing.image_processors.image import bad_kwarg, check_bool, check_count, to_pixels
@@ -22,8 +22,11 @@ from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.image_processors.pil_classes import load_class, make_image_processor
 from mmjax.processing.items.items import ImageSize
 
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_CLIP_ARITHMETIC: Mapping[str, Any] = {
+    **{"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True},
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+}
 _AFFINE = make_affine(rescale_factor=1 / 255, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 """As the original normalises what it cuts."""
 
@@ -233,11 +236,7 @@ class CanvasCutter(PillowTileCutter):
         self.resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
         names = {"min_patches": 1, "max_patches": 12, "crop_to_patches": True}
         self.defaults = {name: settings.get(name, value) for name, value in names.items()}
-        self.affine = make_affine(
-            rescale_factor=settings.get("rescale_factor", 1 / 255),
-            mean=settings.get("image_mean", _CLIP_MEAN),
-            std=settings.get("image_std", _CLIP_STD),
-        )
+        self.affine = read_affine({**_CLIP_ARITHMETIC, **settings})
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """Return 1 and the most tiles: HF's class takes `min_patches`, and does nothing with it."""
