@@ -1,6 +1,6 @@
 """Rows whose images are cut: into tiles, which the encoder takes one by one, or into crops."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -13,8 +13,9 @@ from mmjax.processing.image_processors.tiling import (
     TileCutter,
     find_largest_picture,
 )
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalUUIDDict
-from mmjax.processing.prepared import ProcessedPrompt
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
+from mmjax.processing.missing_items import ItemRow
+from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 
@@ -114,18 +115,11 @@ class FewCutProcessor(FamilyProcessor[InfoT]):
             return hf_processor_mm_kwargs
         return {**hf_processor_mm_kwargs, "cropping": False}
 
-    def _cached_apply_hf_processor(
+    def _process_rows(
         self,
-        prompt: str | list[int],
-        mm_data_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-        mm_uuids: MultiModalUUIDDict,
-    ) -> ProcessedPrompt:
-        """Go round the cache with more images: what it processes again is processed alone."""
-        kwargs = self._get_hash_kwargs(mm_data_items, hf_processor_mm_kwargs)
-        if kwargs is hf_processor_mm_kwargs:
-            process = super()._cached_apply_hf_processor
-        else:
-            process = self._apply_hf_processor
-        return process(prompt, mm_data_items, kwargs, tokenization_kwargs, mm_uuids)
+        rows: Sequence[ItemRow],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
+    ) -> dict[str, ProcessedItem]:
+        """Process what a cache lacks, or has lost, as one of all images of its request."""
+        return super()._process_rows(rows, mm_items, self._get_hash_kwargs(mm_items, mm_kwargs))

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision beyond the laws: files that contradict each other, the largest picture."""
+"""LLaVA-OneVision beyond the laws: the largest picture, and several, as of DeepSeek-VL2."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,12 @@ import torch
 from PIL import Image
 from transformers import LlavaOnevisionConfig
 
+from mmjax.cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
 from mmjax.models.llava.host_inputs import LlavaOnevisionHostInputs
 from mmjax.processing.items.items import ImageSize
 from tests.families import FAMILIES
+from tests.kit import draw
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 
@@ -38,3 +40,19 @@ def test_several_pictures_are_not_cut_and_slivers_of_them_are_refused():
     assert [place.length for place in found.mm_placeholders["image"]] == [17, 17]
     with pytest.raises(RequestError, match="padded to a square it has 40000"):
         processor.apply("<image><image>what", {"image": [picture, sliver]})
+
+
+@pytest.mark.parametrize(("name", "count"), [("llava_onevision", 2), ("deepseek_vl2", 3)])
+def test_several_pictures_are_processed_once_and_never_cut(name: str, count: int):
+    """Nor where the engine has lost them, and their tensors are made again of the files."""
+    family = FAMILIES[name]
+    processor = family.make_processor(processor_cache=MultiModalProcessorOnlyCache(2**26))
+    images = [draw(300, 150, seed) for seed in range(count)]
+    prompt = f"{family.placeholder * count}what"
+    first = processor.prepare(prompt, {"image": images})
+    assert {*first.fresh} == {*first.mm_hashes["image"]}
+    processor.commit(first)
+    again = processor.prepare(prompt, {"image": images})
+    assert not again.fresh
+    assert again.mm_placeholders == first.mm_placeholders
+    assert processor.rebuild(again, first.mm_hashes["image"]).fresh == first.fresh
