@@ -226,7 +226,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         `mm_uuids`: per modality, what each item is known by: its hash, or what stands for it.
         """
         arguments = (prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs, mm_uuids)
-        if self.cache is None or mm_data_items.get_passthrough_data():
+        if self.cache is None:
             return self._apply_hf_processor(*arguments)
         known, missing = find_missing(self.cache, mm_uuids)
         return self._tokenize_and_process(*arguments, known=known, missing=missing)

@@ -142,7 +142,7 @@ class TestEmbeddings:
         ]
         assert [one.length for one in inputs.mm_placeholders["image"]] == [3, 1]
 
-    def test_beside_raw_media_all_goes_in_one_call(self):
+    def test_beside_raw_media_what_is_held_is_not_processed_again(self):
         cache = RecordingCache()
         processor = make_embeds(cache)
         processor.apply("[img]", {"image": draw(5, 2)})
@@ -150,10 +150,9 @@ class TestEmbeddings:
         request = {"image": [draw(5, 2), draw(6, 2)], "video": list(self.EMBEDS)}
         prompt = "[vid][img][img][vid]"
         inputs = processor.apply(prompt, request)
-        # The text alone; then the images, the held one again: nothing is asked.
-        assert processor.calls == [(prompt, []), ("[img][img]", [5, 6])]
+        # The text alone; then the image that is not held.
+        assert processor.calls == [(prompt, []), ("[img]", [6])]
         assert [one.length for one in inputs.mm_placeholders["video"]] == [3, 1]
-        # The cache learns of all of them even so: the engine, which gets them, will hold them.
         assert [item is None for item in inputs.mm_kwargs["image"]] == [True, False]
         again = processor.apply(prompt, request)
         assert [item for items in again.mm_kwargs.values() for item in items] == [None] * 4
@@ -165,14 +164,15 @@ class TestEmbeddings:
         assert item is not None
         np.testing.assert_array_equal(item["image_embeds"].data, np.ones((3, 8)))
 
-    def test_an_item_without_data_has_no_place_beside_them(self):
+    def test_an_item_may_stand_beside_them_by_its_id_alone(self):
         processor = make_embeds(RecordingCache())
-        uuids = {"image": ["me"], "video": [None]}
-        processor.apply("[img]", {"image": draw(5, 2)}, mm_uuids={"image": ["me"]})
+        one, other = self.EMBEDS
+        processor.apply("[img]", {"image": [one]}, mm_uuids={"image": ["me"]})
+        request = {"image": [None, other]}
+        inputs = processor.apply("[img][img]", request, mm_uuids={"image": ["me", None]})
+        assert [place.length for place in inputs.mm_placeholders["image"]] == [3, 1]
         with pytest.raises(ValueError, match="Cache miss for image at index 0 but data is not"):
-            processor.apply(
-                "[img][vid]", {"image": [None], "video": [self.EMBEDS[0]]}, mm_uuids=uuids
-            )
+            processor.apply("[img][img]", request, mm_uuids={"image": ["you", None]})
 
 
 class TestOneIdForTwoItems:
