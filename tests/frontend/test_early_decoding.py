@@ -13,7 +13,7 @@ from mmjax.frontend.media.connector import MediaConnector
 from mmjax.processing.hashing.item_hashes import ItemHasher
 from mmjax.processing.items.parse import MultiModalDataParser
 from mmjax.processing.media.decode_budget import Cancellation, DecodeBudget
-from mmjax.processing.media.encoded import EncodedImage
+from mmjax.processing.media.encoded import EncodedImage, PixelRange
 from tests.kit import draw
 from tests.processing.test_media import encode
 from tests.threats.network import PUBLIC, Network, answer, connected
@@ -34,6 +34,7 @@ class Kit:
         self.connector = MediaConnector(mm, budget=self.budget, is_cached=self.is_cached)
         self.network = _Site({"site.example": [[PUBLIC]]}, lambda head: [])
         self.network.pictures = {"/first": first, "/second": SECOND}
+        self.network.asked = []
         self.network.release = self.release
 
     def is_cached(self, modality: str, item: Any) -> bool:
@@ -44,15 +45,17 @@ class Kit:
 
 
 class _Site(Network):
-    """Sends what is in `pictures`."""
+    """Sends what is in `pictures`, and notes what was asked for."""
 
     pictures: dict[str, bytes]
+    asked: list[str]
     release: asyncio.Event
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.serving.append(asyncio.current_task())
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         path = head.split(" ")[1]
+        self.asked.append(path)
         if path == "/second":
             await self.release.wait()
         writer.write(answer(self.pictures[path]))
@@ -199,3 +202,20 @@ def test_who_has_to_wait_gives_back_what_was_decoded_ahead() -> None:
     assert budget.num_bytes == 0
     assert image.decode().media.size == (40, 30)
     assert image.num_bytes_to_decode == 0
+
+
+def test_a_url_that_comes_twice_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what each is scaled to."""
+    url = "http://site.example/first"
+    ranges = (None, PixelRange(most=300), None)
+
+    async def use(kit: Kit) -> None:
+        images = [kit.connector.open_image(url, f"[{i}]", one) for i, one in enumerate(ranges)]
+        async with kit.connector.fetched({"multi_modal_data": {"image": images}}) as prompt:
+            assert isinstance(prompt, dict)
+            given = (prompt.get("multi_modal_data") or {})["image"]
+            assert [image.decode().media.size for image in given] == [(40, 30), (20, 15), (40, 30)]
+            assert kit.network.asked == ["/first"] * 2
+            assert kit.connector.num_held_bytes == 2 * len(FIRST)
+
+    run(monkeypatch, use)

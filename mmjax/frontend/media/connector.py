@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeGuard
 
@@ -50,8 +50,8 @@ class PendingMedia:
 
     url: HttpUrl | str
     """A text is a `file:` URL."""
-    place: str
-    """The field of the request."""
+    place: str = field(compare=False)
+    """The field of the request; the same file at several is fetched once."""
     pixel_range: PixelRange | None = None
     """What an image is scaled to; None: its own size."""
     sampling: VideoSampling | None = None
