@@ -29,7 +29,7 @@ class Kit:
     def __init__(self, *, first: bytes = FIRST, budget: int = 2**20, request: int = 2**20) -> None:
         self.release = asyncio.Event()
         self.budget = DecodeBudget(budget)
-        self.hasher = ItemHasher("tiny")
+        self.hasher, self.cached = ItemHasher("tiny"), set[str]()
         mm = MultiModalConfig(max_media_request_decode_bytes=request)
         self.connector = MediaConnector(mm, budget=self.budget, is_cached=self.is_cached)
         self.network = _Site({"site.example": [[PUBLIC]]}, lambda head: [])
@@ -37,8 +37,8 @@ class Kit:
         self.network.asked = []
         self.network.release = self.release
 
-    def is_cached(self, modality: str, item: Any) -> bool:
-        return bool(self.hasher.find_names(modality, item))
+    def is_cached(self, modality: str, item: Any, cache_salt: str | None) -> bool:
+        return not self.cached.isdisjoint(self.hasher.find_names(modality, item, cache_salt))
 
     def pending(self, *paths: str) -> list[Any]:
         return [self.connector.open_image(f"http://site.example{path}", path) for path in paths]
@@ -161,18 +161,20 @@ def test_what_has_no_room_waits_for_its_turn(
     run(monkeypatch, use, **settings)
 
 
-@pytest.mark.parametrize("salt", [None, "mine"])
+@pytest.mark.parametrize("salt", [None, "mine", "theirs"])
+@pytest.mark.parametrize("first_salt", [None, "mine"])
 def test_what_was_seen_before_is_decoded_only_for_those_who_share_no_cache(
-    monkeypatch: pytest.MonkeyPatch, salt: str | None
+    monkeypatch: pytest.MonkeyPatch, salt: str | None, first_salt: str | None
 ) -> None:
     """By the time that an answer takes nobody learns what a client with another salt has sent."""
 
     def process(images: list[EncodedImage]) -> None:
-        assert (images[0]._media is None) == (salt is None)
+        assert (images[0]._media is None) == (salt == first_salt)
 
     async def use(kit: Kit) -> None:
         seen = MultiModalDataParser().parse_mm_data({"image": [FIRST]})
-        kit.hasher.identify(seen, {}, {}, id_domain="others")
+        named = kit.hasher.identify(seen, {}, {}, id_domain="others", cache_salt=first_salt)
+        kit.cached.update(named.by_modality["image"])
         kit.release.set()
         await fetch(kit, process, **({} if salt is None else {"cache_salt": salt}))
 

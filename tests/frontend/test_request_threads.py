@@ -170,10 +170,14 @@ def test_what_is_cached_is_no_work(
     prompt: Any = {"prompt": "<start_of_image>", "multi_modal_data": {"image": [picture]}}
     is_heavy: Any = input_processor.connector.is_heavy
     assert is_heavy(prompt)
-    with input_processor._pool.borrow() as processor:
-        processor.apply("<start_of_image>", {"image": [picture]})
-    assert not is_heavy(prompt)
-    for name, value in (("cache_salt", "mine"), ("multi_modal_uuids", {"image": ["cat"]})):
+    salted = {**prompt, "cache_salt": "mine"}
+    for one in (prompt, salted):
+        with input_processor._pool.borrow() as processor:
+            salt = one.get("cache_salt")
+            processor.apply("<start_of_image>", {"image": [picture]}, cache_salt=salt)
+        assert not is_heavy(one)
+        assert is_heavy(salted) == (one is prompt)
+    for name, value in (("cache_salt", "theirs"), ("multi_modal_uuids", {"image": ["cat"]})):
         assert is_heavy({**prompt, name: value})
     broken = EncodedImage(b"no picture", MediaLimits())
     assert not is_heavy({**prompt, "multi_modal_data": {"image": [broken]}})

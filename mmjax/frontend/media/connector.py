@@ -68,7 +68,7 @@ class MediaConnector:
         *,
         workers: DecodeWorkers | None = None,
         budget: DecodeBudget | None = None,
-        is_cached: Callable[[str, EncodedMedium], bool] = lambda modality, item: False,
+        is_cached: Callable[[str, EncodedMedium, str | None], bool] = lambda *item: False,
     ) -> None:
         """Open media by the settings.
 
@@ -77,7 +77,7 @@ class MediaConnector:
             workers: Processes that decode what comes from here; None: the threads that use it.
             budget: What images take that are decoded as they arrive; None: they wait for the others
                 of their request.
-            is_cached: Whether an item, of a modality, is there already.
+            is_cached: Whether an item, of a modality, is there already, of prompts with a salt.
         """
         self.mm = mm
         self.is_cached = is_cached
@@ -180,19 +180,19 @@ class MediaConnector:
         In a thread: the headers are read. What is wrong with a file, whoever decodes it will say.
         """
         data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
-        is_named_otherwise, num_bytes = _is_named_otherwise(prompt), 0
+        num_bytes = 0
         with suppress(RequestError):
             for modality, items in (data or {}).items():
                 for item in items if isinstance(items, list) else [items]:
                     is_encoded = isinstance(item, EncodedMedium)
-                    if is_encoded and (is_named_otherwise or not self.is_cached(modality, item)):
+                    if is_encoded and not self._is_known(prompt, modality, item):
                         num_bytes += item.num_bytes_to_decode
         return num_bytes > MAX_BATCH_BYTES
 
     @asynccontextmanager
     async def fetched(self, prompt: PromptType) -> AsyncIterator[PromptType]:
         """Yield the prompt with all of its media; their bytes count as held meanwhile."""
-        download = _Download(self, are_named_otherwise=_is_named_otherwise(prompt))
+        download = _Download(self, partial(self._is_known, prompt, "image"))
         try:
             yield await self._fetch(prompt, download)
         finally:
@@ -228,6 +228,13 @@ class MediaConnector:
             self._workers.close()
 
     # ---- parts ----------------------------------------------------------------------------------
+
+    def _is_known(self, prompt: PromptType, modality: str, item: EncodedMedium) -> bool:
+        """Return whether an item of a prompt is cached; unknown where more than a salt names it."""
+        fields = prompt if isinstance(prompt, Mapping) else PromptDict()
+        if fields.get("mm_processor_kwargs") or fields.get("multi_modal_uuids"):
+            return False
+        return self.is_cached(modality, item, fields.get("cache_salt"))
 
     def _open_urls(self, prompt: PromptType) -> PromptType:
         fields = prompt if isinstance(prompt, Mapping) else PromptDict()
@@ -306,11 +313,11 @@ class MediaConnector:
 class _Download:
     """What one request has fetched, and what of it is decoded already."""
 
-    def __init__(self, connector: MediaConnector, *, are_named_otherwise: bool) -> None:
-        """`are_named_otherwise`: whether no item is cached under the name of its content alone."""
+    def __init__(self, connector: MediaConnector, is_known: Callable[[EncodedImage], bool]) -> None:
+        """`is_known`: whether an image is cached."""
         mm = connector.mm
         self._connector = connector
-        self._are_named_otherwise = are_named_otherwise
+        self._is_known = is_known
         self._max_request_bytes = mm.max_media_request_download_bytes
         self._max_bytes = mm.max_media_download_bytes
         self._max_decoded_bytes = min(mm.max_media_request_decode_bytes, MAX_BATCH_BYTES)
@@ -340,7 +347,7 @@ class _Download:
         It stays encoded where the budget or the request's share of it has no room, and where it is
         cached.
         """
-        if not self._are_named_otherwise and self._connector.is_cached("image", image):
+        if self._is_known(image):
             return
         num_bytes = image.num_bytes_to_decode
         with self._lock:
@@ -370,12 +377,6 @@ def _pending(prompt: PromptType) -> Sequence[PendingMedia]:
     data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     lists = [] if data is None else [entry for entry in data.values() if isinstance(entry, list)]
     return [item for items in lists for item in items if isinstance(item, PendingMedia)]
-
-
-def _is_named_otherwise(prompt: PromptType) -> bool:
-    """Return whether caches know a prompt's items by more than their content."""
-    fields = ("cache_salt", "mm_processor_kwargs", "multi_modal_uuids")
-    return isinstance(prompt, Mapping) and any(prompt.get(field) for field in fields)
 
 
 def _replace(prompt: PromptType, fetched: Mapping[PendingMedia, EncodedMedium]) -> PromptType:

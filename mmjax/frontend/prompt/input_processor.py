@@ -294,12 +294,13 @@ class InputProcessor:
             self._described_tokens = MultiModalProfiler(processor).measure_described()
         validate_num_embeds(processor.info, prepared.mm_placeholders, self._described_tokens)
 
-    def _is_cached(self, modality: str, item: Any) -> bool:
-        """Return whether the cache has an encoded item under the name of its content alone."""
+    def _is_cached(self, modality: str, item: Any, cache_salt: str | None) -> bool:
+        """Return whether the cache has an encoded item under the name of its content and salt."""
         first, base = self._pool.first, BaseMultiModalProcessor
         if self.cache is None or type(first)._get_hash_kwargs is not base._get_hash_kwargs:
             return False
-        return any(self.cache.is_cached(first.item_hasher.find_names(modality, item)))
+        names = first.item_hasher.find_names(modality, item, cache_salt)
+        return any(self.cache.is_cached(names))
 
     def _unshared_id(self, request_id: str) -> str | None:
         """Return an id for items that need no hash, since no cache is on; else None."""

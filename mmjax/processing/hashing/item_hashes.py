@@ -233,11 +233,12 @@ class ItemHasher:
         """
         return f"{mm_hash} {self._content_hasher.hash_kwargs(item=item)}".encode()
 
-    def find_names(self, modality: str, item: Any) -> list[str]:
-        """Return the hashes of an encoded item that was in a request before, without kwargs."""
+    def find_names(self, modality: str, item: Any, cache_salt: str | None = None) -> list[str]:
+        """Return what an encoded item that was in a request before is called, without kwargs."""
         digest = self._digest_encoded(item)
         keys = [(modality, digest or b"", "", is_trusted) for is_trusted in (False, True)]
-        return [name for key in keys if (name := self._known.get(key)) is not None]
+        names = [name for key in keys if (name := self._known.get(key)) is not None]
+        return names if cache_salt is None else [self._salt(name, cache_salt) for name in names]
 
     def bind(self, hashed: HashedItems) -> None:
         """Note what the ids of a request stand for; MediaIdConflictError notes none."""
