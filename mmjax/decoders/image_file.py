@@ -191,4 +191,6 @@ def _turn_upright(image: Image.Image) -> Image.Image:
 
 
 def _has_transparency(image: Image.Image) -> bool:
+    if image.mode == "P" and image.palette is not None and image.palette.mode == "RGBA":
+        return True  # as `quantize` makes it of RGBA
     return image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info

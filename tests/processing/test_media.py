@@ -63,7 +63,7 @@ def two_colours(mode: str) -> Image.Image:
         if mode == "P":
             paletted.info["transparency"] = 1
         return paletted
-    return image.convert(mode)
+    return image.quantize(2) if mode == "P of RGBA" else image.convert(mode)
 
 
 class TestDecoding:
@@ -76,7 +76,7 @@ class TestDecoding:
         if kind != "GIF":
             np.testing.assert_array_equal(np.asarray(media), np.asarray(image))
 
-    @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
+    @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P", "P of RGBA"])
     def test_transparency_shows_white(self, mode: str):
         rgb = convert_to_rgb(two_colours(mode))
         assert rgb.mode == "RGB"
