@@ -55,14 +55,15 @@ QWEN3_MOE: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True},
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
 }
-GPT_OSS: dict[str, Any] = {
-    **{"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 9, "hidden_act": "silu"},
+GPT_OSS_KIND: dict[str, Any] = {
+    **{"model_type": "gpt_oss", "sliding_window": 9, "hidden_act": "silu"},
     **{"num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 1.5},
     "rope_parameters": {
         **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False},
         "original_max_position_embeddings": 64,
     },
 }
+GPT_OSS = {**GPT_OSS_KIND, "head_dim": 16}
 PHI3: dict[str, Any] = {
     # The decoder's own key decides, of which the angles get a copy.
     **{"model_type": "phi3", "sliding_window": 25, "original_max_position_embeddings": 30},
@@ -173,7 +174,7 @@ TINY = TinyFamily(
 TINY_GPT_OSS = replace(
     TINY,
     name="internvl gpt_oss",
-    resize=partial(resize_text, **GPT_OSS),
+    resize=partial(resize_text, **GPT_OSS_KIND),
     served={"text": GPT_OSS},
     published_head_dim=64,
     variants={
