@@ -4,9 +4,12 @@ Every row of every step is compared, over decoders with heads of many widths, fo
 by them. `test_schedules.py` compares those of the plain tiny models.
 """
 
+from unittest.mock import patch
+
 import pytest
 
 from mmjax.layers.recurrent.chunks import CHUNK
+from tests import shared_programs
 from tests.engine.bench import Bench, check_states
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.tiny import TinyModel
@@ -25,7 +28,8 @@ def check_one_state(model: TinyModel, num_schedules: int) -> None:
     }
     # Of seven: schedules of long prompts, as DeepSeek-OCR's, fill no mixed sizes between.
     assert len({(bucket.num_tokens, bucket.num_requests) for bucket in programs}) >= 4
-    check_states(bench, num_shared=100)
+    # Whisper's prompts are its decoder's, a few tokens each.
+    check_states(bench, num_shared=100 if model.family.name == "whisper" else 150)
 
 
 def with_heads(name: str, width: int) -> TinyModel:
@@ -56,8 +60,16 @@ def test_a_token_has_one_state_with_heads_of_many_widths_in_every_family(
     name: str, width: int, all_sizes: None
 ) -> None:
     if (name, width) == ("lfm3_vl", 128):
-        pytest.skip("one head has one gate: of so few numbers a sigmoid has other last bits")
+        pytest.skip("one head has one gate, and a product with one column adds in other orders")
     check_one_state(with_heads(name, width), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.xfail(reason="on a CPU with AVX-512, not explained: docs/determinism.md")
+def test_a_token_of_florence_2_has_one_state_with_few_sizes() -> None:
+    with patch.object(shared_programs, "has_all_sizes", False):
+        check_one_state(with_heads("florence2", 64), 20)
 
 
 @pytest.mark.slow
