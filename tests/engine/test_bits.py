@@ -4,12 +4,9 @@ Every row of every step is compared, over decoders with heads of many widths, fo
 by them. `test_schedules.py` compares those of the plain tiny models.
 """
 
-from unittest.mock import patch
-
 import pytest
 
 from mmjax.layers.recurrent.chunks import CHUNK
-from tests import shared_programs
 from tests.engine.bench import Bench, check_states
 from tests.families import TINY_FAMILIES, served_model
 from tests.families.tiny import TinyModel
@@ -62,14 +59,6 @@ def test_a_token_has_one_state_with_heads_of_many_widths_in_every_family(
     if (name, width) == ("lfm3_vl", 128):
         pytest.skip("one head has one gate, and a product with one column adds in other orders")
     check_one_state(with_heads(name, width), 20)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.xfail(reason="on a CPU with AVX-512, not explained: docs/determinism.md")
-def test_a_token_of_florence_2_has_one_state_with_few_sizes() -> None:
-    with patch.object(shared_programs, "has_all_sizes", False):
-        check_one_state(with_heads("florence2", 64), 20)
 
 
 @pytest.mark.slow

@@ -2,15 +2,19 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from transformers import Florence2Config
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import RequestError
+from mmjax.layers.module import bind, build_abstract
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.host_inputs import EncoderSpec
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import generate_reference
+from mmjax.towers.davit import DavitConfig, DavitVisionTower
 from tests.engine.tiny import answer_all
 from tests.families import served_model
 from tests.families.florence2 import draw_item, tiny_config
@@ -72,3 +76,19 @@ def test_without_images_the_tower_is_left_out():
     image = model.draw_sample([Media(1), Words(3, 7)])
     with pytest.raises(RequestError, match="which this engine was started without"):
         core.add_request(make_request("image", image, max_tokens=8))
+
+
+@pytest.mark.slow
+@pytest.mark.as_served
+def test_an_image_has_the_bits_that_it_has_alone_in_a_tower_of_the_published_size():
+    config = DavitConfig.from_hf(Florence2Config().vision_config)
+    graphdef, abstract = build_abstract(DavitVisionTower, config, dtype=np.float32)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: np.float32(0.05) * rng.standard_normal(x.shape, x.dtype), abstract
+    )
+    images = rng.normal(size=(4, 3, 768, 768)).astype(np.float32)
+    encode = jax.jit(lambda pixels: bind(graphdef, params)(pixels))
+    of_four = np.asarray(encode(images))
+    for number in (1, 3):
+        np.testing.assert_array_equal(np.asarray(encode(images[:number])), of_four[:number])
