@@ -306,14 +306,17 @@ class FamilyInfo(BaseProcessingInfo):
         return most
 
     def parse_answer(
-        self, token_ids: Sequence[int], *, images: Sequence[AskedImage]
+        self, token_ids: Sequence[int], *, images: Sequence[AskedImage], is_reasoning: bool = False
     ) -> Mapping[str, Any]:
-        """Return an answer's boxes or points, of what follows its reasoning."""
+        """Return an answer's boxes or points, of what follows its reasoning.
+
+        `is_reasoning`: it begins amid reasoning, which its prompt has opened.
+        """
         assert self.answer_form is not None
         text = self.get_tokenizer().decode(token_ids, skip_special_tokens=False)
         start, end = REASONING_MARKS
         _, mark, answer = text.rpartition(end)
-        is_cut_off = not mark and text.lstrip().startswith(start)
+        is_cut_off = not mark and (is_reasoning or text.lstrip().startswith(start))
         return {} if is_cut_off else self.answer_form.read(answer, images)
 
     def find_seen_size(self, size: ImageSize, mm_kwargs: Mapping[str, object]) -> ImageSize:
@@ -558,7 +561,9 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
         images = [
             one._replace(seen=find(one.seen, mm_kwargs)) if form.in_pixels else one for one in found
         ]
-        return partial(self.info.parse_answer, images=images)
+        text = prompt if isinstance(prompt, str) else self.info.get_tokenizer().decode(prompt[-8:])
+        is_reasoning = text.rstrip().endswith(REASONING_MARKS[0])
+        return partial(self.info.parse_answer, images=images, is_reasoning=is_reasoning)
 
     def _call_hf_processor(
         self,

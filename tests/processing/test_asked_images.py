@@ -1,6 +1,7 @@
 """The sizes of a prompt's pictures: as they were sent, and as the model saw them."""
 
 import io
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -88,6 +89,18 @@ def test_boxes_are_pixels_of_the_picture_as_it_was_sent():
     )
     assert prepared.parse_answer(cut_off) == {}
     assert processor.prepare("find", {}).parse_answer is None
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_boxes_amid_reasoning_that_the_prompt_has_opened_are_none(is_text: bool):
+    processor = QWEN2_5_VL.make_processor()
+    encode_text = partial(processor.info.get_tokenizer().encode, add_special_tokens=False)
+    prompt = f"{PROMPT}<think>\n"
+    given = prompt if is_text else encode_text(prompt)
+    prepared: Any = processor.prepare(given, {"image": encode(200, 100)})
+    reasoning, end, answer = TEXT.removeprefix("<think>").partition("</think>")
+    assert prepared.parse_answer(encode_text(reasoning)) == {}
+    assert prepared.parse_answer(encode_text(reasoning + end + answer))["boxes"]["labels"] == ["it"]
 
 
 @pytest.mark.parametrize(
