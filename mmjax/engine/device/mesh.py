@@ -40,6 +40,9 @@ from mmjax.weights.sharding import (
 )
 
 _AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
+_MAX_IN_FLIGHT = 16
+"""Arrays that are broadcast before one is waited for: of an adapter's, two processes on CPUs waited
+for each other for ever at the 157th that was not."""
 
 
 class Call(IntEnum):
@@ -139,7 +142,13 @@ class Placement:
         target = sharding or self.replicated
         if not self.is_shared:
             return jax.device_put(arrays, target)
-        return jax.tree.map(partial(self._broadcast, target=target), arrays)
+        leaves, structure = jax.tree.flatten(arrays)
+        placed: list[Array] = []
+        for leaf in leaves:
+            placed.append(self._broadcast(leaf, target=target))
+            if not len(placed) % _MAX_IN_FLIGHT:
+                jax.block_until_ready(placed[-1])
+        return structure.unflatten(placed)
 
     def give(self, array: np.ndarray) -> Any:
         """Return a host array as a call takes it, which moves it faster than `put` does.
