@@ -182,6 +182,8 @@ def decode_base64(text: str, start: int = 0) -> bytes:
 
     ValueError (`binascii.Error` is one) where it is no base64.
     """
+    if text.find("\n", start) >= 0:
+        raise ValueError("it is several lines, and must be one (`base64 -w0`)")
     padding = text.find("=", start)
     if padding >= 0 and padding < len(text) - 2:
         raise ValueError("Excess data after padding")
