@@ -52,3 +52,16 @@ def test_the_copy_that_a_request_uses_stays() -> None:
         adapters.wait()
     assert adapters.find("b").is_ready
     adapters.close()
+
+
+def test_the_copy_that_takes_the_place_of_a_used_one_stays() -> None:
+    """Though the one before, which is still kept, and it are too many."""
+    adapters = Adapters(read, max_cpu_loras=1)
+    adapters.load("a", Path("a"))
+    adapters.wait()
+    adapters.pop_loaded()
+    adapters.find("a").num_users += 1
+    new = adapters.replace("a", Adapter(arrays={}, digest=b"new"))
+    assert (new.is_ready, new.num_users) == (True, 1)
+    assert [*adapters._kept.values()] == [new]
+    adapters.close()

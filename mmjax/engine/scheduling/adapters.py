@@ -130,8 +130,8 @@ class Adapters:
         return adapter
 
     def replace(self, lora_name: str, arrays: Adapter) -> RegisteredAdapter:
-        """Let a name stand for other arrays, which are kept; requests that have it go on."""
-        path = self.unload(lora_name).path
+        """Let a name stand for other arrays, which are kept, and take over its requests."""
+        old = self.unload(lora_name)
         known: Future[Adapter] = Future()
         known.set_result(arrays)
         first = iter([known])
@@ -141,7 +141,9 @@ class Adapters:
                 return known
             return next(first, None) or self._start(arrays.read_again)
 
-        adapter = RegisteredAdapter(lora_name, path, next(self._versions), read)
+        adapter = RegisteredAdapter(lora_name, old.path, next(self._versions), read)
+        # Before any host copy is dropped: that of an adapter in use is not.
+        adapter.num_users, old.num_users = old.num_users, 0
         self._registered[lora_name] = adapter
         self._keep(adapter)
         return adapter

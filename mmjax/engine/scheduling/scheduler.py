@@ -286,7 +286,6 @@ class Scheduler:
         requests = [one for one in self._requests.values() if one.lora_request is old]
         self._stop(requests)
         for request in requests:
-            old.num_users, new.num_users = old.num_users - 1, new.num_users + 1
             request.lora_request = new
             self._item_sizes.remove(request.media_items)
             rename(request, old.lora_version)
