@@ -1,13 +1,15 @@
 """Laws of the scheduler, in milliseconds: no device, tokens invented."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mmjax.cache.awaited_rows import AwaitedRows
 from mmjax.cache.media.lru import CacheInfo
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
@@ -370,6 +372,26 @@ def test_one_identifier_cannot_stand_for_two_sizes() -> None:
         step(scheduler)
     with pytest.raises(MediaIdConflictError, match="before"):
         scheduler.add_request(make_request("d", 10, (make_item(0, 5, "x"),)))
+
+
+def test_who_waits_for_rows_keeps_no_suspect_from_asking_again() -> None:
+    """After a failed step the requests in it need their rows anew, and nobody else may run."""
+    jobs: defaultdict[str, Future[Any]] = defaultdict(Future)
+    awaited = AwaitedRows(lambda item: jobs[item.identifier], max_requests=1)
+    scheduler = make_scheduler(awaited=awaited)
+    rows = np.zeros((4, 8), np.float32)
+    for name in "ab":
+        jobs[name].set_result(rows)
+    for name in "abc":
+        scheduler.add_request(make_request(name, 5, (make_item(0, 4, name),)))
+    output = scheduler.schedule()
+    assert windows(output).keys() == {"a", "b"}
+    assert scheduler.begin_again([output]) == []
+    jobs["c"].set_result(rows)
+    for _ in range(9):
+        step(scheduler)
+    assert not scheduler.has_unfinished()
+    assert awaited.may_ask("d")
 
 
 @pytest.mark.parametrize("num_steps", range(5))

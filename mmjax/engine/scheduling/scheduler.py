@@ -252,6 +252,10 @@ class Scheduler:
         self._suspects = dict.fromkeys([*failed, *self._suspects])
         self.stop_running()
         self.abort(at_fault)
+        if self.awaited is not None:
+            # Others, which may not run meanwhile, would keep the suspects from asking for rows.
+            for request_id in self._requests:
+                self.awaited.forget(request_id)
         self.forget_all()
         return at_fault
 
