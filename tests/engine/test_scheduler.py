@@ -394,6 +394,17 @@ def test_who_waits_for_rows_keeps_no_suspect_from_asking_again() -> None:
     assert awaited.may_ask("d")
 
 
+def test_a_failed_step_ends_nobody_who_was_in_it_beside_one_that_has_left() -> None:
+    scheduler = make_scheduler()
+    for name in "ab":
+        scheduler.add_request(make_request(name, 5))
+    output = scheduler.schedule()
+    scheduler.abort("a")
+    assert scheduler.begin_again([output]) == []
+    assert scheduler.begin_again([scheduler.schedule()]) == ["b"], "alone"
+    assert_all_returned(scheduler)
+
+
 @pytest.mark.parametrize("num_steps", range(5))
 def test_abort_at_every_stage_returns_everything(num_steps: int) -> None:
     scheduler = make_scheduler(num_blocks=8)

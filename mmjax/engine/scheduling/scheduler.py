@@ -239,16 +239,13 @@ class Scheduler:
             outputs: The steps that were scheduled and not read; None: one that failed before.
         """
         if None in outputs:
-            failed = [*self._suspects][:1] or [*self._requests]
+            computed = [self._requests[one] for one in [*self._suspects][:1] or self._requests]
         else:
-            failed = [
-                scheduled.request.request_id
-                for output in outputs
-                if output is not None
-                for scheduled in output.requests
-                if not scheduled.request.is_finished
-            ]
-        at_fault = [*dict.fromkeys(failed)] if len(set(failed)) == 1 else []
+            windows = [one for output in outputs if output is not None for one in output.requests]
+            computed = [*dict.fromkeys(window.request for window in windows)]
+        # One that has ended since may have been at fault, too.
+        failed = [one.request_id for one in computed if not one.is_finished]
+        at_fault = failed if len(computed) == 1 else []
         self._suspects = dict.fromkeys([*failed, *self._suspects])
         self.stop_running()
         self.abort(at_fault)
