@@ -652,9 +652,13 @@ class EngineCore:
         """Programs that a step had to wait for since warm-up: 0 unless something is wrong."""
         return self._counter.count
 
-    def read_embeds(self, identifier: str) -> np.ndarray | None:
-        """Return an item's embeddings, `[rows, D]`; None: the encoder cache has them no more."""
-        return self._runner.read_embeds(identifier)
+    def read_embeds(self, mm_hash: str) -> np.ndarray | None:
+        """Return an item's embeddings, `[rows, D]`; None: the encoder cache has them no more.
+
+        Those that the present towers give without an adapter, or that a client gave.
+        """
+        encoded = self._runner.read_embeds(self._requests.name_encoded(mm_hash))
+        return self._runner.read_embeds(mm_hash) if encoded is None else encoded
 
     def reset_prefix_cache(self) -> None:
         """Drop the hashes of all blocks; running requests keep their blocks."""

@@ -273,6 +273,9 @@ def test_a_new_language_model_keeps_the_towers_rows_and_a_new_tower_drops_them()
     update(core, part_of(0, 1))
     assert answer(core, ask("new tower", key)) == answer_of((1, 0, 1), key, ())
     assert hits(core) == (16, 2)
+    rows, expected = (one.read_embeds("picture-0-1") for one in (core, fresh((1, 0, 1))))
+    assert rows is not None
+    np.testing.assert_array_equal(rows, expected)
 
 
 def test_embeddings_that_were_given_stay_whatever_the_tower():

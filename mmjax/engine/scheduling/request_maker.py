@@ -128,6 +128,10 @@ class RequestMaker:
             # Random, so that no client can give an item the id of another one's.
             self._item_suffix = f"@weights {version} {secrets.token_hex(8)}"
 
+    def name_encoded(self, identifier: str) -> str:
+        """Return what an item is called whose embeddings the present towers give."""
+        return identifier + self._item_suffix
+
     def rename(self, request: Request) -> None:
         """Give other keys to a request that was made before `change_weights`, and holds nothing."""
         request.change_keys(self._rename_item, self.block_hasher)
@@ -149,7 +153,7 @@ class RequestMaker:
             return self._name_states()
         if item.embeds is not None:
             return item.identifier
-        return item.identifier.removesuffix(self._last_suffix) + self._item_suffix
+        return self.name_encoded(item.identifier.removesuffix(self._last_suffix))
 
     def _name_states(self) -> str:
         # Request ids may repeat.
@@ -251,7 +255,7 @@ class RequestMaker:
             # Of this adapter, and not of one that had its name before.
             identifier = f"{identifier}@{adapter.lora_version}"
         return EncoderItem(
-            identifier=identifier + self._item_suffix,
+            identifier=self.name_encoded(identifier),
             mm_hash=feature.mm_hash,
             mm_position=feature.mm_position,
             units=arrays,
