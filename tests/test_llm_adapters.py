@@ -7,6 +7,7 @@ import pytest
 
 from mmjax import LLM, LoRARequest, SamplingParams
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.llm.arguments import adapters_for
 from tests.engine.adapters import make_tensors, write_adapter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
@@ -44,6 +45,15 @@ def test_prompts_have_their_own_adapters(tiny_gemma3: Path, tmp_path: Path) -> N
         with pytest.raises(RequestValueError, match=r"layers\.9"):
             ask(LoRARequest("bad", 5, str(tmp_path / "bad")))
         assert ask([poet, None], ["a red circle"] * 2) == [alone[0], alone[2]]
+
+
+def test_the_prompts_of_a_call_have_one_adapter_of_a_name() -> None:
+    """Else the last one would answer all of them."""
+    poet, other = LoRARequest("poet", 1, "a"), LoRARequest("poet", 2, "b")
+    assert adapters_for([poet, None, LoRARequest("poet", 1, "a")], 3) == [poet, None, poet]
+    with pytest.raises(RequestValueError, match="number 1 of 'a' and number 2 of 'b'") as caught:
+        adapters_for([poet, None, other], 3)
+    assert caught.value.param == "lora_request"
 
 
 def test_a_request_needs_a_name_and_a_path() -> None:

@@ -96,7 +96,10 @@ def params_for(
 
 
 def adapters_for(given: LoRARequests, number: int) -> Sequence[LoRARequest | None]:
-    """Return the adapter of each prompt; None: the model alone."""
+    """Return the adapter of each prompt; None: the model alone.
+
+    RequestValueError for two of one name: prompts that are asked together know theirs by it.
+    """
     if given is None or isinstance(given, LoRARequest):
         return [given] * number
     if not isinstance(given, Sequence) or not all(
@@ -107,6 +110,15 @@ def adapters_for(given: LoRARequests, number: int) -> Sequence[LoRARequest | Non
             f"is a {type(given).__name__}; give a LoRARequest, as in "
             'LoRARequest("poet", 1, "DIR"), or a list of them',
         )
+    by_name: dict[str, LoRARequest] = {}
+    for one in given:
+        if one is not None and (other := by_name.setdefault(one.lora_name, one)) != one:
+            raise RequestValueError.about(
+                "lora_request",
+                f"holds two adapters named {one.lora_name!r}: number {other.lora_int_id} of "
+                f"{other.lora_path!r} and number {one.lora_int_id} of {one.lora_path!r}; give each "
+                "a name of its own, or ask one after the other",
+            )
     return check_number(given, number, "lora_request", "`lora_request`s")
 
 
