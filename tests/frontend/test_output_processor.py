@@ -213,6 +213,23 @@ def test_request_fields(input_processor: InputProcessor) -> None:
     assert outputs[0].num_image_tokens == 0
 
 
+def test_a_piece_without_tokens_is_of_the_weights_of_the_last_one(
+    input_processor: InputProcessor,
+) -> None:
+    """As the end of what an update of the weights has aborted."""
+    request = input_processor.process(GenerateRequest("r", "red", SamplingParams(), stream=True))
+    processor = OutputProcessor(input_processor.tokenizer)
+    processor.add_request(request)
+    told = {"request_id": "r", "weights_version": 3}
+    deltas = (
+        RequestOutputDelta(new_token_ids=[5], **told),
+        RequestOutputDelta(new_token_ids=[], finish_reason="abort", **told),
+    )
+    pieces = [output.outputs[0] for output in process(processor, *deltas).request_outputs]
+    assert [len(piece.token_ids) for piece in pieces] == [1, 0]
+    assert [piece.weights_version for piece in pieces] == [3, 3]
+
+
 def test_an_unknown_id_is_skipped(input_processor: InputProcessor) -> None:
     processor = OutputProcessor(input_processor.tokenizer)
     delta = RequestOutputDelta(request_id="gone", new_token_ids=[5])

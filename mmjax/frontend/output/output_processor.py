@@ -387,7 +387,7 @@ class SequenceState:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             parsed=self.parsed,
-            weights_version=versions[-1] if versions else 0,
+            weights_version=self.weights_versions[-1] if self.weights_versions else 0,
             weights_versions=versions if len(set(versions)) > 1 else None,
         )
 
