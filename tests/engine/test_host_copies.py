@@ -65,3 +65,29 @@ def test_the_copy_that_takes_the_place_of_a_used_one_stays() -> None:
     assert (new.is_ready, new.num_users) == (True, 1)
     assert [*adapters._kept.values()] == [new]
     adapters.close()
+
+
+def test_a_copy_that_could_not_be_read_is_read_again_for_the_next_request() -> None:
+    """Its files may have been out of reach for a moment."""
+    faults = [None, None, OSError("no route to host"), None]
+
+    def read_sometimes(path: Path) -> Adapter:
+        if (fault := faults.pop(0)) is not None:
+            raise fault
+        return read(path)
+
+    adapters = Adapters(read_sometimes, max_cpu_loras=1)
+    for name in ("a", "b"):
+        adapters.load(name, Path(name))
+        adapters.wait()
+        adapters.pop_loaded()
+    adapter = adapters.find("a")
+    found = []
+    for _ in range(2):
+        adapter.num_users += 1
+        adapters.use(adapter)
+        adapters.wait()
+        found.append((adapter.is_ready, adapter.error is None))
+        adapter.num_users -= 1
+    assert found == [(False, False), (True, True)]
+    adapters.close()

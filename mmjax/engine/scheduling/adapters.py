@@ -79,8 +79,8 @@ class RegisteredAdapter:
         return self._job.result()
 
     def fetch(self) -> None:
-        """Begin to make a host copy, if there is none."""
-        if self._job is None:
+        """Begin to make a host copy, if there is none; again, if that has failed."""
+        if self._job is None or (self._job.done() and not self.is_ready):
             self._job = self._read(self._digest)
 
     def drop_host_copy(self) -> None:
