@@ -34,7 +34,9 @@ def test_prompts_have_their_own_adapters(tiny_gemma3: Path, tmp_path: Path) -> N
         assert ask([poet, critic, None], ["a red circle"] * 3) == alone
         assert ask(poet, ["a red circle"] * 2) == [alone[0]] * 2
         other = LoRARequest("poet", 3, critic.lora_path)
+        later = llm.generate(iter(["a red circle"]), GREEDY, use_tqdm=False, lora_request=poet)
         assert ask(other) == [alone[1]], "another adapter of the name"
+        assert [output.outputs[0].token_ids for output in later] == [alone[0]]
         assert ask(poet) == [alone[0]]
         with pytest.raises(RequestValueError, match="2 prompts and 1"):
             ask([poet], ["a", "b"])

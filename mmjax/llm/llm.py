@@ -275,7 +275,7 @@ class LLM(PoolingMethods):
 
         Until it is exhausted or closed, nothing else can be asked.
         """
-        (adapter,) = self._load_adapters(lora_request, 1)
+        (adapter,) = self._load_adapters(adapters_for(lora_request, 1))
         request = self._make_request(
             partial(self._chat.parse, messages),
             sampling_params,
@@ -522,9 +522,8 @@ class LLM(PoolingMethods):
 
     # ---- parts ----------------------------------------------------------------------------------
 
-    def _load_adapters(self, given: LoRARequests, number: int) -> list[str | None]:
+    def _load_adapters(self, each: Sequence[LoRARequest | None]) -> list[str | None]:
         """Return each prompt's adapter by name, all of them loaded."""
-        each = adapters_for(given, number)
         for adapter in dict.fromkeys(each):
             if adapter is not None and self._loaded.get(adapter.lora_name) != adapter:
                 self._load_adapter(adapter)
@@ -561,19 +560,19 @@ class LLM(PoolingMethods):
             )
         else:
             number = len(prompts)
-        each = zip(
-            params_for(sampling_params, number),
-            priorities_for(priority, number, self.config.scheduler),
-            self._load_adapters(lora_request, number),
-            strict=True,
-        )
-        requests = (
-            self._make_request(prompt, params, priority=one, lora_name=adapter, **options)
-            for prompt, (params, one, adapter) in zip(prompts, cycle(each), strict=False)
-        )
+        each_params = params_for(sampling_params, number)
+        priorities = priorities_for(priority, number, self.config.scheduler)
+        adapters = adapters_for(lora_request, number)
+
+        def make() -> Iterator[GenerateRequest]:
+            # An iterator is answered when it is read: others may have been loaded until then.
+            each = zip(each_params, priorities, self._load_adapters(adapters), strict=True)
+            for prompt, (params, one, adapter) in zip(prompts, cycle(each), strict=False):
+                yield self._make_request(prompt, params, priority=one, lora_name=adapter, **options)
+
         if isinstance(prompts, Iterator):
-            return cast(Any, self._stream(requests))
-        return self._run(list(requests), use_tqdm=use_tqdm)
+            return cast(Any, self._stream(make()))
+        return self._run(list(make()), use_tqdm=use_tqdm)
 
     def _make_request(
         self, prompt: PromptSource, params: SamplingParams | None, **options: Any
