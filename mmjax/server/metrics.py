@@ -179,6 +179,8 @@ class Metrics(RequestObserver):
         self._registry.register(_EngineCollector(client, model, max_loras))
         self._make_counters(model)
         self._make_histograms(model)
+        self._num_finished = TallyCounter[str]()
+        """request_id -> its finished sequences, of requests that have others."""
         client.observe(self)
 
     async def render(self) -> bytes:
@@ -224,6 +226,7 @@ class Metrics(RequestObserver):
         times = sequence.request.times
         decode_s = sequence.last_token_at - sequence.first_token_at
         self._success[sequence.finish_reason].inc()
+        self._num_finished[sequence.request.request_id] += 1
         # Once, as its prompt: the other sequences find what the first computed.
         if sequence.request_id == sequence.request.messages[0].request_id:
             self._counters["vllm:prompt_tokens_cached"].inc(sequence.num_cached_tokens)
@@ -233,6 +236,7 @@ class Metrics(RequestObserver):
         self._observe("vllm:request_prefill_kv_computed_tokens", num_computed)
         self._observe("vllm:request_generation_tokens", sequence.num_tokens)
         if sequence.is_last:
+            del self._num_finished[sequence.request.request_id]
             self._observe("vllm:request_max_num_generation_tokens", sequence.max_num_tokens)
         self._observe("vllm:e2e_request_latency_seconds", e2e_s)
         self._observe("vllm:request_decode_time_seconds", decode_s)
@@ -242,8 +246,9 @@ class Metrics(RequestObserver):
             self._observe("vllm:request_time_per_output_token_seconds", tpot_s)
 
     def on_broken_off(self, request: ProcessedRequest, reason: EndReason) -> None:
-        """Count a request that was aborted, or failed."""
-        self._success[reason].inc()
+        """Count the sequences that were aborted, or failed."""
+        num_finished = self._num_finished.pop(request.request_id, 0)
+        self._success[reason].inc(len(request.messages) - num_finished)
 
     # ---- parts ----------------------------------------------------------------------------------
 

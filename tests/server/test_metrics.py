@@ -13,10 +13,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmjax.config.engine_config import LoRAConfig
+from mmjax.errors import EngineUnavailableError
 from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.metrics import STATUSES
-from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat, Ready
+from mmjax.transport.messages import (
+    MEMORY_CAUSES,
+    STEP_TOKEN_BOUNDS,
+    Heartbeat,
+    Ready,
+    RequestOutputDelta,
+    StepOutput,
+)
 from tests.echo_engine import EchoSupervisor
 from tests.server.conftest import MakeServer, Server, http_scope
 from tests.test_serve import image_message
@@ -228,16 +236,22 @@ def test_what_is_aborted_or_fails_is_counted(make_server: MakeServer) -> None:
 
     async def begin_and_leave() -> None:
         stream = await client.add_request(
-            GenerateRequest("a", "a red circle", SamplingParams(max_tokens=2))
+            GenerateRequest("a", "a red circle", SamplingParams(max_tokens=2, n=2))
         )
         stream.close()
-        await client.add_request(GenerateRequest("b", "a red circle", SamplingParams(max_tokens=2)))
+        params = SamplingParams(max_tokens=2, n=3)
+        other = await client.add_request(GenerateRequest("b", "a red circle", params))
+        # One has finished before.
+        delta = RequestOutputDelta(request_id="b-1", new_token_ids=[5], finish_reason="length")
+        client.on_message(StepOutput(deltas=[delta]))
         server.supervisor.die(restarts=False)
+        with pytest.raises(EngineUnavailableError):
+            [_ async for _ in other]
 
     assert server.http.portal is not None
     server.http.portal.call(begin_and_leave)
-    assert value(server, "vllm:request_success_total", finished_reason="abort") >= 1
-    assert value(server, "vllm:request_success_total", finished_reason="error") >= 1
+    for reason, number in {"abort": 2, "length": 1, "error": 2}.items():
+        assert value(server, "vllm:request_success_total", finished_reason=reason) == number
     assert value(server, "mmjax:engine_up") == 0
 
 
