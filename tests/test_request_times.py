@@ -63,6 +63,8 @@ def test_tokens_and_the_engines_stages() -> None:
     times.note_token(5.0)
     times.add_engine(RequestTimes(queue=2.0, encode=3.0, prefill=1.0))
     times.note_token(8.0)
-    times.add_engine(RequestTimes(encode=1.0, prefill=4.0))
+    times.add_engine(RequestTimes(queue=1.5, encode=1.0, prefill=4.0))
     assert (times.first_token_at, times.last_token_at, times.generate) == (5.0, 8.0, 3.0)
     assert (times.queue, times.encode, times.prefill) == (3.0, 3.0, 4.0)
+    times.add_engine(RequestTimes(queue=2.5))
+    assert times.queue == 3.5

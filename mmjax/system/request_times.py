@@ -37,6 +37,8 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Hash, resize and normalise the media, and expand their placeholders."""
     queue: float = 0.0
     """Wait for a turn: to decode in P0, to be scheduled in P1."""
+    engine_queue: float = 0.0
+    """What of it is P1's."""
     encode: float = 0.0
     """Run the encoder over the items that were not cached. A step's requests share its time."""
     prefill: float = 0.0
@@ -65,7 +67,8 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def add_engine(self, other: "RequestTimes") -> None:
         """Add P1's stages; of several sequences the longest count."""
-        self.queue += other.queue
+        self.queue += max(0.0, other.queue - self.engine_queue)
+        self.engine_queue = max(self.engine_queue, other.queue)
         self.encode = max(self.encode, other.encode)
         self.prefill = max(self.prefill, other.prefill)
 
