@@ -79,6 +79,11 @@ class EngineControl:
         """Whether no step is computed."""
         return self._is_paused or self._core.is_sleeping or not self._core.has_weights
 
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for the end of a halt. Thread-safe."""
+        return len(self._held)
+
     def add(self, message: ControlEngine) -> None:
         """Queue a message."""
         self._queue.append(message)
@@ -303,6 +308,11 @@ class EngineLoop:
             num_sent=self._sender.num_sent,
         )
 
+    def stats(self) -> Heartbeat:
+        """Return the core's statistics, and with them what is held. Thread-safe."""
+        stats, num_held = self.core.stats(), self._control.num_held
+        return msgspec.structs.replace(stats, num_waiting=stats.num_waiting + num_held)
+
     def _receive_all(self) -> bool:
         """Handle queued messages, waiting only if no request is unfinished; False on `Shutdown`."""
         is_working = self.core.has_unfinished() and not self._control.is_halted
@@ -428,7 +438,7 @@ class HeartbeatThread:
 
     def _send_stats(self, sender: Sender) -> None:
         try:
-            beat = msgspec.structs.replace(self._loop.core.stats(), loop=self._see_loop())
+            beat = msgspec.structs.replace(self._loop.stats(), loop=self._see_loop())
         except Exception:
             # Without heartbeats P0 would restart P1.
             logger.exception("the engine has no statistics")

@@ -21,6 +21,7 @@ from mmjax.transport.messages import (
     AbortRequests,
     ControlEngine,
     EngineChanged,
+    Heartbeat,
     LoadAdapter,
     StepOutput,
     UnloadAdapter,
@@ -89,6 +90,7 @@ def test_a_pause_holds_requests_and_a_resume_serves_them(frontend: Frontend, cor
     frontend.sender.send(ask("given up", KEYS[0]))
     frontend.sender.send(AbortRequests(request_ids=["given up"]))
     assert frontend.receiver.receive(0.3) is None or not core.has_unfinished()
+    assert any(frontend.receive(Heartbeat).num_waiting == 1 for _ in range(20))
     assert not changed(frontend, "resume").is_paused
     assert collect(frontend, "held")[0] == answer_of(START, KEYS[0], ())
     assert not core.has_unfinished()
