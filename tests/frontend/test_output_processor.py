@@ -151,6 +151,20 @@ def test_n_answers_come_together_or_one_by_one(input_processor: InputProcessor) 
     assert streamed[-1].finished
 
 
+def test_what_n_answers_find_of_each_other_was_not_cached(input_processor: InputProcessor) -> None:
+    params = SamplingParams(n=2)
+    processor = OutputProcessor(input_processor.tokenizer)
+    processor.add_request(input_processor.process(GenerateRequest("r", "red", params)))
+    deltas = (
+        RequestOutputDelta(
+            request_id=f"r-{n}", new_token_ids=[5], num_cached_tokens=2 * n, finish_reason="length"
+        )
+        for n in range(2)
+    )
+    (output,) = process(processor, *deltas).request_outputs
+    assert output.num_cached_tokens == 0
+
+
 def test_logprobs(input_processor: InputProcessor) -> None:
     output = whole(input_processor, "red", logprobs=2)
     assert output.logprobs is not None

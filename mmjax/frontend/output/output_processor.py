@@ -289,7 +289,8 @@ class RequestState:
             self.encoding.update((name, "worker") for name in delta.encoded_apart)
 
     def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
-        num_cached_tokens = max(item.num_cached_tokens for item in self.sequences)
+        # The others find what the first one computed.
+        num_cached_tokens = self.sequences[0].num_cached_tokens
         items = self.request.items if finished else ()
         prompt_logprobs = self.prompt_logprobs
         if self.request.stream:
