@@ -12,14 +12,14 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from mmjax.errors import RequestError
-from mmjax.layers.module import flatten_params
+from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.models.llama4.host_inputs import normalize, to_bfloat16
 from mmjax.models.llama4.processor import choose_canvas
 from mmjax.processing.items.items import ImageSize
 from mmjax.weights.files.safetensors import SINGLE_FILE
 from mmjax.weights.load import load_params
 from tests.families import FAMILIES
-from tests.families.llama4 import PATCH, TINY, hf_processor
+from tests.families.llama4 import PATCH, TINY, hf_processor, tiny_config
 from tests.families.tiny import TinyModel
 
 STACKED = re.compile(r"(.*feed_forward\.experts\.)(gate_up|down)_proj$")
@@ -50,6 +50,16 @@ def test_pixels_are_hfs_to_the_bit():
     round_off = partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
     ours = jax.jit(partial(normalize, round_off=round_off))(every_byte)
     np.testing.assert_array_equal(np.asarray(ours), expected)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_decoders_own_key_ties_the_head(inner: bool):
+    config = tiny_config(text={"tie_word_embeddings": inner}, tie_word_embeddings=not inner)
+    reference = TINY.make_reference(config=config)
+    head, table = reference.get_output_embeddings(), reference.get_input_embeddings()
+    assert (head.weight is table.weight) == inner
+    _, abstract = build_abstract(TINY.model_class, config, dtype=np.float32)
+    assert ("lm_head" not in abstract["language_model"]) == inner
 
 
 def test_a_prompt_writes_no_patches_of_its_own():

@@ -65,7 +65,9 @@ class Llama4ForConditionalGeneration(TowerModel):
         with self._mark_tower_model(hf_config, "image"):
             self.vision_tower = ViT(read_vision(vision), dtype=dtype)
             self.multi_modal_projector = Llama4Projector(hf_config, dtype=dtype)
-        self.language_model = build_text_model(hf_config, dtype=dtype)
+        # The decoder is a model of its own in HF, whose head goes by the decoder's own key.
+        is_tied = hf_config.text_config.tie_word_embeddings
+        self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=is_tied)
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
