@@ -222,6 +222,8 @@ def test_what_no_cache_has_is_named_offline() -> None:
         ("{", "not valid JSON"),
         ("[]", "must hold an object"),
         ('{"model_type": "no_such_type"}', "no_such_type"),
+        ('{"model_type": "molmo2", "vision_config": {"image_size": 378}}', "'image_size' expected"),
+        ('{"model_type": "llava", "text_config": 5}', "could not build"),
         ('{"model_type": "gemma3"}', "architectures"),
     ],
 )

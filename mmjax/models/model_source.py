@@ -17,7 +17,7 @@ from mmjax.config.engine_config import (
     SchedulerConfig,
     group_fields,
 )
-from mmjax.errors import CheckpointError, ConfigError
+from mmjax.errors import CheckpointError, ConfigError, MMJaxError
 from mmjax.models.original_config import (
     DEEPSEEK_OCR,
     DEEPSEEK_OCR2,
@@ -540,10 +540,14 @@ def _load_hf_config(path: Path, raw: dict[str, Any]) -> Any:
             # Quantisers write it beside the part that is taken.
             taken.quantization_config = published
         return taken
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except MMJaxError:
+        raise
+    # HF's classes raise anything over values that they do not take.
+    except Exception as error:
+        said = " ".join(str(error).split())
         raise CheckpointError(
             f"`{path / 'config.json'}` names the model type `{raw.get('model_type')}`, whose "
-            f"configuration transformers could not build ({type(error).__name__}: {error})"
+            f"configuration transformers could not build ({type(error).__name__}: {said})"
         ) from error
 
 
