@@ -53,11 +53,13 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndar
     if kind not in _KINDS:
         known = ", ".join(f"`{name}`" for name in _KINDS)
         raise CheckpointError(f"`rope_type` is `{kind}`; mmjax knows {known}")
-    share = 1.0 if kind == "proportional" else parameters.get("partial_rotary_factor") or 1.0
+    # What is null is not given.
+    given = {name: value for name, value in parameters.items() if value is not None}
+    share = 1.0 if kind == "proportional" else given.get("partial_rotary_factor") or 1.0
     width = int(head_dim * share)
-    frequencies = np.float32(1.0) / _powers(parameters, width)
     try:
-        return _KINDS[kind](frequencies, parameters, width).astype(np.float32)
+        frequencies = np.float32(1.0) / _powers(given, width)
+        return _KINDS[kind](frequencies, given, width).astype(np.float32)
     except KeyError as error:
         raise CheckpointError(
             f"`rope_type` is `{kind}`, and {error} is not given with it"
@@ -145,7 +147,7 @@ def attention_factor(parameters: Mapping[str, Any]) -> float:
         return 1.0
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
-    factor = float(parameters["factor"])
+    factor = _read_factor(parameters)
     if kind == "longrope":
         trained = parameters["original_max_position_embeddings"]
         return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
@@ -163,7 +165,15 @@ def find_score_factor(parameters: Mapping[str, Any]) -> float:
     scale_all = parameters.get("mscale_all_dim")
     if parameters.get("rope_type") != "yarn" or not scale_all:
         return 1.0
-    return _mscale(float(parameters["factor"]), float(scale_all)) ** 2
+    return _mscale(_read_factor(parameters), float(scale_all)) ** 2
+
+
+def _read_factor(parameters: Mapping[str, Any]) -> float:
+    if parameters.get("factor") is None:
+        raise CheckpointError(
+            f"`rope_type` is `{parameters['rope_type']}`, and 'factor' is not given with it"
+        )
+    return float(parameters["factor"])
 
 
 def find_query_scales(parameters: Mapping[str, Any], longest: int) -> tuple[int, tuple[float, ...]]:

@@ -50,6 +50,7 @@ from transformers import GemmaConfig as HFGemmaConfig
 from transformers import LlamaConfig as HFLlamaConfig
 from transformers import OPTConfig as HFOPTConfig
 from transformers import PersimmonConfig as HFPersimmonConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmjax.errors import CheckpointError
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
@@ -58,6 +59,7 @@ from mmjax.language.llama.config import LlamaConfig
 from mmjax.language.llama.decoder import LlamaTextModel
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract
+from mmjax.layers.rope import attention_factor, inverse_frequencies
 from mmjax.models.text_model import text_rules
 from mmjax.parity.arrays import record
 from mmjax.parity.reference import run_reference
@@ -125,6 +127,10 @@ MISTRAL4_YARN = {
     **{"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 """Queries grow at every 16th position."""
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128},
+    **{"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [2.0, 4.0, 8.0, 16.0]},
+}
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -588,6 +594,9 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
         "'factor' is not given",
     ),
+    (LLAMA_ROW, {"rope_parameters": {**LINEAR, "factor": None}}, "'factor' is not given"),
+    (COHERE_ROW, {"rope_parameters": {**LONGROPE, "factor": None}}, "'factor' is not given"),
+    (DEEPSEEK_ROW, {"rope_parameters": {**DEEPSEEK_YARN, "factor": None}}, "'factor' is not given"),
     (
         PERSIMMON_ROW,
         {"num_attention_heads": 5},
@@ -639,6 +648,16 @@ def test_what_cannot_be_served_is_refused(decoder: Decoder, changes: dict[str, A
 
     with pytest.raises(CheckpointError, match=match):
         build()
+
+
+@pytest.mark.parametrize("parameters", [YARN, LONGROPE], ids=lambda one: one["rope_type"])
+def test_a_factor_that_is_left_out_is_that_of_the_lengths(parameters: dict[str, Any]):
+    config = LLAMA_ROW.hf_config({"rope_parameters": {**parameters, "factor": None}})
+    frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
+    ours = LlamaConfig.from_hf(config)
+    found = inverse_frequencies(ours.rope_parameters, ours.head_dim)
+    np.testing.assert_allclose(found, frequencies, rtol=1e-6)
+    assert attention_factor(ours.rope_parameters) == pytest.approx(factor)
 
 
 def test_gemmas_embedding_scale_is_rounded_to_the_dtype():

@@ -156,6 +156,10 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
     has_axes = kind in of_axes
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
     given = dict(hf_config.rope_parameters)
+    trained = given.get("original_max_position_embeddings")
+    if given.get("rope_type") in ("yarn", "longrope") and trained and given.get("factor") is None:
+        # As HF: the keys of the decoder say it where those of the angles do not.
+        given["factor"] = hf_config.max_position_embeddings / trained
     if kind in ("qwen3_omni_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text"):
         sections = {"mrope_section": [24, 20, 20]}
         given["mrope_interleaved"] = True  # HF's whatever the config says; all published say so
@@ -220,15 +224,6 @@ def _read_gpt_oss(hf_config: Any) -> dict[str, Any]:
         "clamped_gate": ClampedGate(alpha=hf_config.swiglu_alpha, limit=hf_config.swiglu_limit),
         "has_expert_bias": True,
     }
-
-
-def _read_phi3(hf_config: Any) -> dict[str, Any]:
-    rope = dict(hf_config.rope_parameters)
-    if rope.get("rope_type") == "longrope" and rope.get("factor") is None:
-        # As HF: the keys of the decoder say it where those of the angles do not.
-        trained = rope["original_max_position_embeddings"]
-        rope["factor"] = hf_config.max_position_embeddings / trained
-    return {**_read_llama(hf_config), "rope_parameters": rope}
 
 
 def _read_qwen(hf_config: Any) -> dict[str, Any]:
@@ -513,7 +508,6 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "molmo2_text": _read_molmo2,
         "paddleocr_vl_text": _read_paddleocr_vl,
         "persimmon": _read_persimmon,
-        "phi3": _read_phi3,
         "qwen": _read_qwen,
         "qwen3_moe": _read_qwen3_moe,
         "qwen3_omni_moe_text": _read_qwen3_omni_moe,
