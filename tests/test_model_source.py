@@ -325,7 +325,9 @@ def test_generation_defaults(copy_of: Path) -> None:
         "no_repeat_ngram_size": 3,
     }
     assert defaults.eos_token_ids == (1, 106)
-    assert defaults.suppressed_token_ids == (3, 8)
+    assert defaults.banned_token_ids == ((3,), (8,))
+    rewrite(file, bad_words_ids=[[8], [5, 6], [106], [], [7, 10**6]])
+    assert load_generation_defaults(config).banned_token_ids == ((3,), (5, 6), (8,))
     file.write_text("{")
     with pytest.raises(CheckpointError, match="generation_config"):
         load_generation_defaults(config)

@@ -293,8 +293,9 @@ class GenerationDefaults:
     sampling: Mapping[str, Any]
     """Fields of SamplingParams that the generation config sets."""
     eos_token_ids: tuple[int, ...]
-    suppressed_token_ids: tuple[int, ...] = ()
-    """Tokens that no answer has (`suppress_tokens`), as the ends of media of Gemma 4's 12B."""
+    banned_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that no answer has: each of `suppress_tokens`, as the ends of media of
+    Gemma 4's 12B, and `bad_words_ids`, as the placeholders of pictures of Idefics3's 8B."""
 
 
 def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
@@ -314,12 +315,16 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
         getattr(text_config, "eos_token_id", None),
     ):
         found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+    # A bad word that is an end alone is none, as in HF.
+    words = [one for one in raw.get("bad_words_ids") or () if one not in [[end] for end in found]]
+    words += [[one] for one in raw.get("suppress_tokens") or ()]
+    known = {*range(text_config.vocab_size)}
     # Those beyond the vocabulary have no logit: HF's processor passes them over, too.
-    suppressed = {*(raw.get("suppress_tokens") or ())} & {*range(text_config.vocab_size)}
+    banned = {tuple(word) for word in words if word and known.issuperset(word)}
     return GenerationDefaults(
         sampling=sampling,
         eos_token_ids=tuple(dict.fromkeys(found)),
-        suppressed_token_ids=tuple(sorted(suppressed)),
+        banned_token_ids=tuple(sorted(banned)),
     )
 
 

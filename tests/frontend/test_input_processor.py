@@ -120,12 +120,12 @@ def test_the_tokenizers_own_end_is_one_beside_those_of_the_files(tmp_path: Path)
 
 def test_suppressed_tokens_of_the_files_come_in_no_answer(tmp_path: Path) -> None:
     """As the ends of media in Gemma 4's 12B, which its tied head finds probable."""
-    files: Any = {"generation_config": {"suppress_tokens": [7, 8]}}
+    files: Any = {"generation_config": {"suppress_tokens": [7, 8], "bad_words_ids": [[9, 8]]}}
     processor = InputProcessor(load_model_config(str(edit_golden("gemma3", tmp_path, **files))))
     params = SamplingParams(bad_words=["red"])
     banned = process(processor, "red", params).messages[0].bad_words_token_ids
-    assert banned[-2:] == [[7], [8]]
-    assert len(banned) > 2
+    assert banned[-3:] == [[7], [8], [9, 8]]
+    assert len(banned) > 3
     # A transcript's rules say it themselves.
     transcript = SamplingParams(transcript=TranscriptRules())
     assert process(processor, "red", transcript).messages[0].bad_words_token_ids == []

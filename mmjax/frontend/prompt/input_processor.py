@@ -215,7 +215,7 @@ class InputProcessor:
         self._check_token_ids(request)
         banned = self._tokenize_bad_words(params.bad_words)
         if params.transcript is None:  # whose rules have them, and allow others first
-            banned += [[one] for one in self.generation_defaults.suppressed_token_ids]
+            banned += map(list, self.generation_defaults.banned_token_ids)
         grammar = None
         if params.structured_outputs is not None:
             grammar = self.grammars.read(params.structured_outputs)
