@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from PIL import Image
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
@@ -140,7 +141,23 @@ class FamilyInfo(BaseProcessingInfo):
         )
 
     def wrap_image_processor(self, hf_processor: Any) -> Any:
-        """Return the part for images, of HF's image processor."""
+        """Return the part for images, of HF's image processor.
+
+        `CheckpointError` where it makes images of another size than a unit's. What an operator's
+        settings make of them is seen when the largest is processed.
+        """
+        size = self.get_unit_size()
+        if size is not None and not self.ctx.get_mm_config().mm_processor_kwargs:
+            image = Image.new("RGB", (2 * size.width, size.height + 1))
+            pixels = hf_processor([image], return_tensors="np")["pixel_values"]
+            found = ImageSize(height=np.shape(pixels)[-2], width=np.shape(pixels)[-1])
+            if found != size:
+                raise CheckpointError(
+                    f"the checkpoint's image processor makes {found.height}x{found.width} pixels "
+                    f"(height x width) of images, and the vision tower of config.json takes "
+                    f"{size.height}x{size.width}; correct `size`, `crop_size`, `do_resize` and "
+                    "`do_center_crop` of the processor's file"
+                )
         return hf_processor
 
     def get_embed_token_id(self, modality: str) -> int:

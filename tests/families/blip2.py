@@ -195,4 +195,11 @@ BLIP2 = Family(
     min_images=1,
     max_images=1,
     words=(*Family.words, *("</s>", "<s>", "<pad>")),
+    contradictions=(
+        (
+            "processor_config",
+            {"image_processor.size": {"height": 30, "width": 30}},
+            "makes 30x30 .* takes 56x56",
+        ),
+    ),
 )

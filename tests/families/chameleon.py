@@ -140,4 +140,11 @@ CHAMELEON = Family(
     placeholder="<image>",
     extra_kwargs=({}, COMPLETION),
     words=(*Family.words, *("<s>", "</s>", "<racm3:break>", "<eoss>")),
+    contradictions=(
+        (
+            "processor_config",
+            {"image_processor.crop_size": {"height": 30, "width": 30}},
+            "makes 30x30 .* takes 64x64",
+        ),
+    ),
 )

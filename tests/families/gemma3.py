@@ -191,4 +191,11 @@ GEMMA3 = Family(
     extra_kwargs=({}, CROPS),
     lowering_kwargs={"pan_and_scan_max_num_crops": 2},
     operator_kwargs=(CROPS,),
+    contradictions=(
+        (
+            "processor_config",
+            {"image_processor.size": {"height": 30, "width": 30}},
+            "makes 30x30 .* takes 56x56",
+        ),
+    ),
 )

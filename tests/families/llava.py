@@ -200,6 +200,13 @@ LLAVA = Family(
     call_hf=partial(call_processor, hf_processor),
     placeholder="<image>",
     words=(*Family.words, *("<s>", "</s>", "<pad>")),
+    contradictions=(
+        (
+            "processor_config",
+            {"image_processor.crop_size": {"height": 30, "width": 30}},
+            "makes 30x30 .* takes 56x56",
+        ),
+    ),
 )
 
 

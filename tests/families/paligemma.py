@@ -155,6 +155,11 @@ PALIGEMMA = Family(
     call_hf=call_hf,
     placeholder="<image>",
     contradictions=(
+        (
+            "preprocessor_config",
+            {"size": {"height": 30, "width": 30}},
+            "makes 30x30 .* takes 28x28",
+        ),
         ("preprocessor_config", {"image_seq_length": 9}, "`image_seq_length` .* is 9"),
         ("config", {"image_token_index": 7}, "`<image>` is token"),
     ),
