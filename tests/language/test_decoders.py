@@ -279,6 +279,7 @@ DECODERS = (
             "as many key heads": {"num_key_value_heads": 4},
             "one key head, coarse eps": {"num_key_value_heads": 1, "rms_norm_eps": 1e-2},
             "gelu": {"hidden_act": "gelu"},
+            "a key of other classes": {"sliding_window": 5},
             "linear rope": {"rope_parameters": LINEAR},
             "llama3 rope": {"rope_parameters": LLAMA3},
             "yarn rope": {"rope_parameters": YARN},

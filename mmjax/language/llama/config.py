@@ -48,6 +48,14 @@ _MOLMO_REQUIRED = {
     "moe_num_experts": None,
 }
 """Keys of which every published checkpoint but MolmoE's, where it has them, has one value."""
+_WINDOWED = frozenset(
+    {
+        *("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral3", "mistral"),
+        *("phi3", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+        *("qwen3", "qwen3_moe"),
+    }
+)
+"""The `model_type`s whose classes in HF obey `sliding_window`; others may have the key, too."""
 
 
 class QueryScales(NamedTuple):
@@ -175,7 +183,9 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
 
 def _read_windows(hf_config: Any) -> tuple[Window, ...]:
     """Return per layer which tokens a token sees."""
-    window, num_layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
+    num_layers = hf_config.num_hidden_layers
+    has_windows = hf_config.model_type in _WINDOWED
+    window = getattr(hf_config, "sliding_window", None) if has_windows else None
     types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * num_layers
     known: dict[str, Window] = {"full_attention": None, "sliding_attention": window}
     if size := getattr(hf_config, "attention_chunk_size", None):
