@@ -81,6 +81,11 @@ def build_text_model(hf_config: Any, *, dtype: Any, is_tied: bool | None = None)
             "decoder that mmjax does not have; it has "
             f"{', '.join(f'`{name}`' for name in _DECODERS)}"
         )
+    if not getattr(text_config, "is_causal", True):  # which HF's masks obey
+        raise CheckpointError(
+            f"`{_key_of(hf_config, text_config)}.is_causal` is false: an encoder, not a generator; "
+            "mmjax serves checkpoints with causal text"
+        )
     read_config, build = _DECODERS[text_config.model_type]
     is_tied = hf_config.tie_word_embeddings if is_tied is None else is_tied
     return build(read_config(text_config), is_tied=is_tied, dtype=dtype)

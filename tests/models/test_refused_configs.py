@@ -179,6 +179,7 @@ REFUSED_VALUES: Mapping[str, list[tuple[Values, str]]] = {
         ({"projector_hidden_act": "mish"}, "activation `mish` is unknown"),
         ({"vision_config.model_type": "dinov2"}, "`vision_config.model_type` is `dinov2`"),
         ({"text_config.model_type": "mamba"}, "`text_config.model_type` is `mamba`"),
+        ({"text_config.is_causal": False}, "`text_config.is_causal` is false: an encoder"),
         ({"vision_config.image_size": [28, 14]}, r"`vision_config.image_size` is \[28, 14\]"),
     ],
     "molmo": [
