@@ -36,7 +36,10 @@ REFUSED: Mapping[str, list[tuple[Values, str]]] = {
         ({"vision": {"image_size": [32, 40]}}, r"`vision_config.image_size` is \[32, 40\]"),
         ({"qformer": {"hidden_act": "mish"}}, "activation `mish` is unknown"),
     ],
-    "glm4v": [({"vision": {"attention_bias": True}}, "`vision_config.attention_bias` is true")],
+    "glm4v": [
+        ({"vision": {"attention_bias": True}}, "`vision_config.attention_bias` is true"),
+        ({"vision": {"image_size": [20, 20]}}, r"`vision_config.image_size` is \[20, 20\]; a"),
+    ],
     "got_ocr2": [
         ({"vision": {"use_rel_pos": False}}, "`use_rel_pos` of SAM's config is false"),
         ({"vision": {"image_size": 34}}, "are 34 and 4; give one number each"),

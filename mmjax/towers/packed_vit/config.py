@@ -80,7 +80,7 @@ class PackedViTConfig:
             raise CheckpointError(
                 f"`vision_config.rope_parameters.rope_type` is `{kind}`; expected `axial`"
             )
-        for key in ("patch_size", "temporal_patch_size"):
+        for key in ("image_size", "patch_size", "temporal_patch_size"):
             if not isinstance(size := getattr(hf_config, key, 1), int):
                 raise CheckpointError(
                     f"`vision_config.{key}` is {size!r}; a `{hf_config.model_type}` has one number "
