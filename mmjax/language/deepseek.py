@@ -234,10 +234,11 @@ def _read_rope(hf_config: Any) -> dict[str, Any]:
     theta = given.get("rope_theta") or getattr(hf_config, "rope_theta", None) or _ROPE_THETA
     share = given.pop("partial_rotary_factor", None)
     rope = {**given, "rope_type": kind, "rope_theta": float(theta)}
-    if share is None:
+    rotated = getattr(hf_config, "qk_rope_head_dim", None)
+    if share is None or rotated is None:  # HF's without latents turn whole heads, whatever it says
         return rope
     # Of Mistral 4 it is of a whole head, and says what `qk_rope_head_dim` says.
-    rotated, head_dim = hf_config.qk_rope_head_dim, hf_config.head_dim
+    head_dim = hf_config.head_dim
     if int(head_dim * share) != rotated:
         raise CheckpointError(
             f"`partial_rotary_factor` is {share}, of heads {head_dim} wide, and "

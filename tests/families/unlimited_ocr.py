@@ -185,7 +185,11 @@ DEEPSEEK_OCR = replace(
             variants={
                 "plain": Variant(
                     {
-                        "text": {"num_key_value_heads": 2},
+                        "text": {
+                            "num_key_value_heads": 2,
+                            # Heads turn whole, as in HF, whatever the last key says.
+                            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                        },
                         "sam": {"qkv_bias": False},
                         "encoder": {"hidden_act": "gelu", "image_size": 24},
                     },
