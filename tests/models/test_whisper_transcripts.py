@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ import torch
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from mmjax import LLM
-from mmjax.errors import RequestError
+from mmjax.errors import CheckpointError, RequestError
 from mmjax.frontend.output.transcripts import TextDeltas, Transcript
 from mmjax.models.whisper.transcripts import WhisperTokens
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.transcripts import TranscriptFallback
-from tests.families.directories import with_weights
+from tests.families.directories import edit_json, with_weights
 from tests.families.whisper import RATE, WHISPER, fill_loud, write_files
 
 
@@ -131,6 +132,27 @@ def test_a_model_of_one_language(tmp_path: Path):
         for options in ({"language": "en"}, {"task": "translate"}):
             with pytest.raises(RequestError, match="knows English alone"):
                 llm.transcribe(clip, **options)
+
+
+@pytest.mark.parametrize("language", ["german", "<|de|>"])
+def test_the_files_language_is_that_of_which_nobody_says_another(language: str, tmp_path: Path):
+    """As fine-tuned checkpoints name theirs."""
+    path = Path(copytree(WHISPER.checkpoint, tmp_path / "model"))
+    edit_json(path / "generation_config.json", {"language": language})
+    clip = make_clip(1.0, 2)
+    with LLM(path, dtype="float32", max_num_seqs=2, max_num_batched_tokens=64) as llm:
+        ours = llm.transcribe(clip, has_timestamps=False)
+        check(ours, Reference(path).transcribe(clip, task="transcribe"))
+        assert ours.language == "de"
+        assert llm.transcribe(clip, language="en").language == "en"
+
+
+def test_a_language_of_the_files_that_the_model_does_not_know(llm: LLM, tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text(
+        '{"language": "klingon", "lang_to_id": {"<|en|>": 7}, "task_to_id": {"transcribe": 8}}'
+    )
+    with pytest.raises(CheckpointError, match=r"`language` of .* is 'klingon'"):
+        WhisperTokens.read(tmp_path, llm.config.model.hf_config)
 
 
 def test_sampled_tokens_obey_the_rules_too(llm: LLM):

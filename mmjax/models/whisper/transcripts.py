@@ -41,6 +41,9 @@ class WhisperTokens:
     no_timestamps_token_id: int | None
     lang_to_id: Mapping[str, int]
     """`<|en|>` -> its token; empty of a model of one language."""
+    language: str | None
+    """The code of clips of which nobody says it, as fine-tuned ones name theirs; None: it is found
+    out."""
     task_to_id: Mapping[str, int]
     suppress_tokens: Sequence[int]
     begin_suppress_tokens: Sequence[int]
@@ -73,13 +76,15 @@ class WhisperTokens:
                 "transcript's language and task are asked for; take the checkpoint's newer one, "
                 "or set `is_multilingual` to false if the model knows one language"
             )
+        languages = settings["lang_to_id"] if is_multilingual else {}
         # As transformers has it for files that do not say so.
         previous = suppressed[-2] if len(suppressed) >= 2 else None
         return cls(
             decoder_start_token_id=find("decoder_start_token_id"),
             eos_token_id=eos[0] if isinstance(eos, list) else eos,
             no_timestamps_token_id=settings.get("no_timestamps_token_id"),
-            lang_to_id=settings["lang_to_id"] if is_multilingual else {},
+            lang_to_id=languages,
+            language=_read_language(settings.get("language"), languages),
             task_to_id=settings["task_to_id"] if is_multilingual else {},
             suppress_tokens=suppressed,
             begin_suppress_tokens=list(find("begin_suppress_tokens") or ()),
@@ -87,6 +92,18 @@ class WhisperTokens:
             prev_sot_token_id=settings.get("prev_sot_token_id", previous),
             vocab_size=hf_config.vocab_size,
         )
+
+
+def _read_language(given: Any, languages: Mapping[str, int]) -> str | None:
+    """Return the code of generation_config.json's `language`, a name, a code or its token."""
+    if given is None or not languages:
+        return None
+    code = find_language_code(str(given).strip("<|>"))
+    if f"<|{code}|>" not in languages:
+        raise CheckpointError(
+            f"`language` of generation_config.json is {given!r}; give one of `lang_to_id` there"
+        )
+    return code
 
 
 class WhisperTranscriber:
@@ -111,7 +128,8 @@ class WhisperTranscriber:
         """Make the clip's spectrogram; `RequestError` names a wrong option."""
         tokens = self.tokens
         prompt = self._frame_prompt(options.prompt_token_ids)
-        language = None if options.language is None else self._find_language(options.language)
+        asked = options.language
+        language = tokens.language if asked is None else self._find_language(asked)
         if options.task == "translate" and not tokens.task_to_id:
             raise RequestValueError(
                 "this model knows English alone, and translates nothing; ask /v1/audio/"
