@@ -213,6 +213,11 @@ def text_angles(
     levels = [{**parameters, "rope_theta": theta} for theta in parameters.get("level_thetas", ())]
     if parameters.get("rope_type") == "longrope":
         levels = [parameters, {**parameters, "short_factor": parameters["long_factor"]}]
+    if levels and sections:
+        raise CheckpointError(
+            f"`mrope_section` is {list(sections)} beside a `rope_type` of `longrope`, whose angles "
+            "are of one axis here; give another `rope_type`"
+        )
     if levels:
         table = np.stack([inverse_frequencies(level, head_dim) for level in levels])
         index = positions[0].astype(jnp.float32)

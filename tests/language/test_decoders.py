@@ -597,6 +597,7 @@ REFUSED = [
     ),
     (LLAMA_ROW, {"rope_parameters": {**LINEAR, "factor": None}}, "'factor' is not given"),
     (COHERE_ROW, {"rope_parameters": {**LONGROPE, "factor": None}}, "'factor' is not given"),
+    (LLAMA_ROW, {"rope_parameters": {**LONGROPE, "mrope_section": [2, 1, 1]}}, "of one axis here"),
     (DEEPSEEK_ROW, {"rope_parameters": {**DEEPSEEK_YARN, "factor": None}}, "'factor' is not given"),
     (
         PERSIMMON_ROW,
