@@ -55,6 +55,8 @@ FORMS = {
     "two channels": [np.stack([CLIP, CLIP])],
     "channels last": [(np.stack([CLIP, CLIP], axis=1), 16_000)],
     "stereo": [(np.stack([CLIP + 0.1, CLIP - 0.1]).T, 16_000)],
+    "as torchaudio loads it": (torch.from_numpy(CLIP)[None].float(), 16_000),
+    "jax with its rate": (jnp.asarray(CLIP)[None], 16_000),
 }
 
 

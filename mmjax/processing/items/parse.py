@@ -25,7 +25,13 @@ from mmjax.processing.items.items import (
     VideoProcessorItems,
     VisionChunkProcessorItems,
 )
-from mmjax.processing.media.audio import RESAMPLE_METHODS, AudioSpec, parse_audio, split_audios
+from mmjax.processing.media.audio import (
+    RESAMPLE_METHODS,
+    AudioSpec,
+    has_rate,
+    parse_audio,
+    split_audios,
+)
 from mmjax.processing.media.decode import MediaWithBytes, as_numpy, is_array_like
 from mmjax.processing.media.encoded import EncodedFrames, EncodedVideo, parse_image
 from mmjax.processing.media.video import parse_video, parse_vision_chunk, split_videos
@@ -110,11 +116,12 @@ class MultiModalDataParser:
     def is_embeddings(data: Any) -> bool:
         """Return whether `data` holds embeddings: a 3-D float array, or a list of 2-D arrays.
 
-        A numpy array never does, nor do integers, nor a 3-D array whose last axis is channels.
+        A numpy array never does, nor do integers, nor a 3-D array whose last axis is channels, nor
+        a pair of samples and their rate.
         """
         if isinstance(data, list | tuple):
             first = next((entry for entry in data if entry is not None), None)
-            return _is_foreign_floats(first, 2)
+            return _is_foreign_floats(first, 2) and not has_rate(data)
         return _is_foreign_floats(data, 3) and data.shape[-1] not in (1, 3, 4)
 
     def _is_image_embeddings(self, data: Any) -> bool:

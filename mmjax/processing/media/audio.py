@@ -41,7 +41,7 @@ def split_audios(data: Any) -> Sequence[Any]:
         return [data] if len(data.shape) <= 1 else list(as_numpy(data))
     if not isinstance(data, list | tuple):
         return [data]
-    if _has_rate(data) or (data and _is_number(data[0])):
+    if has_rate(data) or (data and _is_number(data[0])):
         return [data]
     return data
 
@@ -50,8 +50,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _has_rate(data: Any) -> bool:
-    """Whether `data` is `(samples, sampling rate)`."""
+def has_rate(data: Any) -> bool:
+    """Return whether `data` is `(samples, sampling rate)`."""
     if not isinstance(data, tuple) or len(data) != 2:
         return False
     return _is_number(data[1]) and (isinstance(data[0], list) or is_array_like(data[0]))
@@ -71,7 +71,7 @@ def parse_audio(entry: Any, spec: AudioSpec, limits: MediaLimits, *, param: str)
     if isinstance(entry, MediaWithBytes) and entry.media is not None:
         samples = parse_audio(entry.media, spec, limits, param=param)
         return MediaWithBytes(samples, entry.original_bytes, entry.io_config)
-    samples, rate = entry if _has_rate(entry) else (entry, None)
+    samples, rate = entry if has_rate(entry) else (entry, None)
     samples = _as_samples(samples, limits, param)
     if rate is not None:
         samples = _resample(samples, rate, spec.target_sr, limits, param)
