@@ -39,6 +39,8 @@ def test_the_forms_of_a_prompt() -> None:
     assert parse_prompt({"prompt": "red", "add_special_tokens": False}) == ParsedPrompt(
         text="red", add_special_tokens=False
     )
+    left_out: Any = {"prompt": "red", "add_special_tokens": None}
+    assert parse_prompt(left_out) == ParsedPrompt(text="red")
     full: Any = {
         "prompt_token_ids": [3],
         "multi_modal_data": {"image": "x"},
@@ -69,6 +71,8 @@ def test_the_forms_of_a_prompt() -> None:
         ({"cache_salt": "x" * 10**6}, "cache_salt"),
         ({3: "x"}, "3"),
         ({"multi_modal_uuids": "a"}, "multi_modal_uuids"),
+        ({"add_special_tokens": "no"}, "add_special_tokens"),
+        ({"add_special_tokens": 0}, "add_special_tokens"),
     ],
 )
 def test_what_is_refused_names_the_field(fields: Any, param: str) -> None:

@@ -18,7 +18,7 @@ class PromptDict(TypedDict, total=False):
     multi_modal_uuids: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
     cache_salt: str | None
-    add_special_tokens: bool
+    add_special_tokens: bool | None
     decoder_prompt: str | list[int] | None
     truncate_prompt_tokens: int | None
 
@@ -75,10 +75,17 @@ def parse_prompt(prompt: object) -> ParsedPrompt:
         mm_uuids=mm_uuids or None,
         mm_processor_kwargs=_mapping(prompt, "mm_processor_kwargs"),
         cache_salt=_salt(prompt.get("cache_salt")),
-        add_special_tokens=prompt.get("add_special_tokens", True),
+        add_special_tokens=_flag(prompt.get("add_special_tokens"), "add_special_tokens"),
         decoder_prompt=_decoder_prompt(prompt.get("decoder_prompt")),
         truncate_prompt_tokens=_truncation(prompt.get("truncate_prompt_tokens")),
     )
+
+
+def _flag(value: Any, name: str) -> bool:
+    """Return a flag that is true unless a prompt says otherwise."""
+    if value is not None and not isinstance(value, bool):
+        raise RequestTypeError.about(name, f"must be true or false, not {type(value).__name__}")
+    return value is not False
 
 
 def _truncation(value: Any) -> int | None:
