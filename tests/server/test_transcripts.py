@@ -335,6 +335,13 @@ def test_what_it_has_not_is_refused(voxtral: Server):
     assert error_of(post(voxtral, **words))[1] == "timestamp_granularities"
 
 
+def test_a_clip_that_the_context_does_not_hold_is_named(voxtral: Server):
+    longest = voxtral.engine_client.input_processor.model_config.max_model_len
+    message, param = error_of(post(voxtral, file=write_wav(longest / 10)))  # 10 tokens a second
+    assert "max_model_len" in message
+    assert param == "file"
+
+
 # ---- threats -------------------------------------------------------------------------------------
 
 

@@ -170,6 +170,7 @@ class TranscriptService:
                 f"{job.answer_id}-{number}",
                 [with_extras(cast(PromptDict, dict(asked.prompt)), job.generation)],
                 asked.sampling_params,
+                names=["prompt" if job.body.prompt else "file"],
             )
             job.streams.extend(streams)
             whole = CompletionOutput(index=0, text="", token_ids=[], logprobs=[])
