@@ -5,6 +5,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from http.client import HTTPException
 from typing import Any
 
 from mmjax.errors import ConfigError, MMJaxError
@@ -45,16 +46,28 @@ class ApiClient:
             return 0
 
     def stream_chat(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a streamed chat; ApiError if one is an error."""
+        """Yield the events of a streamed chat; ApiError if one is an error, or it breaks off."""
         data = json.dumps({**body, "stream": True}).encode()
         with self._open("/chat/completions", data) as response:
-            for line in response:
-                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+            for line in self._read_lines(response):
+                if line.strip() == b"data: [DONE]":
+                    return
+                if not line.startswith(b"data: "):
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise ApiError(event["error"]["message"])
                 yield event
+        raise self._broken_off("it ended before the answer's end")
+
+    def _read_lines(self, response: Any) -> Iterator[bytes]:
+        try:
+            yield from response
+        except (OSError, HTTPException) as error:
+            raise self._broken_off(repr(error)) from error
+
+    def _broken_off(self, reason: str) -> ApiError:
+        return ApiError(f"{self._url} broke its answer off ({reason}); does it still run?")
 
     def _open(self, path: str, data: bytes | None = None) -> Any:
         request = urllib.request.Request(self._url + path, data, self._headers)

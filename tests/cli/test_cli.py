@@ -6,7 +6,9 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -138,6 +140,33 @@ def test_chat_tells_what_the_server_said(
     assert "cannot be reached" in capsys.readouterr().err
     assert main(["chat", "--url", "127.0.0.1", "red"]) == 1
     assert "expected an address" in capsys.readouterr().err
+
+
+class CutOff(BaseHTTPRequestHandler):
+    """A server that ends in the middle of an answer."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        event = b'data: {"choices": [{"delta": {"content": "a red"}}]}\n\n'
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_chat_tells_that_an_answer_broke_off(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), CutOff) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["chat", "--url", url, "--lora", "tiny", "what?"]) == 1
+        server.shutdown()
+    written = capsys.readouterr()
+    assert written.out.startswith("a red")
+    assert "broke its answer off" in written.err
 
 
 def test_the_key_may_be_in_the_environment(
