@@ -29,7 +29,7 @@ def _explain(options: argparse.Namespace) -> Any:
     processor = InputProcessor(load_model_config(options.model, revision=options.revision))
     try:
         chat = ChatParser.for_model(processor)
-        return processor.explain(chat.parse(messages))
+        return processor.explain(processor.connector.fetch_now(chat.parse(messages)))
     finally:
         processor.close()
 
@@ -38,8 +38,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add: Any = parser.add_argument
     add("text", nargs="+", help="a user's message")
-    add("--image", action="append", default=[], help="a file; may be given repeatedly")
-    add("--audio", action="append", default=[], help="a file; may be given repeatedly")
+    add("--image", action="append", default=[], help="a file or a URL; may be given repeatedly")
+    add("--audio", action="append", default=[], help="a file or a URL; may be given repeatedly")
     add("--model", help="a directory or a hub id; default: the embedded one")
     add("--revision", help="of a hub id")
     add("--json", action="store_true", help="with the tensors of each image and clip")

@@ -312,6 +312,13 @@ def test_explain_looks_at_its_images_first(capsys: pytest.CaptureFixture[str]) -
     assert "the image /no/such.png cannot be read" in capsys.readouterr().err
 
 
+def test_explain_fetches_urls(tiny_gemma3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `mmjax chat`; here no host is asked, for its address is this machine's."""
+    url = "http://127.0.0.1:8000/red.png"
+    assert main(["explain", "--model", str(tiny_gemma3), "--image", url, "red"]) == 1
+    assert "has no public address" in capsys.readouterr().err
+
+
 def test_bench_counts_what_it_asked_for(
     ask: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
