@@ -162,6 +162,11 @@ def find_endpoint(address: str, *, has_key: bool) -> str:
     """Return ZMQ's name of an address; ConfigError for one that is none, or open to others."""
     scheme, _, place = address.partition("://")
     if scheme == "unix" and place.startswith("/"):
+        if (num_bytes := len(os.fsencode(place))) > zmq.IPC_PATH_MAX_LEN:
+            raise ConfigError(
+                f"`{address}` has a path of {num_bytes} bytes, and a socket's has at most "
+                f"{zmq.IPC_PATH_MAX_LEN}; give a shorter one"
+            )
         return f"ipc://{place}"
     host, _, port = place.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 2**16:

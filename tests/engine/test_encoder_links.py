@@ -377,6 +377,7 @@ def test_encoder_worker_access_by_a_socket_is_this_user_s_alone(address: str):
         ("tcp://127.0.0.1", "no address"),
         ("tcp://127.0.0.1:0", "no address"),
         ("unix://relative", "no address"),
+        (f"unix:///{'a' * 107}", "a path of 108 bytes, and a socket's has at most 107"),
         ("http://127.0.0.1:7000", "no address"),
         ("ipc:///tmp/x", "no address"),
     ],
