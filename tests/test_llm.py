@@ -93,6 +93,11 @@ def test_wrong_arguments_are_refused_by_name(read: Any, given: tuple[Any, ...], 
         inspect.unwrap(read)(*given)
 
 
+def test_media_that_are_no_dict_are_named(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="`multi_modal_data` must be a dict, not list"):
+        generate(llm, {"prompt": f"{IMAGE_START} red", "multi_modal_data": [draw(90, 70, 0)]})
+
+
 def test_more_prompts_than_the_engine_holds(llm: LLM) -> None:
     prompts = [f"red {i} circle" for i in range(12)]
     together = [output.outputs[0].token_ids for output in generate(llm, prompts)]

@@ -238,7 +238,9 @@ class MediaConnector:
 
     def _open_urls(self, prompt: PromptType) -> PromptType:
         fields = prompt if isinstance(prompt, Mapping) else PromptDict()
-        data = fields.get("multi_modal_data") or {}
+        data = fields.get("multi_modal_data")
+        if not isinstance(data, Mapping):
+            return prompt  # without media, or with what `parse_prompt` refuses
         opened = dict[str, Any]()
         for modality, open_one in (("image", self.open_image), ("audio", self.open_audio)):
             given = data.get(modality)
@@ -375,7 +377,8 @@ def _is_web_url(entry: object) -> TypeGuard[str]:
 
 def _pending(prompt: PromptType) -> Sequence[PendingMedia]:
     data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
-    lists = [] if data is None else [entry for entry in data.values() if isinstance(entry, list)]
+    entries = data.values() if isinstance(data, Mapping) else ()
+    lists = [entry for entry in entries if isinstance(entry, list)]
     return [item for items in lists for item in items if isinstance(item, PendingMedia)]
 
 
