@@ -77,6 +77,7 @@ def test_one_or_many_prompts(llm: LLM) -> None:
     [
         (as_prompts, (3,), "`prompts` is a int; give a text, a dict"),
         (as_prompts, (None,), "`prompts` is a NoneType; give a text, a dict"),
+        (as_prompts, (b"red",), "`prompts` is a bytes; give a text, a dict"),
         (params_for, ({"temperature": 0}, 1), "is a dict; give a SamplingParams"),
         (params_for, ([{"temperature": 0}], 1), "is a list; give a SamplingParams"),
         (params_for, (0.5, 1), "is a float; give a SamplingParams"),

@@ -150,7 +150,8 @@ def as_prompts(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
     """Return one or several prompts as a list."""
     if isinstance(prompts, str | Mapping):
         return [cast(PromptType, prompts)]
-    if not isinstance(prompts, Iterable):
+    # The bytes of a text are numbers, as token ids are.
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         kind = type(prompts).__name__
         raise RequestTypeError.about(
             "prompts", f"is a {kind}; give a text, a dict with `prompt`, or a list of them"
