@@ -198,7 +198,9 @@ class WholeTranscription:
         self._temperature = options.sampling_params.temperature
         self._request: TranscriptRequest | None = TranscriptRequest(
             prompt={"prompt_token_ids": [*prompt], "multi_modal_data": {"audio": [self._clip]}},
-            sampling_params=msgspec.structs.replace(options.sampling_params, max_tokens=None),
+            sampling_params=msgspec.structs.replace(
+                options.sampling_params, max_tokens=None, prompt_logprobs=None
+            ),
             is_text=is_text,
         )
 

@@ -15,7 +15,7 @@ from tests.families.qwen3_asr import QWEN3_ASR, hf_processor
 from tests.models.test_clip_laws import draw_clip
 
 NUM_TOKENS = 24
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 CLIP = draw_clip(0, 33_345)
 
 
@@ -41,6 +41,7 @@ def test_prompts_are_hfs(language: str | None, prompt: str):
     transcription = start(language=language, prompt_token_ids=given)
     asked = transcription.next_request()
     assert tokenizer.decode(asked.prompt["prompt_token_ids"]) == ask_hf(language, prompt or None)
+    assert asked.sampling_params.prompt_logprobs is None, "means are of the transcript's tokens"
     assert transcription.next_request() is None
     codes = {"English": "en", "Filipino": "fil"}
     assert transcription.language == codes.get(str(language), language)

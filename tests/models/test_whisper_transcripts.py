@@ -264,6 +264,20 @@ def test_thresholds_that_say_too_little():
         TranscriptFallback(no_speech_threshold=0.6)
 
 
+def test_means_are_of_a_windows_tokens(llm: LLM):
+    """Also where log-probabilities of prompts are asked for."""
+    plain, asked = (
+        llm.transcribe(
+            CLIPS[1],
+            language="en",
+            sampling_params=SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=more),
+        )
+        for more in (None, 0)
+    )
+    assert plain.segments
+    assert asked.segments == plain.segments
+
+
 def test_subtitles_and_growing_text(llm: LLM):
     ours = llm.transcribe(make_clip(2.5, 8), language="en")
     first, *_ = blocks = ours.to_srt().split("\n\n")

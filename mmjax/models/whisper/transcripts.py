@@ -262,7 +262,10 @@ class WhisperTranscription:
             last_first_timestamp=self._find_last_first(),
         )
         params = msgspec.structs.replace(
-            self._attempts.sampling_params, max_tokens=None, transcript=rules
+            self._attempts.sampling_params,
+            max_tokens=None,
+            prompt_logprobs=None,  # no means of a window
+            transcript=rules,
         )
         is_text = not self._options.has_timestamps and self._options.fallback is None
         return self._ask(prompt, params, is_text=is_text)
