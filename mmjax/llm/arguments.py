@@ -6,12 +6,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
+import numpy as np
+
 from mmjax.config.engine_config import SchedulerConfig, llm_settings, serve_settings
 from mmjax.config.refused_flags import is_held, refusal_of
 from mmjax.config.settings import Setting, nearest_name
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.requests.prompts import PromptType
 from mmjax.params.sampling_params import SamplingParams
+from mmjax.processing.items.items import AudioProcessorItems, MultiModalDataItems
 from mmjax.transport.messages import UpdateMode
 
 T = TypeVar("T")
@@ -160,6 +163,21 @@ def as_prompts(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
     if many and all(isinstance(item, int) for item in many):
         return [cast(list[int], many)]
     return cast(list[PromptType], many)
+
+
+def read_clip(mm_items: MultiModalDataItems) -> np.ndarray:
+    """Return the samples of the only clip, float[T]; RequestValueError for none, or several."""
+    clips = mm_items.get("audio", ())
+    is_one = len(clips) == 1 and isinstance(clips, AudioProcessorItems)
+    samples = clips[0] if is_one else None
+    if not isinstance(samples, np.ndarray):
+        raise RequestValueError.about(
+            "audio",
+            f"holds {'other things than samples' if len(clips) == 1 else f'{len(clips)} clips'}; "
+            "give one clip: samples of one axis, a pair (samples, sampling rate), also of several "
+            "channels, or a file",
+        )
+    return samples
 
 
 def find_stream(given: T, part: type) -> tuple[T, bool]:

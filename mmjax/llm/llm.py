@@ -48,6 +48,7 @@ from mmjax.llm.arguments import (
     params_for,
     parse_keywords,
     priorities_for,
+    read_clip,
 )
 from mmjax.llm.devices import choose_devices
 from mmjax.llm.pooling import PoolingMethods
@@ -340,7 +341,7 @@ class LLM(PoolingMethods):
         """
         processor = self._input_processor
         transcriber = processor.get_transcriber()
-        samples = processor.info.parse_mm_data({"audio": audio})["audio"].get(0)
+        samples = read_clip(processor.info.parse_mm_data({"audio": audio}))
         prompt = prompt.strip() and transcriber.before_prompt + prompt.strip()
         options = TranscriptOptions(
             task=task,

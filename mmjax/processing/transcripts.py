@@ -6,7 +6,7 @@ next request, has it answered, and hands the answer back.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -46,7 +46,7 @@ class TranscriptFallback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptOptions:
-    """What is asked of a clip."""
+    """What is asked of a clip; RequestError for a task that is none."""
 
     task: Task = "transcribe"
     language: str | None = None
@@ -63,6 +63,12 @@ class TranscriptOptions:
     """None: a window is transcribed once."""
     has_silence: bool = False
     """Whether segments tell how probable silence is, of a model that knows: one request more."""
+
+    def __post_init__(self) -> None:
+        if self.task not in get_args(Task):
+            raise RequestValueError.about(
+                "task", f"is {self.task!r}; expected one of {', '.join(get_args(Task))}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

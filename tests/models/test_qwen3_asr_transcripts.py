@@ -80,6 +80,9 @@ def test_a_clip_of_several_windows():
     own = {**QWEN3_ASR.llm_settings, "max_model_len": ids.shape[1] + NUM_TOKENS}
     with LLM(QWEN3_ASR.checkpoint, use_tqdm_on_load=False, **own) as llm:
         transcript = llm.transcribe(CLIP, language="en", prompt="be short", sampling_params=GREEDY)
+        for several in ([CLIP, CLIP], np.stack([CLIP, CLIP])):
+            with pytest.raises(RequestError, match="`audio` holds 2 clips; give one"):
+                llm.transcribe(several)
     (segment,) = transcript.segments
     assert list(segment.token_ids) == list(expected)
     assert (segment.start, segment.end) == (0.0, pytest.approx(len(CLIP) / 16_000))

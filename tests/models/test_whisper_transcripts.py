@@ -278,6 +278,22 @@ def test_means_are_of_a_windows_tokens(llm: LLM):
     assert asked.segments == plain.segments
 
 
+@pytest.mark.parametrize(
+    ("audio", "options", "param"),
+    [
+        (None, {}, "audio"),
+        ([], {}, "audio"),
+        ([None], {}, "audio"),
+        ({"input_features": np.zeros((8, 100), np.float32)}, {}, "audio"),
+        (CLIPS[0], {"task": "translte"}, "task"),
+    ],
+)
+def test_what_is_no_clip_is_named(llm: LLM, audio: Any, options: dict[str, Any], param: str):
+    with pytest.raises(RequestError, match=f"`{param}`") as caught:
+        llm.transcribe(audio, **options)
+    assert caught.value.param == param
+
+
 def test_subtitles_and_growing_text(llm: LLM):
     ours = llm.transcribe(make_clip(2.5, 8), language="en")
     first, *_ = blocks = ours.to_srt().split("\n\n")
