@@ -3,6 +3,7 @@
 HF's states of the same prompt are `output_hidden_states[-1]` of its class, in float32.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,20 @@ def test_a_prefix_is_taken_where_one_vector_is_wanted_and_no_other() -> None:
         assert again.num_cached_tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("dimensions", 8.0, "give an integer"),
+        ("dimensions", True, "give an integer"),
+        ("use_activation", "false", "give true or false"),
+        ("use_activation", 0, "give true or false"),
+    ],
+)
+def test_parameters_of_wrong_types_are_named(field: str, value: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=f"`{field}` is .*; {says}"):
+        PoolingParams(**{field: value})
+
+
 def test_what_cannot_be_is_refused(tiny_gemma3: Path) -> None:
     with pytest.raises(ConfigError, match="`pooler_config` is of no use"):
         LLM(str(tiny_gemma3), pooler_config={"pooling_type": "MEAN"}, use_tqdm_on_load=False)
@@ -131,6 +146,10 @@ def test_what_cannot_be_is_refused(tiny_gemma3: Path) -> None:
             llm.embed("a star", pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
         with pytest.raises(RequestValueError, match="has 2 prompts and `data_2` 3"):
             llm.score(["a"] * 2, ["b"] * 3, use_tqdm=False)
+        wrong_params: Any = [PoolingParams()]
+        for ask in (llm.embed, llm.encode, partial(llm.score, "a red")):
+            with pytest.raises(TypeError, match="`pooling_params` is a list; give a PoolingParams"):
+                ask("a star", pooling_params=wrong_params, use_tqdm=False)
         assert llm.score([], [], use_tqdm=False) == []
         (found,) = llm.embed("a star", use_tqdm=False)
         assert np.linalg.norm(found.outputs.embedding) == pytest.approx(1)

@@ -29,18 +29,9 @@ class PoolerConfig:
                     f"`pooler_config` has a field `{name}`, which mmjax does not know; known are "
                     f"{', '.join(f'`{one}`' for one in known)}"
                 )
-        config = cls(**given)
-        if not isinstance(config.use_activation, bool):
-            raise ConfigError(
-                f"`pooler_config` has {config.use_activation!r} as `use_activation`; give true or "
-                "false"
-            )
-        if config.dimensions is not None and type(config.dimensions) is not int:
-            raise ConfigError(
-                f"`pooler_config` has {config.dimensions!r} as `dimensions`; give an integer"
-            )
+        config = cls(**{name: value for name, value in given.items() if value is not None})
         try:
-            PoolingParams(pooling_type=config.pooling_type, dimensions=config.dimensions)
+            PoolingParams(**{name: getattr(config, name) for name in known})
         except RequestError as error:
             raise ConfigError(f"`pooler_config` is wrong: {error.message}") from error
         return config

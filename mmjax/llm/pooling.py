@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from mmjax.config.engine_config import EngineConfig
-from mmjax.errors import RequestValueError
+from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.output.pooled import (
     EmbeddingOutput,
@@ -25,6 +25,17 @@ from mmjax.llm.arguments import LoRARequests, as_prompts
 from mmjax.params.pooling_params import PoolingParams, PoolingTask
 
 
+def _complete(params: PoolingParams | None, **fields: Any) -> PoolingParams:
+    """Return parameters with some fields set; RequestTypeError for what are none."""
+    if params is not None and not isinstance(params, PoolingParams):
+        raise RequestTypeError.about(
+            "pooling_params",
+            f"is a {type(params).__name__}; give a PoolingParams, for all prompts, as in "
+            "PoolingParams(use_activation=False)",
+        )
+    return msgspec.structs.replace(params or PoolingParams(), **fields)
+
+
 class PoolingMethods:
     """What an `LLM` with `runner` pooling answers."""
 
@@ -39,7 +50,7 @@ class PoolingMethods:
         lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return a vector for each prompt; the prompts are those of `generate`."""
-        params = msgspec.structs.replace(pooling_params or PoolingParams(), task="embed")
+        params = _complete(pooling_params, task="embed")
         outputs = self._run_pooling(prompts, params, use_tqdm, lora_request)
         return [
             PoolingRequestOutput.of(
@@ -66,9 +77,8 @@ class PoolingMethods:
             lora_request: As in `generate`.
             pooling_task: "embed" or "token_embed"; None: what the model was trained for.
         """
-        params = pooling_params or PoolingParams()
-        if pooling_task is not None:
-            params = msgspec.structs.replace(params, task=pooling_task)
+        task = {} if pooling_task is None else {"task": pooling_task}
+        params = _complete(pooling_params, **task)
         outputs = self._run_pooling(prompts, params, use_tqdm, lora_request)
         is_one = find_task(params, self.config.model) == "embed"
         found = [vectors_of(output) for output in outputs]
@@ -100,7 +110,7 @@ class PoolingMethods:
                 "data_1",
                 f"has {len(first)} prompts and `data_2` {len(second)}; give one, or as many",
             )
-        params = pooling_params or PoolingParams()
+        params = _complete(pooling_params)
         outputs = self._run_pooling([*first, *second], params, use_tqdm, lora_request)
         pairs = zip(cycle(outputs[: len(first)]), outputs[len(first) :], strict=False)
         scored = []

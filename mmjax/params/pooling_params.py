@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from mmjax.errors import RequestValueError
+from mmjax.errors import RequestTypeError, RequestValueError
 
 PoolingTask = Literal["embed", "token_embed"]
 PoolingType = Literal["LAST", "MEAN"]
@@ -31,6 +31,12 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                     f"`{name}` is {value!r}; expected one of {', '.join(get_args(known))}",
                     param=name,
                 )
+        if self.dimensions is not None and type(self.dimensions) is not int:
+            raise RequestTypeError.about("dimensions", f"is {self.dimensions!r}; give an integer")
+        if self.use_activation is not None and not isinstance(self.use_activation, bool):
+            raise RequestTypeError.about(
+                "use_activation", f"is {self.use_activation!r}; give true or false"
+            )
         if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
             raise RequestValueError(
                 f"`dimensions` is {self.dimensions}; expected 1 to {MAX_DIMENSIONS}",
