@@ -73,9 +73,11 @@ def test_vectors_are_hfs(states: list[np.ndarray]) -> None:
         assert output.outputs.data.shape == (64,)
         assert output.outputs.data.dtype == np.float32
         assert len(output.prompt_token_ids) == len(states[1])
-        (first, second) = llm.score(PROMPTS[0], PROMPTS[1:], use_tqdm=False)
         cosines = expected[1:] @ expected[0]
-        assert [first.outputs.score, second.outputs.score] == pytest.approx(cosines, abs=1e-4)
+        for params in (None, PoolingParams(use_activation=False)):
+            options: dict[str, Any] = {"use_tqdm": False, "pooling_params": params}
+            (first, second) = llm.score(PROMPTS[0], PROMPTS[1:], **options)
+            assert [first.outputs.score, second.outputs.score] == pytest.approx(cosines, abs=1e-4)
         assert llm.engine.compilations == 0
     with open_llm(pooler_config={"pooling_type": "MEAN"}) as llm:
         means = [normalized(one.mean(0)) for one in states]

@@ -110,7 +110,8 @@ class PoolingMethods:
                 "data_1",
                 f"has {len(first)} prompts and `data_2` {len(second)}; give one, or as many",
             )
-        params = _complete(pooling_params)
+        # A cosine is of vectors of length 1, whatever these have else.
+        params = _complete(pooling_params, use_activation=True)
         outputs = self._run_pooling([*first, *second], params, use_tqdm, lora_request)
         pairs = zip(cycle(outputs[: len(first)]), outputs[len(first) :], strict=False)
         scored = []

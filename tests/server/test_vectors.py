@@ -145,11 +145,14 @@ def test_scores_are_asked_for_by_any_of_vllms_names(
     of_vectors: Server, names: tuple[str, str]
 ) -> None:
     first, second = names
-    body = {first: "a circle", second: ["a circle", "a red"], "encoding_format": "float"}
+    texts = ["a circle", "a red"]
+    body = {first: texts[0], second: texts, "encoding_format": "float", "use_activation": False}
     response = of_vectors.http.post("/score", json=body)
     assert response.status_code == 200, response.text
     tokenizer = of_vectors.engine_client.input_processor.tokenizer
-    query, other = (np.array(tokenizer.encode(one)) for one in body[second])
+    asked: Any = of_vectors.supervisor.engine.added[-1].sampling_params.pooling
+    assert asked.use_activation, "scores are cosines"
+    query, other = (np.array(tokenizer.encode(one)) for one in texts)
     expected = [float(query @ query), float(query @ other)]
     assert [one["score"] for one in response.json()["data"]] == expected
 

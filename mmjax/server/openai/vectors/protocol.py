@@ -76,8 +76,8 @@ class VectorRequest(PromptRequest):
         return True
 
     def to_pooling(self) -> PoolingParams:
-        """Return what becomes of each prompt."""
-        return PoolingParams(use_activation=self.use_activation)
+        """Return what becomes of each prompt; scores are of vectors of length 1."""
+        return PoolingParams(use_activation=True)
 
 
 class EmbeddingRequest(VectorRequest):
