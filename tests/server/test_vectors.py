@@ -50,6 +50,7 @@ def test_a_wrong_field_is_named(
     assert param in response.text
 
 
+LONG = "red " * 400
 CHAT = [{"role": "user", "content": "a red circle"}]
 BEGUN = [*CHAT, {"role": "assistant", "content": "a blue"}]
 
@@ -104,16 +105,20 @@ def test_an_empty_list_of_token_ids_is_refused(of_vectors: Server, given: Any) -
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
-    [("input", "red " * 400), ("messages", [{**CHAT[0], "content": "red " * 400}])],
+    ("body", "param"),
+    [
+        ({"input": LONG}, "input"),
+        ({"input": ["red", LONG]}, "input[1]"),
+        ({"messages": [{**CHAT[0], "content": LONG}]}, "messages"),
+    ],
 )
 def test_a_prompt_that_is_too_long_is_named_by_its_field(
-    of_vectors: Server, name: str, given: Any
+    of_vectors: Server, body: dict[str, Any], param: str
 ) -> None:
     for path in ("/v1/embeddings", "/pooling"):
-        response = of_vectors.http.post(path, json={name: given})
+        response = of_vectors.http.post(path, json=body)
         assert response.status_code == 400, response.text
-        assert response.json()["error"]["param"] == name
+        assert response.json()["error"]["param"] == param
 
 
 def test_a_text_may_have_no_special_tokens(of_vectors: Server) -> None:
@@ -157,7 +162,6 @@ def test_scores_are_asked_for_by_any_of_vllms_names(
     assert [one["score"] for one in response.json()["data"]] == expected
 
 
-LONG = "red " * 400
 BROKEN = {"content": [{"type": "image_url", "image_url": {"url": "ftp://x"}}]}
 
 

@@ -121,8 +121,9 @@ class VectorService:
     ) -> tuple[list[np.ndarray], Callable[..., Response]]:
         """Return the vectors of each prompt, and what makes the answer of its own fields.
 
-        `names`: as those of `GenerationService.submit`.
+        `names`: as those of `GenerationService.submit`; none: of `input`.
         """
+        names = names or (["input"] if len(given) == 1 else _name_all("input", given))
         check_runner(self._model_config, pools=True)
         generation = body.to_generation()
         self._generation.check(request, generation)
