@@ -40,6 +40,17 @@ def test_the_best_n_of_n_are_all(server: Server) -> None:
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [("red " * 5000, "prompt"), ([PROMPT, "red " * 5000], "prompt[1]")],
+    ids=["one", "several"],
+)
+def test_a_prompt_that_is_too_long_is_named(server: Server, prompt: Any, param: str) -> None:
+    response = server.http.post("/v1/completions", json={"prompt": prompt})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_echo_with_logprobs_has_those_of_the_prompt_first(server: Server, n: int) -> None:
     tokenizer: Any = server.engine_client.input_processor.tokenizer

@@ -45,10 +45,11 @@ class CompletionService:
         params = body.sampling_params(self._generation.default_params)
         request_id, answer_id = new_ids("cmpl", body)
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
+        names = [f"prompt[{number}]" for number in range(len(prompts))] if len(prompts) > 1 else ()
         echo = await self._prompt_echo(request, body)
         with errors_of_format(body.has_schema):
             streams = await self._generation.submit(
-                request, body, request_id, prompts, params, continues_prompt=True
+                request, body, request_id, prompts, params, continues_prompt=True, names=names
             )
         processor = self._client.input_processor
         options = choice_options(body, body.logprobs, processor.tokenizer)
