@@ -177,12 +177,12 @@ class WholeTranscriber:
 
     def __init__(self, tokenizer: Any, sampling_rate: int) -> None:
         self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.added_tokens_decoder)
         self.sampling_rate = sampling_rate
 
     def select_text(self, token_ids: Sequence[int]) -> list[int]:
         """Return all but the special tokens."""
-        special = self._tokenizer.added_tokens_decoder
-        return [one for one in token_ids if one not in special]
+        return [one for one in token_ids if one not in self._special_ids]
 
 
 class WholeTranscription:

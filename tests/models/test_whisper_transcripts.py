@@ -1,5 +1,6 @@
 """Transcripts of a tiny random checkpoint are those of HF's `generate`, token for token."""
 
+import random
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -306,3 +307,22 @@ def test_subtitles_and_growing_text(llm: LLM):
     pieces = [deltas.add([one]) for one in token_ids]
     assert "".join([*pieces, deltas.finish()]) == ours.text
     assert ours.text
+
+
+def test_growing_text_is_the_whole_one_and_decodes_few_tokens_at_once(llm: LLM):
+    ours = llm.transcribe(make_clip(1.0, 8), language="en")
+    rng, longest = random.Random(0), 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return ours.decode(token_ids)
+
+    words = [
+        ours.tokenizer.encode(word, add_special_tokens=False) for word in (" a", " é", "日", " ")
+    ]
+    token_ids = [one for _ in range(500) for one in rng.choice(words)]
+    deltas = TextDeltas(ours.transcriber, decode)
+    pieces = [deltas.add([one]) for one in token_ids]
+    assert longest < 200 < len(token_ids)
+    assert "".join([*pieces, deltas.finish()]) == ours.decode(token_ids).strip()

@@ -12,6 +12,8 @@ from mmjax.frontend.output.token_bytes import REPLACEMENT
 from mmjax.processing.transcripts import Segment, Transcriber, Transcription, name_language
 
 Decode = Callable[[Sequence[int]], str]
+_NUM_DECODED = 64
+"""Tokens before a new one with which it is decoded, at least."""
 
 
 class Word(NamedTuple):
@@ -132,13 +134,19 @@ class Transcript:
 
 
 class TextDeltas:
-    """Tells what a growing transcript has more than before, in whole characters."""
+    """Tells what a growing transcript has more than before, in whole characters.
+
+    The last tokens alone are decoded again with each new one.
+    """
 
     def __init__(self, transcriber: Transcriber, decode: Decode) -> None:
         self._transcriber = transcriber
         self._decode = decode
         self._token_ids: list[int] = []
+        self._is_cut = False
+        """Whether there were tokens before these."""
         self._num_shown = 0
+        """Characters of the text of these."""
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Return the text that tokens add; what is no whole character yet comes later."""
@@ -150,13 +158,21 @@ class TextDeltas:
         return self._take(is_last=True)
 
     def _take(self, *, is_last: bool) -> str:
-        text = self._decode(self._token_ids)
-        text = text.strip() if is_last else text.lstrip()
-        if not is_last:
-            # Spaces at the end may be the transcript's, which has none there.
-            text = text.rstrip(REPLACEMENT).rstrip()
+        whole = self._decode(self._token_ids)
+        whole = whole if self._is_cut else whole.lstrip()
+        # Spaces at the end may be the transcript's, which has none there.
+        text = (whole if is_last else whole.rstrip(REPLACEMENT)).rstrip()
         new, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
+        if len(self._token_ids) >= 2 * _NUM_DECODED:
+            self._cut(len(whole) - self._num_shown)
         return new
+
+    def _cut(self, num_left: int) -> None:
+        """Forget the first tokens; so many characters at the end are still to be shown."""
+        last = self._token_ids[-_NUM_DECODED:]
+        num_shown = len(self._decode(last)) - num_left
+        if num_shown >= 0:
+            self._token_ids, self._num_shown, self._is_cut = last, num_shown, True
 
 
 def _write_time(seconds: float, point: str) -> str:

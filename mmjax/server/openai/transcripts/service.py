@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
-from mmjax.frontend.output.outputs import CompletionOutput
+from mmjax.frontend.output.outputs import CompletionOutput, SampleLogprobs
 from mmjax.frontend.output.transcripts import TextDeltas, Transcript
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.params.sampling_params import SamplingParams
@@ -173,7 +173,8 @@ class TranscriptService:
                 names=["prompt" if job.body.prompt else "file"],
             )
             job.streams.extend(streams)
-            whole = CompletionOutput(index=0, text="", token_ids=[], logprobs=[])
+            logprobs: SampleLogprobs = []
+            whole = CompletionOutput(index=0, text="", token_ids=[], logprobs=logprobs)
             prompt_logprobs = alignment = None
             outputs = merge(streams)
             try:
@@ -182,7 +183,7 @@ class TranscriptService:
                     prompt_logprobs = output.prompt_logprobs or prompt_logprobs
                     alignment = output.alignment
                     whole.token_ids += item.token_ids
-                    whole.logprobs = [*(whole.logprobs or ()), *(item.logprobs or ())]
+                    logprobs += item.logprobs or ()
                     if asked.is_text:
                         yield item
             finally:
