@@ -34,8 +34,13 @@ class ApiClient:
 
     def find_model(self) -> str:
         """Return the name of the model that the server serves."""
-        with self._open("/models") as response:
-            return json.load(response)["data"][0]["id"]
+        try:
+            with self._open("/models") as response:
+                return json.load(response)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ApiError(
+                f"{self._url}/models names no model; is it the address of such a server?"
+            ) from error
 
     def count_programs_left(self) -> int:
         """Return how many programs the server has still to compile; 0 where it does not say."""

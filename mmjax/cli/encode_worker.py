@@ -1,6 +1,7 @@
 """`mmjax encode-worker`: encode pictures, clips and videos for engines, and do nothing else."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,6 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     options, rest = parser.parse_known_args(argv)
     if options.listen is None and options.make_key is None:
         parser.error("give `--listen`, as in `--listen unix:///run/mmjax/encoder`")
-    if options.cache_gb < 0:
+    if not 0 <= options.cache_gb < math.inf:
         parser.error(f"`--cache-gb` is {options.cache_gb}; expected a number of at least 0")
     return options, rest

@@ -143,9 +143,15 @@ def test_chat_tells_what_the_server_said(
 
 
 class CutOff(BaseHTTPRequestHandler):
-    """A server that ends in the middle of an answer."""
+    """A server that ends in the middle of an answer, and lists no models."""
 
     protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html></html>")
+        self.close_connection = True
 
     def do_POST(self) -> None:
         self.send_response(200)
@@ -163,10 +169,18 @@ def test_chat_tells_that_an_answer_broke_off(capsys: pytest.CaptureFixture[str])
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert main(["chat", "--url", url, "--lora", "tiny", "what?"]) == 1
+        written = capsys.readouterr()
+        assert main(["chat", "--url", url, "what?"]) == 1
         server.shutdown()
-    written = capsys.readouterr()
+    assert "/v1/models names no model" in capsys.readouterr().err
     assert written.out.startswith("a red")
     assert "broke its answer off" in written.err
+
+
+def test_the_memory_of_an_encode_worker_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["encode-worker", "--listen", "unix:///run/encoder", "--cache-gb", "nan"])
+    assert "`--cache-gb` is nan; expected a number" in capsys.readouterr().err
 
 
 def test_the_key_may_be_in_the_environment(
