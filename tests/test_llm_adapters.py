@@ -37,7 +37,12 @@ def test_prompts_have_their_own_adapters(tiny_gemma3: Path, tmp_path: Path) -> N
         later = llm.generate(iter(["a red circle"]), GREEDY, use_tqdm=False, lora_request=poet)
         assert ask(other) == [alone[1]], "another adapter of the name"
         assert [output.outputs[0].token_ids for output in later] == [alone[0]]
-        assert ask(poet) == [alone[0]]
+        begun = llm.generate(iter(["a red circle"] * 6), GREEDY, lora_request=poet)
+        answers = [next(iter(begun))]
+        with pytest.raises(RuntimeError, match="answers another call"):
+            ask(other)
+        answers += begun
+        assert [output.outputs[0].token_ids for output in answers] == [alone[0]] * 6
         with pytest.raises(RequestValueError, match="2 prompts and 1"):
             ask([poet], ["a", "b"])
         with pytest.raises(CheckpointError, match="does not exist"):

@@ -566,14 +566,14 @@ class LLM(PoolingMethods):
         adapters = adapters_for(lora_request, number)
 
         def make() -> Iterator[GenerateRequest]:
-            # An iterator is answered when it is read: others may have been loaded until then.
+            # In its turn: until then another call may need, or load, others of the same names.
             each = zip(each_params, priorities, self._load_adapters(adapters), strict=True)
             for prompt, (params, one, adapter) in zip(prompts, cycle(each), strict=False):
                 yield self._make_request(prompt, params, priority=one, lora_name=adapter, **options)
 
         if isinstance(prompts, Iterator):
             return cast(Any, self._stream(make()))
-        return self._run(list(make()), use_tqdm=use_tqdm)
+        return self._run(make(), number, use_tqdm=use_tqdm)
 
     def _make_request(
         self, prompt: PromptSource, params: SamplingParams | None, **options: Any
@@ -581,15 +581,17 @@ class LLM(PoolingMethods):
         params = params or self.get_default_sampling_params()
         return GenerateRequest(str(next(self._request_ids)), prompt, params, **options)
 
-    def _run(self, requests: Sequence[GenerateRequest], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Return the finished outputs in the requests' order."""
-        served: dict[str, RequestOutput] = {}
-        shown = progress(logger, "requests", len(requests), is_shown=use_tqdm)
+    def _run(
+        self, requests: Iterable[GenerateRequest], number: int, *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Return the finished outputs in the requests' order, which is that of their ids."""
+        served: list[RequestOutput] = []
+        shown = progress(logger, "requests", number, is_shown=use_tqdm)
         with shown as update, closing(self._serve(requests)) as outputs:
             for output in outputs:
-                served[output.request_id] = output
+                served.append(output)
                 update(1)
-        return [served[request.request_id] for request in requests]
+        return sorted(served, key=lambda output: int(output.request_id))
 
     def _stream(self, requests: Iterable[GenerateRequest]) -> Iterator[RequestOutput]:
         """Yield the finished outputs in the requests' order, and read few requests ahead."""
