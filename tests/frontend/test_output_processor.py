@@ -239,9 +239,11 @@ def test_a_piece_without_tokens_is_of_the_weights_of_the_last_one(
         RequestOutputDelta(new_token_ids=[5], **told),
         RequestOutputDelta(new_token_ids=[], finish_reason="abort", **told),
     )
-    pieces = [output.outputs[0] for output in process(processor, *deltas).request_outputs]
+    processed = process(processor, *deltas)
+    pieces = [output.outputs[0] for output in processed.request_outputs]
     assert [len(piece.token_ids) for piece in pieces] == [1, 0]
     assert [piece.weights_version for piece in pieces] == [3, 3]
+    assert [tokens.num_tokens for tokens in processed.new_tokens] == [1], "whose time is measured"
 
 
 def test_an_unknown_id_is_skipped(input_processor: InputProcessor) -> None:

@@ -125,7 +125,8 @@ class OutputProcessor:
             return
         added = self._apply(sequence, delta)
         tokens = sequence.note_tokens(len(delta.new_token_ids), time.monotonic())
-        outputs.new_tokens.append(tokens)
+        if delta.new_token_ids or delta.vectors is not None:  # else it is aborted
+            outputs.new_tokens.append(tokens)
         if sequence.finish_reason is not None:
             del self.sequences[delta.request_id]
             outputs.finished.append(sequence.to_finished())
