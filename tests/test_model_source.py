@@ -328,6 +328,11 @@ def test_generation_defaults(copy_of: Path) -> None:
     assert defaults.banned_token_ids == ((3,), (8,))
     rewrite(file, bad_words_ids=[[8], [5, 6], [106], [], [7, 10**6]])
     assert load_generation_defaults(config).banned_token_ids == ((3,), (5, 6), (8,))
+    rewrite(file, top_p=0)
+    with pytest.raises(
+        CheckpointError, match=r"of generation_config.json .*: `top_p` is 0; it mus"
+    ):
+        load_generation_defaults(config)
     file.write_text("{")
     with pytest.raises(CheckpointError, match="generation_config"):
         load_generation_defaults(config)

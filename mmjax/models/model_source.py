@@ -17,7 +17,7 @@ from mmjax.config.engine_config import (
     SchedulerConfig,
     group_fields,
 )
-from mmjax.errors import CheckpointError, ConfigError, MMJaxError
+from mmjax.errors import CheckpointError, ConfigError, MMJaxError, RequestError
 from mmjax.models.original_config import (
     DEEPSEEK_OCR,
     DEEPSEEK_OCR2,
@@ -26,6 +26,7 @@ from mmjax.models.original_config import (
     build_deepseek_ocr_config,
     build_speculator_config,
 )
+from mmjax.params.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "tiny_scenes"
 """The checkpoint that is part of mmjax."""
@@ -307,6 +308,13 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
         for name in _GENERATION_FIELDS
         if isinstance(settings.get(name), int | float)
     }
+    try:
+        SamplingParams(**sampling)
+    except RequestError as error:
+        raise CheckpointError(
+            f"a default of sampling, of {_GENERATION_CONFIG} or `override_generation_config`: "
+            f"{error}"
+        ) from error
     text_config = model_config.hf_config.get_text_config()
     found: list[int] = []
     for value in (
