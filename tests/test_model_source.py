@@ -314,7 +314,7 @@ def test_a_layout_that_transformers_does_not_know(tmp_path: Path) -> None:
 
 def test_generation_defaults(copy_of: Path) -> None:
     file = copy_of / "generation_config.json"
-    rewrite(file, temperature=0.5, top_k=64, top_p=0.95, do_sample=True, eos_token_id=[1, 106])
+    rewrite(file, temperature=0.5, top_k=64, top_p=0.95, do_sample=True, eos_token_id=[1, -1, 106])
     rewrite(file, no_repeat_ngram_size=3, suppress_tokens=[8, 3, 10**6])
     config = load_model_config(str(copy_of))
     defaults = load_generation_defaults(config)

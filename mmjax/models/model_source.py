@@ -322,7 +322,8 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
         getattr(model_config.hf_config, "eos_token_id", None),
         getattr(text_config, "eos_token_id", None),
     ):
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+        ids = value if isinstance(value, list) else [value] if isinstance(value, int) else []
+        found += [one for one in ids if one >= 0]  # -1: none
     # A bad word that is an end alone is none, as in HF.
     words = [one for one in raw.get("bad_words_ids") or () if one not in [[end] for end in found]]
     words += [[one] for one in raw.get("suppress_tokens") or ()]
