@@ -72,7 +72,7 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
     """Write a file that may have tensors of FP8, which safetensors' numpy does not know."""
     dtypes = {"float8_e4m3fn": "F8_E4M3"}
     plain = {
-        name: np.ascontiguousarray(one.view(np.uint8) if one.dtype.name in dtypes else one)
+        name: np.asarray(one.view(np.uint8) if one.dtype.name in dtypes else one, order="C")
         for name, one in tensors.items()
     }
     raw = save(plain)
