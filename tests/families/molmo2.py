@@ -144,6 +144,19 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
 
 
 OLMO = {"qk_norm_type": "olmo", "norm_after": True, "num_key_value_heads": 4}
+
+
+def cut_table(folder: Path) -> None:
+    """Cut the table of tokens as published."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    # NOTE: HF's `save_pretrained` cuts the table of tokens in halves, not behind the vocabulary.
+    names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
+    table, place = np.concatenate([tensors[name] for name in names]), len(tensors["lm_head.weight"])
+    tensors |= dict(zip(names, np.split(table, [place]), strict=True))
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 TINY = TinyFamily(
     name="molmo2",
     model_class=Molmo2ForConditionalGeneration,
@@ -151,6 +164,7 @@ TINY = TinyFamily(
     make_config=tiny_config,
     draw_item=draw_item,
     torch_inputs=torch_inputs,
+    publish_names=cut_table,
     word_ids=range(5, 590),
     published_head_dim=128,
     max_embeds={
@@ -206,13 +220,7 @@ path = made_once(write_files)
 def write(folder: Path) -> Path:
     """Write random weights, too, as published."""
     with_weights(write_files)(folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    # NOTE: HF's `save_pretrained` cuts the table of tokens in halves, not behind the vocabulary.
-    names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
-    table, place = np.concatenate([tensors[name] for name in names]), len(tensors["lm_head.weight"])
-    tensors |= dict(zip(names, np.split(table, [place]), strict=True))
-    save_file(tensors, file, metadata={"format": "pt"})
+    cut_table(folder)
     return folder
 
 

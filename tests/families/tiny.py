@@ -143,7 +143,7 @@ class TinyFamily:
     fill: Callable[[Any], None] = fill_with_unit_norms
     """Gives HF's model random values, loud enough that every input changes the answer."""
     publish_names: Callable[[Path], None] = lambda folder: None
-    """Renames tensors of a folder that HF's `save_pretrained` gives names that nobody publishes."""
+    """Makes the published tensors of those that HF's `save_pretrained` has written to a folder."""
     mend: Callable[[Any], object] = lambda model: None
     """Lets HF's model take a prompt that it refuses."""
 
