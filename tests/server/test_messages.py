@@ -11,7 +11,7 @@ import pytest
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from tests.server.conftest import TOOLS, TOOLS_TEMPLATE, MakeServer, Server, servers
 from tests.server.test_app import PROMPT, data_url
-from tests.server.test_openai_client import CALL, CALLS
+from tests.server.test_openai_client import CALL, CALLS, TEXT_AMONG_CALLS
 
 _, _, PIXELS = data_url().partition(";base64,")
 PICTURE = {
@@ -218,6 +218,17 @@ CASES = [
         {"messages": "weather?", "tools": [WEATHER, TIME]},
         lambda m: [one["type"] for one in m["content"]] == ["text", "tool_use", "tool_use"],
         says=CALLS,
+        server="tools",
+    ),
+    Case(
+        # The stop string holds back what ends a call, which then comes with the text behind it.
+        "text among calls",
+        {"messages": "a", "tools": [WEATHER, TIME], "stop_sequences": ["}}\n</tool_call>. A "]},
+        lambda m: (
+            [one.get("text", one.get("input")) for one in m["content"]]
+            == [{"city": "Oslo"}, ". And:", {}, "."]
+        ),
+        says=TEXT_AMONG_CALLS,
         server="tools",
     ),
     Case(

@@ -29,6 +29,7 @@ TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"typ
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 NO_TIME = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
 CALLS = f'Let me see.\n{CALL}\n<tool_call>{{"name": "get_time", "arguments": {{}}}}</tool_call>'
+TEXT_AMONG_CALLS = f"{CALL}. And:\n{NO_TIME}."
 
 THINKING_TEMPLATE = TOOLS_TEMPLATE + "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
 """Opens the reasoning, as those of Qwen's Thinking models."""

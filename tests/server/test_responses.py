@@ -16,7 +16,7 @@ from mmjax.server.openai.responses_api.response import ResponseObject
 from mmjax.server.openai.responses_api.service import ResponseStore, StoredResponse
 from tests.server.conftest import TOOLS, MakeServer, Server, http_scope, servers
 from tests.server.test_app import PROMPT, data_url
-from tests.server.test_openai_client import CALL, CALLS, MODES
+from tests.server.test_openai_client import CALL, CALLS, MODES, TEXT_AMONG_CALLS
 
 WEATHER = {
     "type": "function",
@@ -80,6 +80,7 @@ def check_events(events: list[Any], response: Response) -> None:
         deltas = [e.delta for e in events if e.type.endswith(".delta") and e.output_index == index]
         whole = item.content[0].text if item.type == "message" else item.arguments  # type: ignore[union-attr]
         assert "".join(deltas) == whole
+        assert item in [e.item for e in events if e.type == "response.output_item.done"]
         assert {
             e.item_id
             for e in events
@@ -215,6 +216,24 @@ CASES = [
         },
         lambda r: calls_of(r) == [("get_weather", "{}")],
         says="{}",
+        server="tools",
+    ),
+    Case(
+        # The stop string holds back what ends a call, which then comes with the text behind it.
+        "text among calls",
+        {
+            "input": "a",
+            "tools": [WEATHER, TIME],
+            "extra_body": {"stop": ["}}\n</tool_call>. A "]},
+        },
+        lambda r: (
+            [
+                one.arguments if one.type == "function_call" else one.content[0].text
+                for one in r.output
+            ]
+            == ['{"city": "Oslo"}', ". And:", "{}", "."]
+        ),
+        says=TEXT_AMONG_CALLS,
         server="tools",
     ),
     Case(

@@ -94,12 +94,13 @@ class MessageBuilder(AnswerBuilder):
             yield from self._grow(ThinkingBlock)
             self._last.thinking += piece.reasoning
             yield self._delta("thinking_delta", thinking=piece.reasoning)
-        if piece.text:
-            yield from self._grow(TextBlock)
-            self._last.text += piece.text
-            yield self._delta("text_delta", text=piece.text)
-        for call in piece.calls:
-            yield from self._add_call(call)
+        for part in piece.parts:
+            if isinstance(part, CallPiece):
+                yield from self._add_call(part)
+            elif part:
+                yield from self._grow(TextBlock)
+                self._last.text += part
+                yield self._delta("text_delta", text=part)
         if output.finish_reason is not None:
             yield from self._finish(output, piece)
 

@@ -5,7 +5,7 @@ Answers are read in one way for streams and wholes: text, tool calls, and why th
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,7 +14,11 @@ from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.frontend.output.reasoning import ReasoningFormat, ReasoningReader
-from mmjax.frontend.output.tool_calls.deltas import AllowedCallParser, CallParser
+from mmjax.frontend.output.tool_calls.deltas import (
+    AllowedCallParser,
+    CallParser,
+    ToolCallDelta,
+)
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
     NamedCallParser,
@@ -324,13 +328,23 @@ class CallPiece:
 class AnswerPiece:
     """What an output adds to one of a chat's answers."""
 
-    text: str
+    parts: list[str | CallPiece]
+    """Text and calls, in the answer's order."""
     reasoning: str = ""
     """What the model thought before it, where that is told apart."""
     is_thought: bool = False
     """Whether nothing but reasoning and its marks came, shown or not."""
-    calls: list[CallPiece] = field(default_factory=list)
     finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """What is added to calls."""
+        return [part for part in self.parts if isinstance(part, CallPiece)]
 
 
 class AnswerReader:
@@ -360,7 +374,7 @@ class AnswerReader:
         piece.reasoning, piece.is_thought = reasoning, is_thought
         if output.index not in self._begun:
             self._begun.add(output.index)
-            piece.text = self._echo + piece.text
+            piece.parts.insert(0, self._echo)
         return piece
 
     def _tell_apart(self, output: CompletionOutput) -> tuple[str, str, bool]:
@@ -386,33 +400,32 @@ class AnswerReader:
     def _parse(self, output: CompletionOutput, text: str) -> AnswerPiece:
         tools, index = self._tools, output.index
         if tools is None:
-            return AnswerPiece(text=text, finish_reason=output.finish_reason)
+            return AnswerPiece(parts=[text], finish_reason=output.finish_reason)
         if index not in self._parsers:
             self._parsers[index] = tools.parser()
         parser = self._parsers[index]
         deltas = [parser.push(text)]
         if output.finish_reason is not None:
             deltas.append(parser.finish())
-        calls = [
-            CallPiece(
-                index=call.index,
-                id=None
-                if call.name is None
-                else call.call_id or tools.new_call_id(call.name, call.index),
-                name=call.name,
-                arguments=call.arguments,
-            )
-            for delta in deltas
-            for call in delta.calls
-            if tools.is_parallel or call.index == 0
-        ]
-        num_calls = self._num_calls.get(index, 0) + sum(call.name is not None for call in calls)
-        self._num_calls[index] = num_calls
-        return AnswerPiece(
-            text="".join(delta.text for delta in deltas),
-            calls=calls,
-            finish_reason=tools.finish_reason(output.finish_reason, num_calls),
+        piece = AnswerPiece(
+            parts=[
+                part if isinstance(part, str) else _call_piece(part, tools)
+                for delta in deltas
+                for part in delta.parts
+                if isinstance(part, str) or tools.is_parallel or part.index == 0
+            ]
         )
+        num_new = sum(call.name is not None for call in piece.calls)
+        self._num_calls[index] = self._num_calls.get(index, 0) + num_new
+        piece.finish_reason = tools.finish_reason(output.finish_reason, self._num_calls[index])
+        return piece
+
+
+def _call_piece(delta: ToolCallDelta, tools: ToolUse) -> CallPiece:
+    call_id = None
+    if delta.name is not None:
+        call_id = delta.call_id or tools.new_call_id(delta.name, delta.index)
+    return CallPiece(index=delta.index, id=call_id, name=delta.name, arguments=delta.arguments)
 
 
 def join_calls(pieces: list[CallPiece]) -> list[CallPiece]:

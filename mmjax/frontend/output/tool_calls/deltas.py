@@ -27,12 +27,23 @@ class ToolCallDelta:
 class AnswerDelta:
     """What a piece of an answer adds: text for the reader, and tool calls."""
 
-    text: str = ""
-    calls: list[ToolCallDelta] = field(default_factory=list)
+    parts: list[str | ToolCallDelta] = field(default_factory=list)
+    """In the answer's order."""
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolCallDelta]:
+        """What is added to calls."""
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
     def add_text(self, text: str) -> None:
         """Append text for the reader."""
-        self.text += text
+        if text:
+            self.parts.append(text)
 
     def add_call(
         self,
@@ -44,10 +55,11 @@ class AnswerDelta:
     ) -> None:
         """Append to call `index`; deltas of one call in a row become one."""
         name, arguments = name and as_unicode(name), as_unicode(arguments)
-        if self.calls and name is None and self.calls[-1].index == index:
-            self.calls[-1].arguments += arguments
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, ToolCallDelta) and name is None and last.index == index:
+            last.arguments += arguments
         else:
-            self.calls.append(
+            self.parts.append(
                 ToolCallDelta(index=index, name=name, call_id=call_id, arguments=arguments)
             )
 
@@ -171,7 +183,8 @@ class AllowedCallParser(CallParser):
         for call in delta.calls:
             if call.name in self._allowed:
                 self._shown[call.index] = len(self._shown)
-        calls = [call for call in delta.calls if call.index in self._shown]
-        for call in calls:
+        shown = [part for part in delta.parts if isinstance(part, str) or part.index in self._shown]
+        filtered = AnswerDelta(parts=shown)
+        for call in filtered.calls:
             call.index = self._shown[call.index]
-        return AnswerDelta(text=delta.text, calls=calls)
+        return filtered

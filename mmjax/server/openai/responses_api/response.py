@@ -174,13 +174,17 @@ class ResponseBuilder(AnswerBuilder):
         if piece.is_thought:
             # No response shows it.
             self._logprobs = []
-        if piece.text or (output.finish_reason is not None and self._has_last_logprobs(piece)):
-            yield from self._add_text(piece.text)
-        for call in piece.calls:
-            # The tokens of its mark are no message's.
+        for part in piece.parts:
+            if isinstance(part, CallPiece):
+                yield from self._add_call(part)
+            elif part:
+                yield from self._add_text(part)
+        if piece.calls:
+            # The tokens of their marks are no message's.
             self._logprobs = []
-            yield from self._add_call(call)
         if output.finish_reason is not None:
+            if self._has_last_logprobs():
+                yield from self._add_text("")
             yield from self._finish(output)
 
     def fail(self, error: RequestError) -> list[Event]:
@@ -195,11 +199,10 @@ class ResponseBuilder(AnswerBuilder):
 
     # ---- items ----------------------------------------------------------------------------------
 
-    def _has_last_logprobs(self, piece: AnswerPiece) -> bool:
+    def _has_last_logprobs(self) -> bool:
         """Return whether the tokens that end a message, as EOS, have any."""
         items = self.response.output
-        is_in_message = bool(items) and isinstance(items[-1], MessageItem) and not piece.calls
-        return is_in_message and bool(self._logprobs)
+        return bool(items) and isinstance(items[-1], MessageItem) and bool(self._logprobs)
 
     def _add_text(self, text: str) -> Iterator[Event]:
         items = self.response.output
