@@ -203,18 +203,23 @@ def _find_names(root: Any, given: Any) -> Sequence[str] | None:
     """Return the only names that `propertyNames` allows; None: it says it in another way."""
     match given:
         case {"$ref": str(path)} if len(given) == 1 and root is not None:
-            try:
-                for name in path.removeprefix("#/").split("/"):
-                    root = root[int(name) if isinstance(root, list) else name]
-            except (LookupError, TypeError, ValueError):
-                return None
-            return _find_names(None, root)
+            return _find_names(None, find_schema(root, path))
         case {"enum": [*names], **others} | {"const": str(names), **others}:
             names = [names] if isinstance(names, str) else names
             is_plain = {*others} <= _REMARKS | {"type"} and others.get("type", "string") == "string"
             return names if is_plain and all(isinstance(one, str) for one in names) else None
         case _:
             return None
+
+
+def find_schema(root: Any, reference: str) -> Any:
+    """Return what a `$ref` within a schema leads to; None: nothing that stands in it."""
+    try:
+        for name in reference.removeprefix("#/").split("/"):
+            root = root[int(name) if isinstance(root, list) else name]
+    except (LookupError, TypeError, ValueError):
+        return None
+    return root
 
 
 def _change_schemas(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:

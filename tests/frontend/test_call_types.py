@@ -37,12 +37,26 @@ OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         ({"type": "array"}, "['a'", "['a'"),
         ({"type": "number"}, "NaN", "NaN"),
         ({}, "[1] and [2]", "[1] and [2]"),
+        ({"$ref": "#/$defs/Year"}, "2023", "2023"),
+        ({"allOf": [{"$ref": "#/$defs/Year"}], "default": "2023"}, "2023", "2023"),
+        ({"anyOf": [{"$ref": "#/$defs/Year"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"$ref": "#/$defs/Year"}, {"type": "null"}]}, "2023", "2023"),
+        ({"$ref": "#/$defs/Tree"}, "7", 7),
+        ({"$ref": "#/$defs/None"}, "7", 7),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "all"]}, "1", 1),
+        ({"const": "1"}, "1", "1"),
     ],
 )
 def test_a_text_stays_one_where_it_is_one_of_several_types(
     schema: Any, said: str, expected: Any
 ) -> None:
-    functions = {"f": {"parameters": {"properties": {"a": schema}}}}
+    defined = {
+        # As pydantic writes an Enum of texts.
+        "Year": {"enum": ["2023", "2024"], "title": "Year", "type": "string"},
+        "Tree": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "string"}]},
+    }
+    functions = {"f": {"parameters": {"properties": {"a": schema}, "$defs": defined}}}
     for name, text in (
         ("glm45", f"<tool_call>f<arg_key>a</arg_key><arg_value>{said}</arg_value></tool_call>"),
         (

@@ -13,6 +13,7 @@ from mmjax.frontend.output.reasoning import find_overlap
 from mmjax.frontend.output.tool_calls.deltas import SPACES, MarkedCallParser
 from mmjax.frontend.output.tool_calls.json_scanner import MAX_NAME_CHARS
 from mmjax.frontend.output.tool_calls.python_literals import LiteralReader
+from mmjax.params.structured_outputs import find_schema
 
 _MAX_BODY_CHARS = 2**18
 
@@ -85,7 +86,7 @@ def read_glm_call(body: str, functions: Functions) -> Call:
     """Read GLM-4.5's; a value is JSON, unless its function says that it is a text."""
     head, *parts = body.split(_KEY)
     name = _check_name(head.strip(SPACES))
-    properties = _find_properties(name, functions)
+    types = _find_argument_types(name, functions)
     arguments: dict[str, Any] = {}
     for part in parts:
         key, mark, rest = part.partition(_KEY_END)
@@ -94,22 +95,32 @@ def read_glm_call(body: str, functions: Functions) -> Call:
         if not is_whole or behind.strip(SPACES):
             raise ValueError("an argument without its value")
         key = key.strip(SPACES)
-        arguments[key] = _read_value(value, properties.get(key))
+        arguments[key] = _read_value(value, types.get(key, _ANY))
     return name, arguments
 
 
-def _find_properties(name: str, functions: Functions) -> Mapping[str, Any]:
-    """Return the schemas of a function's arguments."""
+_Types = frozenset[str]
+"""Those that a value may have."""
+_ANY = _Types()
+_TYPES = {
+    **{bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"},
+    **{str: "string", type(None): "null"},
+}
+
+
+def _find_argument_types(name: str, functions: Functions) -> Mapping[str, _Types]:
+    """Return the types of a function's arguments."""
     parameters = functions.get(name, {}).get("parameters") or {}
-    properties = parameters.get("properties")
-    return properties if isinstance(properties, Mapping) else {}
+    reference = parameters.get("$ref")
+    whole = find_schema(parameters, reference) if isinstance(reference, str) else parameters
+    properties = whole.get("properties") if isinstance(whole, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    known: dict[str, _Types] = {}
+    return {key: _find_types(one, parameters, known) for key, one in properties.items()}
 
 
-_TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-
-
-def _read_value(text: str, schema: Any) -> Any:
-    types = _find_types(schema)
+def _read_value(text: str, types: _Types) -> Any:
     if types == {"string"}:
         return text
     try:
@@ -142,20 +153,30 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _find_types(schema: Any) -> frozenset[str]:
-    """Return the types that a schema names, which may be one of several; none: it may be any."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset({named})
-    if isinstance(named, list):
-        return frozenset(one for one in named if isinstance(one, str))
-    members = schema.get("anyOf") or schema.get("oneOf")
-    if not isinstance(members, list):
-        return frozenset()
-    found = [_find_types(one) for one in members]
-    return frozenset[str]().union(*found) if all(found) else frozenset()
+def _find_types(schema: Any, root: Any, known: dict[str, _Types]) -> _Types:
+    """Return the types that a schema names, which may be one of several; none: it may be any.
+
+    `known`: those of references that were followed, each once.
+    """
+    match schema:
+        case {"type": str(one)}:
+            return _Types({one})
+        case {"type": [*several]}:
+            return _Types(one for one in several if isinstance(one, str))
+        case {"$ref": str(reference)}:
+            if reference not in known:
+                known[reference] = _ANY
+                known[reference] = _find_types(find_schema(root, reference), root, known)
+            return known[reference]
+        case {"enum": [*values]}:
+            return _Types(_TYPES[type(value)] for value in values)
+        case {"const": value}:
+            return _Types({_TYPES[type(value)]})
+        case {"anyOf": [*members]} | {"oneOf": [*members]} | {"allOf": [*members]}:
+            found = [_find_types(one, root, known) for one in members]
+            return _ANY.union(*found) if all(found) else _ANY
+        case _:
+            return _ANY
 
 
 # ---- Qwen3.5 -------------------------------------------------------------------------------------
@@ -174,7 +195,7 @@ def read_qwen_call(body: str, functions: Functions) -> Call:
     if not bracket:
         raise ValueError("a name without its end")
     name = _check_name(head.strip(SPACES))
-    properties = _find_properties(name, functions)
+    types = _find_argument_types(name, functions)
     spaces, *parts = rest.split(_PARAMETER)
     arguments: dict[str, Any] = {}
     for part in parts:
@@ -185,7 +206,7 @@ def read_qwen_call(body: str, functions: Functions) -> Call:
         key = key.strip(SPACES)
         # The line breaks around a value are none of it.
         arguments[key] = _read_value(
-            value.removeprefix("\n").removesuffix("\n"), properties.get(key)
+            value.removeprefix("\n").removesuffix("\n"), types.get(key, _ANY)
         )
     if spaces.strip(SPACES):
         raise ValueError("text before the arguments")
