@@ -86,27 +86,32 @@ class JsonCallScanner:
 
     @property
     def raw(self) -> str:
-        """All that was read, as long as no name is known."""
+        """What was read since arguments were taken; of what is wrong the last character is."""
         return "".join(self._read_texts)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there are arguments to take, and the name is known: then it is a call.
+
+        Not before: what a stream has told is not taken back.
+        """
+        return self.name is not None and bool(self._pending)
+
     def push(self, text: str, start: int = 0) -> int:
-        """Read on from `start`; return the index behind what was read."""
+        """Read on from `start` up to arguments to take; return the index behind what was read."""
         place = start
-        had_name = self.name is not None
-        while place < len(text) and not (self.is_done or self.is_wrong):
+        while place < len(text) and not (self.is_done or self.is_wrong or self.has_more):
             place = self._read(text, place)
-        if not had_name:
-            self._read_texts.append(text[start:place])
+        self._read_texts.append(text[start:place])
         self.is_wrong |= self.is_done and self.name is None
+        if self.is_done and not self._has_arguments:
+            self._has_arguments, self._pending = True, ["{}"]
         return place
 
     def take_arguments(self) -> str:
-        """Return the arguments' characters since the last call; nothing before the name."""
-        if self.name is None:
-            return ""
-        if self.is_done and not self._has_arguments:
-            self._has_arguments, self._pending = True, ["{}"]
-        taken, self._pending = "".join(self._pending), []
+        """Return the arguments' characters since the last call."""
+        taken = "".join(self._pending)
+        self._pending, self._read_texts = [], []
         return taken
 
     def _read(self, text: str, place: int) -> int:
@@ -157,8 +162,7 @@ class JsonCallScanner:
         return end
 
     def _keep(self, piece: str, *, is_first: bool) -> None:
-        is_arguments = self._key in ("arguments", "parameters") and not self._has_arguments
-        if is_first and is_arguments and piece.startswith("{"):
+        if is_first and self._is_of_arguments and piece.startswith("{"):
             self._streams_value = self._has_arguments = True
         self._value_texts.append("" if self._streams_value else piece)
         if self._streams_value:
@@ -167,14 +171,20 @@ class JsonCallScanner:
     def _end_value(self) -> None:
         if self._streams_value:
             return
-        value = _load("".join(self._value_texts))
+        text = "".join(self._value_texts)
+        value = _load(text)
         if self._key == "name" and self.name is None:
             is_name = isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS
             self.name = str(value) if is_name else None
             self.is_wrong = not is_name
-        elif self._key in ("arguments", "parameters") and isinstance(value, str):
-            # Some models write the object as a text.
-            self._has_arguments, self._pending = True, [value]
+        elif self._is_of_arguments and value is not None:
+            # Some models write the object as a text; what is none stays as it is.
+            self._has_arguments = True
+            self._pending = [(value or "{}") if isinstance(value, str) else text]
+
+    @property
+    def _is_of_arguments(self) -> bool:
+        return self._key in ("arguments", "parameters") and not self._has_arguments
 
 
 def _load(text: str) -> object:

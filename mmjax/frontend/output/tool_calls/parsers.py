@@ -116,16 +116,20 @@ class JsonCallParser(MarkedCallParser):
         assert call is not None
         end = call.push(text, place)
         is_known = self._tool_names is None or call.name in self._tool_names
+        if call.is_wrong and self._is_named:
+            # The closing mark may stand here, where a brace is missing.
+            self._call, self._read = None, self._read_marked
+            unread = call.raw[:-1]
+            self._delta.add_text(unread if unread.strip(SPACES + ",") else "")
+            return end - 1
         if call.is_wrong or (call.name is not None and not is_known):
             self._call = None
-            self._refuse("" if self._is_named else call.raw)
+            self._refuse(call.raw)
             return end
-        if call.name is not None:
+        if call.name is not None and call.has_more:
             if not self._is_named:
                 self._begin_call(call.name)
-            arguments = call.take_arguments()
-            if arguments:
-                self._delta.add_call(self._num_calls - 1, arguments=arguments)
+            self._delta.add_call(self._num_calls - 1, arguments=call.take_arguments())
         if call.is_done:
             self._call = None
             self._read = self._read_marked
