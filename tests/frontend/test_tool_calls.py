@@ -80,6 +80,7 @@ SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", 'it is {"name": "f"}', 'it is {"name": "f"}', []),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]', "", [F, G]),
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [F, G]),
+    ("mistral", '[TOOL_CALLS]2fa-x.y{"a": 1}', "", [("2fa-x.y", '{"a": 1}')]),
     ("mistral", "[TOOL", "[TOOL", []),
     ("mistral", "[TOOL_CALLS]f no", "[TOOL_CALLS]f no", []),
     ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",

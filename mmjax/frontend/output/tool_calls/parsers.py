@@ -105,7 +105,7 @@ class JsonCallParser(MarkedCallParser):
         if self._mark and self._mark.startswith(rest):
             self._held = rest
             return len(text)
-        if self._takes_names and character.isidentifier():
+        if self._takes_names and (character.isalnum() or character == "_"):
             self._read = self._read_name
             return place
         self._refuse("")
@@ -142,7 +142,7 @@ class JsonCallParser(MarkedCallParser):
             self._held = text[place:]
             return len(text)
         name = text[place:opening].partition("[")[0].strip(SPACES) if opening >= 0 else ""
-        if not name.replace("-", "_").replace(".", "_").isidentifier():
+        if not name or not all(letter.isalnum() or letter in "_-." for letter in name):
             self._refuse("")
             return place
         self._begin_call(name)
