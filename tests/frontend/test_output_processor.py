@@ -219,6 +219,23 @@ def test_a_structured_answer_keeps_a_space_at_its_beginning(
     assert output.outputs[0].text == (" a" if is_structured else "a")
 
 
+@pytest.mark.parametrize("structure", [None, StructuredOutputsParams(regex=".*")])
+def test_characters_of_several_tokens_are_whole_behind_others(
+    input_processor: InputProcessor, structure: StructuredOutputsParams | None
+) -> None:
+    """Of bytes in a row that begin within a character, decoding shows none."""
+    ids = input_processor.tokenizer.encode("é🎈", add_special_tokens=False)
+    prompt: Any = {"prompt_token_ids": ids}
+    request = input_processor.process(GenerateRequest("r", prompt, SamplingParams()))
+    params = SamplingParams(structured_outputs=structure)
+    messages = [msgspec.structs.replace(one, sampling_params=params) for one in request.messages]
+    processor = OutputProcessor(input_processor.tokenizer)
+    processor.add_request(replace(request, messages=messages))
+    delta = RequestOutputDelta(request_id="r", new_token_ids=ids, finish_reason="length")
+    (output,) = process(processor, delta).request_outputs
+    assert output.outputs[0].text == "é🎈"
+
+
 def test_request_fields(input_processor: InputProcessor) -> None:
     outputs, _ = run(input_processor, "red")
     assert outputs[0].prompt == "red"

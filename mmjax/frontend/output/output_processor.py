@@ -28,7 +28,11 @@ from mmjax.frontend.output.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
-from mmjax.frontend.output.token_bytes import split_unfinished
+from mmjax.frontend.output.token_bytes import (
+    MAX_CHARACTER_BYTES,
+    begins_within,
+    split_unfinished,
+)
 from mmjax.frontend.requests.request import ProcessedRequest, RequestItem
 from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
@@ -150,13 +154,20 @@ class OutputProcessor:
     def _context(self, request: ProcessedRequest, params: SamplingParams) -> list[int]:
         """Return tokens without which decoding would drop a space at the answer's beginning."""
         special_ids = self._decoder.special_ids
+        last, num_wanted = reversed(request.prompt_token_ids), _CONTEXT_TOKENS
         if params.structured_outputs is not None:
-            text = (i for i in reversed(request.prompt_token_ids) if i not in special_ids)
-            return [*itertools.islice(text, 1)]
-        if not request.continues_prompt:
+            text, num_wanted = (i for i in last if i not in special_ids), 1
+        elif request.continues_prompt:
+            text = itertools.takewhile(lambda i: i not in special_ids, last)
+        else:
             return []
-        last = reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:])
-        return [*itertools.takewhile(lambda i: i not in special_ids, last)][::-1]
+        context: list[int] = []
+        # Byte tokens in a row are decoded together, and all to U+FFFD where one is no character's.
+        for token_id in itertools.islice(text, num_wanted + MAX_CHARACTER_BYTES - 1):
+            context.insert(0, token_id)
+            if len(context) >= num_wanted and not begins_within(self._tokenizer, token_id):
+                break
+        return context
 
     def _apply(self, sequence: "SequenceState", delta: RequestOutputDelta) -> _Added:
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)

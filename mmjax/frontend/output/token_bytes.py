@@ -9,6 +9,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"
 """What decoding shows for bytes that are no character."""
+MAX_CHARACTER_BYTES = 4
+"""Of UTF-8."""
+_CONTINUATION_BYTES = {bytes([byte]) for byte in range(0x80, 0xC0)}
 _Decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _BYTE_BY_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -26,6 +29,11 @@ def find_bytes(tokenizer: Any, token_id: int) -> bytes:
         return bytes([int(byte_token[1], 16)])
     is_byte_level = all(letter in _BYTE_BY_LETTER for letter in name)
     return bytes(_BYTE_BY_LETTER[letter] for letter in name) if is_byte_level else text.encode()
+
+
+def begins_within(tokenizer: Any, token_id: int) -> bool:
+    """Return whether a token's first byte goes on with a character."""
+    return find_bytes(tokenizer, token_id)[:1] in _CONTINUATION_BYTES
 
 
 def split_unfinished(tokenizer: Any, token_ids: Sequence[int]) -> tuple[Sequence[int], str]:
