@@ -261,7 +261,7 @@ class LLM(PoolingMethods):
             sampling_params=sampling_params,
             lora_request=lora_request,
             use_tqdm=use_tqdm,
-            continues_prompt=False,
+            continues_prompt=continue_final_message,
             returns_mm_inputs=return_mm_inputs,
         )
 

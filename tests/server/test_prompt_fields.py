@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from tokenizers import decoders
 
-from tests.server.conftest import MakeServer, Server, events_of
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from tests.server.conftest import MakeServer, Server, events_of, servers
 from tests.server.test_app import image_message
 from tests.server.test_bad_input import error_of
 
@@ -162,3 +164,28 @@ def test_the_role_of_answers_is_the_operators(make_server: MakeServer) -> None:
     }
     answer = server.http.post("/v1/chat/completions", json=going_on).json()
     assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_an_answer_that_a_message_goes_on_with_keeps_the_space_before_it(
+    server_input_processor: InputProcessor, is_new: bool
+) -> None:
+    """Which decoders of SentencePiece drop at a text's beginning."""
+    processor = InputProcessor(server_input_processor.model_config)
+    tokenizer = processor.tokenizer.backend_tokenizer
+    tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.Strip(" ", 1, 0)])
+    with servers(processor, processor) as make:
+        server = make()
+        server.will_say(" red")
+        body: Any = {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "is"}],
+            "continue_final_message": not is_new,
+            "add_generation_prompt": is_new,
+        }
+        expected = "red" if is_new else " red"
+        answer = server.http.post("/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == expected
+        if not is_new:
+            message = {"messages": body["messages"], "max_tokens": 9}
+            answer = server.http.post("/v1/messages", json=message).json()
+            assert answer["content"][0]["text"] == expected

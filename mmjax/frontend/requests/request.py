@@ -36,7 +36,7 @@ class GenerateRequest:
     stream: bool = False
     """Whether outputs hold what each step adds, rather than all so far."""
     continues_prompt: bool = True
-    """Whether the output continues the prompt's text (a completion; not a chat)."""
+    """Whether the output continues the prompt's text (a completion, a message that goes on)."""
     id_domain: str | None = None
     """The namespace of the prompt's media ids; None: the global one."""
     lora_name: str | None = None

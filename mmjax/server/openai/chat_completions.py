@@ -142,7 +142,10 @@ class ChatService:
         prompt = await self.prompt_source(request, body)
         is_enforced = tools is not None and tools.format is None
         with errors_of_format(body.has_schema, has_calls=is_enforced):
-            streams = await self._generation.submit(request, body, request_id, [prompt], params)
+            streams = await self._generation.submit(
+                *(request, body, request_id, [prompt], params),
+                continues_prompt=body.continue_final_message,
+            )
         processor, (first, *_) = self._client.input_processor, streams
         reasoning = plan_reasoning(
             form,
