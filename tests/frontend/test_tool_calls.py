@@ -330,6 +330,12 @@ def test_python_literals_are_read_as_json_too(arguments: dict[str, object]) -> N
     assert json.dumps(parse_arguments(text)) == json.dumps(arguments)
 
 
+def test_brackets_around_a_value_make_no_list_of_it() -> None:
+    said = "a=(1), b=('x' ), c=(1,), d=(2, 3), e=(), f=(((4)), [5]), g=(',')"
+    expected = {"a": 1, "b": "x", "c": [1], "d": [2, 3], "e": [], "f": [4, [5]], "g": ","}
+    assert parse_arguments(said) == expected
+
+
 @pytest.mark.parametrize("quote", ["'", '"'])
 @pytest.mark.parametrize(
     "text", [r"\d+\.\w", r"\xe9\u00e9\U0001F600", "a\\\nb", r"\'\"\\\n\t\v\a"], ids=str

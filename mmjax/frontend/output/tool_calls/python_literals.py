@@ -61,7 +61,7 @@ class LiteralReader:
             case "[":
                 return self._members("[]", lambda: self._value(depth + 1))
             case "(":
-                return self._members("()", lambda: self._value(depth + 1))
+                return self._group(depth + 1)
             case "{":
                 return dict(self._members("{}", lambda: self._pair(depth + 1)))
             case character if character and character in "+-.0123456789":
@@ -83,6 +83,14 @@ class LiteralReader:
                 self._expect(",")
         self._expect(closing)
         return found
+
+    def _group(self, depth: int) -> Any:
+        """Return a tuple as a list, and a value in brackets as itself: `(1,)` is one, `(1)` not."""
+        members = self._members("()", lambda: self._value(depth))
+        last = self._place - 2
+        while self._text[last] in SPACES:
+            last -= 1
+        return members[0] if len(members) == 1 and self._text[last] != "," else members
 
     def _pair(self, depth: int) -> tuple[str, Any]:
         key = self._key()
