@@ -114,6 +114,35 @@ def test_each_format_is_the_numbers_that_it_stands_for(tmp_path: Path, form: str
     assert np.abs(found - weight).max() < 0.35
 
 
+@pytest.mark.parametrize(
+    ("form", "part", "shape"),
+    [
+        # Scales of blocks whose size config.json does not say, and those of three joined layers.
+        ("fp8-channels", "weight_scale", (2, 3)),
+        ("fp8-tensor", "weight_scale", (3,)),
+        ("fp8-blocks", "weight_scale_inv", (3, 3)),
+        ("int8", "weight_scale", (96, 1)),
+        ("w4a16", "weight_packed", (24, 12)),
+        ("w4a16", "weight_shape", (1,)),
+        ("w4a16-zeros", "weight_zero_point", (6, 6)),
+        ("awq", "qweight", (1, 96, 6)),
+        ("gptq", "qweight", (12, 96)),
+        ("gptq", "qzeros", (6, 6)),
+    ],
+)
+def test_a_part_of_another_shape_is_named(
+    tmp_path: Path, form: str, part: str, shape: tuple[int, ...]
+):
+    weight = np.random.default_rng(0).normal(size=(48, 96)).astype(np.float32)
+    packed, settings = FORMS[form].pack(weight), FORMS[form].settings
+    block = tuple(settings.get("weight_block_size", ())) or None
+    method = Method(name=settings["quant_method"], bits=4, block=block)
+    other = np.ones(shape, packed.tensors[part].dtype)
+    named = part if part != "weight_shape" else "weight_packed"
+    with pytest.raises(CheckpointError, match=rf"`layer\.{named}` "):
+        read_whole(tmp_path, {**packed.tensors, part: other}, method)
+
+
 def test_what_is_missing_is_named(tmp_path: Path):
     packed = pack_gptq(np.ones((8, 32), np.float32))
     del packed.tensors["scales"]

@@ -6,7 +6,8 @@ compressed-tensors' `pack_quantized`, AutoAWQ's `gemm` and GPTQ's formats, as th
 them; `tests/golden/quantized` has what these libraries make of a few numbers.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ from mmjax.config.engine_config import Quantization
 from mmjax.errors import CheckpointError
 from mmjax.layers.cpu.groups import GROUP_STEP, ORDER, SCALE, ZERO, Layout, pack_nibbles
 from mmjax.weights.files.method import Method
-from mmjax.weights.files.safetensors import StoredTensor, View
+from mmjax.weights.files.safetensors import FLOATS, StoredTensor, View
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight numbers of an int32 each output is."""
@@ -57,6 +58,47 @@ class Source:
             return size
         # Blocks are of the configured size, whatever is left for the last.
         return self.block[1] if -(-self.shape[1] // self.block[1]) == num_groups else size
+
+    def check(self, num_groups: int) -> None:
+        """Raise CheckpointError for a tensor whose shape or dtype is not the format's.
+
+        Of a scale for each group, output or block; one is for the whole matrix.
+        """
+        rows, width = self.shape
+        words = -(-rows * self.bits // 32)
+        each: list[tuple[int, ...]] = [(rows, num_groups)]
+        each += [(rows,)] if num_groups == 1 else []
+        scales = list(each)
+        if self.block is not None:
+            scales.append((-(-rows // self.block[0]), -(-width // self.block[1])))
+        in_words = (-(-width * self.bits // 32), rows)
+        expected: dict[str, tuple[Sequence[tuple[int, ...]], Collection[str]]] = {
+            "weight_packed": ([in_words[::-1]], ("I32",)),
+            "weight_scale": (scales, FLOATS),
+            "weight_scale_inv": (scales, FLOATS),
+            "weight_g_idx": ([(width,)], ("I32", "I64")),
+            "g_idx": ([(width,)], ("I32", "I64")),
+            "qweight": ([(width, words) if self.kind == "awq" else in_words], ("I32",)),
+            "qzeros": ([(num_groups, words)], ("I32",)),
+            "scales": ([(num_groups, rows)], FLOATS),
+        }
+        zero = self.tensors.get("weight_zero_point")
+        if zero is not None:
+            is_packed = self.kind == "pack" and zero.dtype != "I8"
+            expected["weight_zero_point"] = (
+                ([(words, num_groups)], ("I32",)) if is_packed else (each, ("I8",))
+            )
+        for part, tensor in self.tensors.items():
+            shapes, dtypes = expected.get(part, ([tensor.shape], (tensor.dtype,)))
+            is_one = part in _OF_GROUPS and num_groups == 1 and math.prod(tensor.shape) == 1
+            if tensor.dtype in dtypes and (tensor.shape in shapes or is_one):
+                continue
+            raise CheckpointError(
+                f"`{tensor.name}` (in {tensor.file}) is {tensor.dtype} of shape {tensor.shape}; "
+                f"beside a matrix of {rows} outputs and {width} inputs expected "
+                f"{' or '.join(dtypes)} of shape {' or '.join(map(str, shapes))}: is "
+                "`quantization_config` of config.json this checkpoint's?"
+            )
 
     def read_codes(self) -> np.ndarray:
         """Return the codes, uint8 `[out, in]` (of `float8`: that dtype), in the files' order."""
@@ -199,6 +241,8 @@ _PARTS = frozenset(
     }
 )
 """Last parts of the names of a quantised matrix's tensors."""
+_OF_GROUPS = ("weight_scale", "weight_scale_inv", "weight_zero_point")
+"""Those that may be one number for a whole matrix."""
 _UNREAD = frozenset(
     {
         *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
@@ -317,6 +361,7 @@ def _read_packed(name: str, parts: dict[str, StoredTensor], method: Method) -> P
         return None
     scale = source.find("scales", "weight_scale", "weight_scale_inv")
     num_groups = source.count_groups(scale.shape)
+    source.check(num_groups)
     width = source.shape[1]
     size = source.find_group_size(num_groups)
     if num_groups > 1 and (size % GROUP_STEP or -(-width // size) != num_groups):
@@ -338,23 +383,23 @@ def _read_packed(name: str, parts: dict[str, StoredTensor], method: Method) -> P
 
 def _find_source(name: str, parts: dict[str, StoredTensor], method: Method) -> Source | None:
     if "weight_packed" in parts:
-        shape = parts["weight_shape"].read() if "weight_shape" in parts else None
-        if shape is None or len(parts["weight_packed"].shape) != 2:
+        stored = parts.get("weight_shape")
+        if stored is None or stored.shape != (2,) or len(parts["weight_packed"].shape) != 2:
             raise CheckpointError(
                 f"`{name}.weight_packed` has no `weight_shape` of two sizes beside it, as "
                 "compressed-tensors writes them; mmjax reads experts one by one"
             )
-        rows, width = (int(size) for size in shape)
+        rows, width = (int(size) for size in stored.read())
         columns = parts["weight_packed"].shape[1]
         bits = next((bits for bits in (4, 8) if columns == -(-width * bits // 32)), 0)
         return _check_bits(Source(name, parts, "pack", bits, (rows, width)))
     if "qweight" in parts:
-        rows, columns = parts["qweight"].shape
-        features = _of(name, parts, "scales").shape[-1]
+        rows, columns = _sizes(_of(name, parts, "qweight"))
+        _, features = _sizes(_of(name, parts, "scales"))
         if method.name == "awq":
-            bits = 32 * columns // features
+            bits = 32 * columns // max(1, features)
             return _check_bits(Source(name, parts, "awq", bits, (features, rows)))
-        bits = 32 * _of(name, parts, "qzeros").shape[-1] // features
+        bits = 32 * _sizes(_of(name, parts, "qzeros"))[1] // max(1, features)
         width = 32 * rows // max(1, bits)
         source = Source(name, parts, "gptq", bits, (features, width), method.zero_offset)
         return _check_bits(source)
@@ -363,19 +408,22 @@ def _find_source(name: str, parts: dict[str, StoredTensor], method: Method) -> S
     if weight is None or not is_scaled or weight.dtype not in ("F8_E4M3", "I8"):
         return None
     kind = "float8" if weight.dtype == "F8_E4M3" else "int8"
-    if len(weight.shape) != 2:
-        raise CheckpointError(
-            f"`{weight.name}` (in {weight.file}) has shape {weight.shape}; mmjax reads quantised "
-            "matrices, and experts one by one"
-        )
-    rows, width = weight.shape
-    return Source(name, parts, kind, 8, (rows, width), block=method.block)
+    return Source(name, parts, kind, 8, _sizes(weight), block=method.block)
 
 
 def _of(name: str, parts: Mapping[str, StoredTensor], part: str) -> StoredTensor:
     if part not in parts:
         raise CheckpointError(f"`{name}` is quantised, and lacks its `{part}`")
     return parts[part]
+
+
+def _sizes(tensor: StoredTensor) -> tuple[int, int]:
+    if len(tensor.shape) != 2:
+        raise CheckpointError(
+            f"`{tensor.name}` (in {tensor.file}) has shape {tensor.shape}; mmjax reads quantised "
+            "matrices, and experts one by one"
+        )
+    return tensor.shape[0], tensor.shape[1]
 
 
 def _check_bits(source: Source) -> Source:
