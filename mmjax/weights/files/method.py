@@ -73,7 +73,7 @@ def _read_settings(values: Mapping[str, Any]) -> Method:
         "gptq": _read_gptq,
         "fp8": _read_fp8,
     }
-    if name not in readers:
+    if not isinstance(name, str) or name not in readers:
         instead = _INSTEAD.get(str(name), "take the checkpoint that this one was made of")
         raise _refuse("quant_method", name, _SERVED, instead)
     return readers[name](values)
@@ -98,17 +98,19 @@ def _refuse(
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> Method:
-    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = _read_object(values, "sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise _refuse("sparsity_config.format", sparsity, "dense weights")
-    if (values.get("transform_config") or {}).get("config_groups"):
+    if _read_object(values, "transform_config").get("config_groups"):
         raise _refuse("transform_config", "set", "weights without rotations")
     block, rounds_inputs, least = None, False, 8
-    for name, group in (values.get("config_groups") or {}).items():
+    groups = _read_object(values, "config_groups")
+    for name in groups:
+        group = _read_object(groups, name, "config_groups.")
         kind = group.get("format") or values.get("format")
         if kind not in _FORMATS and not (kind == _MIXED and group.get("format") is None):
             raise _refuse(f"config_groups.{name}.format", kind, ", ".join(_FORMATS))
-        weights = group.get("weights") or {}
+        weights = _read_object(group, "weights", f"config_groups.{name}.")
         bits, type_ = weights.get("num_bits"), weights.get("type")
         if not isinstance(bits, int) or (bits, type_) not in _NUMBERS:
             served = "integers of 4 or 8 bits, and floats of 8"
@@ -118,6 +120,13 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> Method:
         least = min(least, bits)
         rounds_inputs |= type_ == "int" and group.get("input_activations") is not None
     return Method(name="compressed-tensors", bits=least, rounds_inputs=rounds_inputs, block=block)
+
+
+def _read_object(values: Mapping[str, Any], key: str, place: str = "") -> Mapping[str, Any]:
+    value = values.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise _refuse(f"{place}{key}", value, "objects there")
+    return value
 
 
 def _read_awq(values: Mapping[str, Any]) -> Method:
