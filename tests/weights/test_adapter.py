@@ -68,6 +68,8 @@ def write(path: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
 
 
 DOWN = pair(f"{LM}down", 6, 5)
+LM_HEAD = "base_model.model.lm_head"
+HEAD = pair(LM_HEAD, 10, 6)
 
 
 def test_the_factor_is_in_b(tmp_path: Path) -> None:
@@ -199,6 +201,9 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path, key: str) -> None
         ({f"{LM}down.lora_A.weight": draw(2, 5)}, {}, "two matrices"),
         ({f"{LM}down.lora_magnitude_vector": draw(2, 5)}, {}, "no part of an adapter"),
         ({"other": draw(2)}, {}, "no part of an adapter"),
+        # As DeepSpeed's ZeRO-3 leaves weights that nobody gathered.
+        ({**DOWN, f"{LM}down.lora_B.weight": draw(0, 2)}, {}, r"shape \(0, 2\); expected \(6, 2\)"),
+        ({**HEAD, f"{LM_HEAD}.base_layer.weight": draw(0)}, {}, "whole weight of `lm_head`"),
         ({**DOWN, f"{LM}norm.bias": draw(6)}, {}, r"layers\.0\.norm"),
         ({name: value * np.nan for name, value in DOWN.items()}, {}, "not finite"),
         ({name: value.astype(np.int8) for name, value in DOWN.items()}, {}, "I8"),

@@ -54,6 +54,8 @@ class StoredTensor:
     def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return a slice in the file's dtype (bfloat16: of ml_dtypes); None: all of it."""
         index = (slice(None),) * len(self.shape) if index is None else index
+        if 0 in self.shape:  # safetensors cuts none: a trainer's part of a weight on other devices
+            return np.zeros(self.shape, FLOATS.get(self.dtype, np.uint8))[index]
         # NOTE: a tensor without axes is read with `...`, which returns a scalar.
         return np.asarray(self.slices[index if self.shape else ...])
 
