@@ -219,7 +219,13 @@ class AdapterReader:
         scale = np.float32(config.scale_of(layer))
         factors = {"a": _read(a), "b": _read(b) * scale}
         if "added_bias" in tensors:
-            factors["bias"] = _read(tensors["added_bias"]) * scale
+            added = tensors["added_bias"]
+            if added.shape != b.shape[:1]:
+                raise CheckpointError(
+                    f"`{added.name}` of {WEIGHTS_FILE} has shape {added.shape}; expected "
+                    f"{b.shape[:1]}, a number for each row of B"
+                )
+            factors["bias"] = _read(added) * scale
         return factors
 
     def _find_target(self, layer: str, name: str, part: Change | Place | None) -> str:

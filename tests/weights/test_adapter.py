@@ -204,6 +204,11 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path, key: str) -> None
         # As DeepSpeed's ZeRO-3 leaves weights that nobody gathered.
         ({**DOWN, f"{LM}down.lora_B.weight": draw(0, 2)}, {}, r"shape \(0, 2\); expected \(6, 2\)"),
         ({**HEAD, f"{LM_HEAD}.base_layer.weight": draw(0)}, {}, "whole weight of `lm_head`"),
+        (
+            {**DOWN, f"{LM}down.lora_B.bias": draw(1), f"{LM}down.base_layer.bias": draw(6)},
+            {},
+            r"lora_B\.bias` .* shape \(1,\); expected \(6,\)",
+        ),
         ({**DOWN, f"{LM}norm.bias": draw(6)}, {}, r"layers\.0\.norm"),
         ({name: value * np.nan for name, value in DOWN.items()}, {}, "not finite"),
         ({name: value.astype(np.int8) for name, value in DOWN.items()}, {}, "I8"),
