@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.layers.cpu.groups import ORDER, SCALE, ZERO
+from mmjax.layers.module import is_left_out
 from mmjax.layers.quantization import INT4, find_quantized, quantize
 from mmjax.weights.load import EMBEDDING, TIED_HEAD, TensorProblems, find_shape
 from mmjax.weights.rules import Change, Place, RuleTypes, map_tensor
@@ -97,8 +98,8 @@ def match_update(
     single: dict[str, Given] = {}
     stacks: dict[str, dict[int, Given]] = {}
     heads: list[Given] = []
-    for name, given in _map_names(arrays, expected, rules):
-        if name.partition(".")[0] in left_out:
+    for name, given in _map_names(arrays, expected, rules, left_out):
+        if is_left_out(name, left_out):
             ignore(given.name)
             continue
         if isinstance(given.change, Place) and name in expected:
@@ -132,10 +133,14 @@ def flatten_given(params: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]
 
 
 def _map_names(
-    arrays: Mapping[str, Any], expected: Mapping[str, Any], rules: Sequence[RuleTypes]
+    arrays: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    rules: Sequence[RuleTypes],
+    left_out: Sequence[str],
 ) -> Iterator[tuple[str, Given]]:
     """Yield each array, or part of one, under its name in the tree."""
-    are_own = all(name in expected for name in arrays)
+    # A tree of all the model may be given to an engine that leaves its towers out.
+    are_own = all(name in expected or is_left_out(name, left_out) for name in arrays)
     for name, array in arrays.items():
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise TypeError(

@@ -148,6 +148,15 @@ def test_what_does_not_fit_is_named(given: Mapping[str, tuple[int, ...]], says: 
         match_update({name: draw(*shape) for name, shape in given.items()}, EXPECTED, RULES)
 
 
+def test_a_whole_tree_keeps_its_names_where_the_engine_leaves_a_tower_out():
+    # Else the files' rule would turn the experts, which may be square, as gpt-oss's are.
+    name, square = "language_model.experts", jax.ShapeDtypeStruct((2, 3, 3), jnp.float32)
+    rules = (Split(f"^{name}$", [name], [3], of_stack=True, is_transposed=True),)
+    given = {name: draw(2, 3, 3), "tower.flat": draw(4)}
+    (found,) = match_update(given, {name: square}, rules, left_out=["tower"])
+    np.testing.assert_array_equal(found.read(), given[name])
+
+
 def test_a_tied_head_must_be_the_table():
     table, head = draw(8, 4), "model.lm_head.weight"
     own = "language_model.embed_tokens.weight"
