@@ -27,7 +27,7 @@ from mmjax.layers.attention.api import DenseAttentionMetadata, DenseCrossMetadat
 from mmjax.layers.cpu.product import prefers_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, rematerializing
 from mmjax.models.host_inputs import Sees
-from mmjax.models.interface import build_model
+from mmjax.models.interface import build_model, left_out_names
 from mmjax.models.model_source import load_engine_config, stored_dtype
 from mmjax.models.registry import load_model_class
 from mmjax.processing.tensors.inputs import MultiModalInputs
@@ -65,6 +65,8 @@ class ScoredModel:
     hf_config: Any
     parts: Mapping[str, Path] = field(default_factory=dict)
     """Where tensors are that a directory lacks: those of `ModelConfig`."""
+    left_out: Sequence[str] = ()
+    """Attributes of the model that are not computed, as no media are allowed."""
 
     @classmethod
     def of(
@@ -133,6 +135,7 @@ class ScoredModel:
             model_class=model_class,
             hf_config=hf_config,
             parts=parts or {},
+            left_out=() if mm is None else left_out_names(module, mm),
         )
 
     def make_batch(
@@ -149,7 +152,7 @@ class ScoredModel:
     def load_params(self, path: str | Path) -> Params:
         """Return a directory's weights, in this model's dtype."""
         rules = self.model_class.rules(self.hf_config)
-        options: Any = {"parts": self.parts, "use_tqdm": False}
+        options: Any = {"left_out": self.left_out, "parts": self.parts, "use_tqdm": False}
         return load_params(Path(path), self.abstract, rules, **options)
 
 

@@ -4,6 +4,7 @@ Of the families that transformers has no class of, `test_rollout.py` asks the en
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from mmjax import ScoredModel, score
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.training.batch import round_size
 from tests.families import TINY_FAMILIES, served_model
@@ -105,6 +107,14 @@ def test_an_accelerator_rounds_no_factors_of_float32(monkeypatch: pytest.MonkeyP
     products = re.findall(r"dot_general\[.*?\] ", jaxpr, re.DOTALL)
     assert products
     assert all("HIGHEST" in one for one in products)
+
+
+def test_a_model_without_media_reads_a_directory_without_its_tower(tmp_path: Path):
+    model = served_model("gemma3")
+    model.reference.save_pretrained(tmp_path)
+    mm = MultiModalConfig(limit_mm_per_prompt={"image": 0})
+    scored = ScoredModel.build(model.family.model_class, model.config, mm=mm)
+    assert scored.load_params(tmp_path).keys() == scored.abstract.keys() == {"language_model"}
 
 
 def test_items_that_are_given_by_their_embeddings_are_refused():
