@@ -21,6 +21,7 @@ from mmjax.weights.files.safetensors import (
     find_weight_files,
     open_file,
 )
+from mmjax.weights.load import find_shape
 from mmjax.weights.rules import Change, Part, Place, RuleTypes, Turn, map_tensor
 
 
@@ -37,7 +38,7 @@ def save_params(params: Params, source: Path, out: Path, rules: Sequence[RuleTyp
 
     Raises:
         CheckpointError: If the files have integers (quantised weights), or a tensor of the tree is
-            in none of them, or made by a function; nothing is written then.
+            in none of them, of another shape there, or made by a function; nothing is written then.
     """
     leaves = flatten_params(params)
     files = find_weight_files(source)
@@ -75,6 +76,8 @@ def _check(
                 made = [one for name, one in changes.items() if _is_made(name, one, leaves)]
                 if made:
                     raise CheckpointError(f"what {made[0]} makes of a tensor cannot be undone")
+                for name, change in changes.items():
+                    _check_shape(name, change, tensor, _find_leaf(name, leaves))
                 found |= changes.keys()
     missing = sorted(leaves.keys() - found)
     if missing:
@@ -83,6 +86,20 @@ def _check(
             f"{', '.join(f'`{name}`' for name in missing[:5])}; give the directory that they were "
             "read from"
         )
+
+
+def _check_shape(name: str, change: Change | Place | None, tensor: StoredTensor, leaf: Any) -> None:
+    """Raise unless the tree's values are as many as were made of the file's tensor."""
+    shape: Sequence[int] | None = tensor.shape
+    if isinstance(change, Change):
+        shape = find_shape(change, tensor.shape) if change.is_fit(tensor.shape) else None
+    if leaf is None or tuple(leaf.shape[isinstance(change, Place) :]) == shape:
+        return
+    raise CheckpointError(
+        f"`{name}` of the tree has shape {tuple(leaf.shape)}, which cannot be written back to "
+        f"`{tensor.name}` of shape {tensor.shape} (in {tensor.file}); give the directory that it "
+        "was read from"
+    )
 
 
 def _restore(

@@ -130,6 +130,10 @@ def test_each_change_is_undone(tmp_path: Path):
             "1 tensors of the tree, such as `none`, are quantised",
         ),
         ({}, {"another": np.zeros(2)}, "no place for 1 tensors of the tree: `another`"),
+        # One number would be written to all three places.
+        ({}, {"none": np.zeros(1)}, r"`none` .* \(1,\), .* `one` of shape \(1, 3\)"),
+        ({}, {"k": np.zeros((4, 2))}, r"`k` .* \(4, 2\), .* `qkv` of shape \(6, 2\)"),
+        ({}, {"experts": np.zeros((2, 3))}, r"`experts` .* \(2, 3\), .* `expert.0`"),
     ],
 )
 def test_it_is_refused_before_anything_is_written(
