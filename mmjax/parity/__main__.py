@@ -233,7 +233,7 @@ def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add("--num-images", nargs="+", type=_count, help="sizes of those sets; up to 3 without it")
     add("--mm-processor-kwargs", type=_object, help='as JSON: {"do_pan_and_scan": true}')
     add("--lora", metavar="DIR", help="an adapter that both compute with: a directory or hub id")
-    add("--max-tokens", type=_count, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
+    add("--max-tokens", type=_positive, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
     add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")
     add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
@@ -242,11 +242,15 @@ def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _count(text: str) -> int:
+def _count(text: str, least: int = 0) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is not a number of at least 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of at least {least}")
     return number
+
+
+def _positive(text: str) -> int:
+    return _count(text, 1)
 
 
 def _object(text: str) -> dict[str, Any]:

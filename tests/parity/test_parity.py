@@ -262,7 +262,7 @@ def test_a_difference_that_the_caps_do_not_explain_has_no_note(tmp_path: Path):
     ("argument", "value", "words"),
     [
         ("--num-images", "-1", "-1 is not a number of at least 0"),
-        ("--max-tokens", "-1", "-1 is not a number of at least 0"),
+        ("--max-tokens", "0", "0 is not a number of at least 1"),
         ("--mm-processor-kwargs", "[1]", "[1] is not a JSON object"),
     ],
 )
