@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.errors import RequestError
+from mmjax.errors import RequestError, RequestTypeError
 from mmjax.llm.llm import LLM
 from mmjax.params.sampling_params import SamplingParams
 
@@ -60,25 +60,27 @@ class AnswerRows:
         images = [None] * len(prompts)
         if self._image_column is not None:
             images = list(batch[self._image_column])
-        asked = [_conversation(*pair) for pair in zip(prompts, images, strict=True)]
-        rows = self._answer(asked)
+        rows = self._answer(list(zip(prompts, images, strict=True)))
         answers = np.array([answer for answer, _ in rows], dtype=object)
         errors = np.array([error for _, error in rows], dtype=object)
         return {**batch, self._answer_column: answers, self._error_column: errors}
 
-    def _answer(self, asked: Sequence[Any]) -> list[tuple[str, str]]:
+    def _answer(self, asked: Sequence[tuple[Any, Any]]) -> list[tuple[str, str]]:
         """Return each row's answer or error; one that is refused is found by asking one by one."""
         try:
-            outputs = self._llm.chat(asked, self._params, use_tqdm=False) if asked else []
+            chats = [self._write_chat(*row) for row in asked]
+            outputs = self._llm.chat(chats, self._params, use_tqdm=False) if chats else []
         except RequestError as error:
             if len(asked) == 1:
                 return [("", str(error))]
             return [row for one in asked for row in self._answer([one])]
         return [(output.outputs[0].text, "") for output in outputs]
 
-
-def _conversation(prompt: Any, image: Any) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = [{"type": "text", "text": str(prompt)}]
-    if image is not None:
-        parts.insert(0, {"type": "image_pil", "image_pil": image})
-    return [{"role": "user", "content": parts}]
+    def _write_chat(self, prompt: Any, image: Any) -> list[dict[str, Any]]:
+        if not isinstance(prompt, str):  # a null would be asked as the word "None"
+            column, kind = self._prompt_column, type(prompt).__name__
+            raise RequestTypeError(f"`{column}` of this row is of type `{kind}`; expected a text")
+        parts: list[dict[str, Any]] = [{"type": "text", "text": str(prompt)}]
+        if image is not None:
+            parts.insert(0, {"type": "image_pil", "image_pil": image})
+        return [{"role": "user", "content": parts}]

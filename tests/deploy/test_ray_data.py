@@ -53,6 +53,11 @@ def test_rows_get_answers_and_a_wrong_one_stops_no_other(tiny_gemma3: Path) -> N
     assert not again["answer"][1]
     assert again["error"][1]
     assert not again["error"][2]
+    asked = np.array(["what is this?", None, b"what?"], dtype=object)
+    again = answer({**batch, "prompt": asked})
+    assert again["answer"][0] == rows["answer"][0]
+    assert "`prompt` of this row is of type `NoneType`; expected a text" in again["error"][1]
+    assert "`bytes`" in again["error"][2]
     assert len(answer({name: column[:0] for name, column in batch.items()})["answer"]) == 0
 
 
