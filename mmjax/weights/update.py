@@ -121,14 +121,25 @@ def match_update(
 
 
 def flatten_given(params: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the arrays of nested mappings by dotted names; variables of flax as their arrays."""
+    """Return the arrays of nested mappings by dotted names; variables of flax as their arrays.
+
+    TypeError for what is no array of JAX or numpy, ValueError for one that is deleted.
+    """
     flat: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping):
             flat |= flatten_given(value, name)
-        else:
-            flat[name] = value.get_value() if hasattr(value, "get_value") else value
+            continue
+        array = value.get_value() if hasattr(value, "get_value") else value
+        if not isinstance(array, jax.Array | np.ndarray | np.generic):
+            raise TypeError(
+                f"`{name}` of the given weights is a `{type(array).__name__}`; expected an array "
+                "of JAX or numpy (of torch: `jax.dlpack.from_dlpack(tensor.detach())`)"
+            )
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise ValueError(f"`{name}` of the given weights was deleted, or donated before")
+        flat[name] = array
     return flat
 
 
@@ -142,13 +153,6 @@ def _map_names(
     # A tree of all the model may be given to an engine that leaves its towers out.
     are_own = all(name in expected or is_left_out(name, left_out) for name in arrays)
     for name, array in arrays.items():
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise TypeError(
-                f"`{name}` of the given weights is a `{type(array).__name__}`; expected an array "
-                "of JAX or numpy"
-            )
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise ValueError(f"`{name}` of the given weights was deleted, or donated before")
         if are_own:
             yield name, Given(name, array)
             continue

@@ -14,7 +14,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.weights.rules import Rule, Split, Squeeze, Stack, StackPart, Transposition, map_tensor
 from mmjax.weights.sharding import param_sharding
-from mmjax.weights.update import match_update, place_update
+from mmjax.weights.update import flatten_given, match_update, place_update
 from tests.families import TINY_FAMILIES
 from tests.families.default_run import mark
 from tests.oracle import params_of
@@ -146,6 +146,15 @@ def test_each_change_of_a_rule_is_made_on_the_device():
 def test_what_does_not_fit_is_named(given: Mapping[str, tuple[int, ...]], says: str):
     with pytest.raises(CheckpointError, match=says):
         match_update({name: draw(*shape) for name, shape in given.items()}, EXPECTED, RULES)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(torch.ones(2), "Tensor"), (3, "int"), ([1.0], "list"), (None, "NoneType")]
+)
+def test_what_is_no_array_is_named(value: Any, kind: str):
+    # Of adapters, too, whose arrays have PEFT's names.
+    with pytest.raises(TypeError, match=f"`model.q.weight` of the given weights is a `{kind}`"):
+        flatten_given({"model": {"q.weight": value}})
 
 
 def test_a_whole_tree_keeps_its_names_where_the_engine_leaves_a_tower_out():
