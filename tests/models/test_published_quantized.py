@@ -26,7 +26,7 @@ from tests.families import TINY_FAMILIES, served_model
 from tests.families.tiny import TinyModel
 from tests.kit import tiny_gemma3_checkpoint
 from tests.layers.test_quantization import ask
-from tests.weights.packers import FORMS, INT8, W8A8, Form, compressed_config, pack_gptq
+from tests.weights.packers import FLOAT8, FORMS, INT8, W8A8, Form, compressed_config, pack_gptq
 
 DENSE, WITH_EXPERTS = "gemma3", "glm4v_moe"
 BY_DEFAULT = [(DENSE, form) for form in ("awq", "gptq-actorder", "fp8-blocks")]
@@ -256,6 +256,10 @@ def test_settings_are_found_under_the_earlier_key():
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "`marlin`"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "`gemv`"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "`weight_block_size|two sizes"),
+        (
+            compressed_config("float-quantized", {**FLOAT8, "strategy": "block"}),
+            "config_groups.group_0.weights.block_structure` .* two sizes",
+        ),
         ({"quant_method": ["fp8"]}, r"quant_method` .* `\['fp8'\]`"),
         ({**W8A8.settings, "config_groups": "one"}, "config_groups` .* `one`.* reads objects"),
         ({**W8A8.settings, "config_groups": {"a": 4}}, "config_groups.a` .* `4`"),

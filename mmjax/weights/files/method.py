@@ -116,7 +116,8 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> Method:
             served = "integers of 4 or 8 bits, and floats of 8"
             raise _refuse(f"config_groups.{name}.weights", f"{bits} bits, {type_}", served)
         if weights.get("strategy") == "block":
-            block = _read_block(weights.get("block_structure"))
+            place = f"config_groups.{name}.weights.block_structure"
+            block = _read_block(weights.get("block_structure"), place)
         least = min(least, bits)
         rounds_inputs |= type_ == "int" and group.get("input_activations") is not None
     return Method(name="compressed-tensors", bits=least, rounds_inputs=rounds_inputs, block=block)
@@ -150,7 +151,8 @@ def _read_fp8(values: Mapping[str, Any]) -> Method:
     if kind not in ("e4m3", "float8_e4m3fn"):
         raise _refuse("fmt", kind, "FP8 as `e4m3`")
     size = values.get("weight_block_size")
-    return Method(name="fp8", bits=8, block=None if size is None else _read_block(size))
+    block = None if size is None else _read_block(size, "weight_block_size")
+    return Method(name="fp8", bits=8, block=block)
 
 
 def _check_bits(values: Mapping[str, Any], served: tuple[int, ...]) -> None:
@@ -159,9 +161,9 @@ def _check_bits(values: Mapping[str, Any], served: tuple[int, ...]) -> None:
         raise _refuse("bits", bits, " and ".join(map(str, served)))
 
 
-def _read_block(size: Any) -> tuple[int, int]:
+def _read_block(size: Any, key: str) -> tuple[int, int]:
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(_is_size(n) for n in size):
-        raise _refuse("weight_block_size", size, "two sizes")
+        raise _refuse(key, size, "two sizes")
     return int(size[0]), int(size[1])
 
 
