@@ -36,7 +36,9 @@ def with_heads(name: str, width: int) -> TinyModel:
     (docs/determinism.md): inputs of recurrent layers are three times as wide as the model and more.
     """
     family = TINY_FAMILIES[name]
-    number = 1 if width == 128 and family.longest_run == CHUNK else 2
+    # Gemma 4 has layers whose heads are twice as wide.
+    is_wide = family.longest_run == CHUNK or name.startswith("gemma4")
+    number = 1 if width == 128 and is_wide else 2
     settings = family.resize(number * width, width, number)
     if name == "glm4v_moe":
         # A sigmoid over two rows of six has other last bits than over more (docs/determinism.md).
